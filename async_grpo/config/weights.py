@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -16,10 +17,17 @@ Encryption = Literal["off", "control", "all"]
 
 
 class WeightsConfig(StrictModel):
-    """Weights from the trainer to the rollout servers, over ZMQ."""
+    """Weights from the trainer to the rollout servers."""
 
-    transport: Literal["zmq"] = "zmq"
-    """How weights travel: `zmq` works everywhere."""
+    transport: Literal["zmq", "shared_filesystem", "object_store"] = "zmq"
+    """How weights travel. `zmq`: from machine to machine over TCP. `shared_filesystem`: through a folder that all
+    machines mount. `object_store`: through an S3-compatible bucket, for engines that cannot reach the trainer."""
+    location: str | None = None
+    """Where versions lie: for `shared_filesystem` the absolute path of the folder, for `object_store` a URL such as
+    `s3://BUCKET/PREFIX`; its credentials come from the environment."""
+    dense_every: PositiveInt = 20
+    """Versions between two that are written dense in `location`; the others are lossless differences. Versions below
+    the last two dense ones are removed."""
     bind: Endpoint = "tcp://127.0.0.1:0"
     """Where the publisher listens (port 0: three free ones; port N: N announces, N + 1 controls, N + 2 serves)."""
     advertise: Host | None = None
@@ -48,7 +56,8 @@ class WeightsConfig(StrictModel):
     credits: PositiveInt = 8
     """Most chunk requests in flight per receiver."""
     heartbeat_s: Seconds = 0.5
-    """Seconds between two heartbeats of the publisher and of every receiver."""
+    """Seconds between two heartbeats of the publisher and of every receiver; with a `location`, between two looks at
+    it too."""
     request_timeout_s: Seconds = 5.0
     """Seconds for one chunk; after that it is requested again, from another relay if there is one."""
     update_timeout_s: Seconds = 300.0
@@ -56,6 +65,7 @@ class WeightsConfig(StrictModel):
     long."""
 
     def problems(self) -> Iterator[str]:
+        yield from self._problems_of_location()
         for bind, told in (("bind", self.advertise), ("relay_bind", self.relay_advertise)):
             endpoint: str = getattr(self, bind)
             if told is not None and _on_loopback(endpoint) and not _on_loopback(f"tcp://{told}"):
@@ -63,6 +73,27 @@ class WeightsConfig(StrictModel):
                     f"{bind} ({endpoint}) listens on the loopback only, but others would be told to come to {told}, "
                     f"where nobody answers. Set weights.{bind} to tcp://0.0.0.0:PORT, or to an address of this machine"
                 )
+
+    def _problems_of_location(self) -> Iterator[str]:
+        location = self.location
+        if self.transport == "zmq":
+            if location is not None:
+                yield (
+                    f"weights.location ({location}) is not used by transport zmq. Remove it, or set weights.transport "
+                    "to shared_filesystem or object_store"
+                )
+            return
+        wanted, pattern = {
+            "shared_filesystem": ("an absolute path that every machine mounts", r"/.*"),
+            "object_store": ("a URL such as s3://BUCKET/PREFIX", r"(s3|gs|az)://[^/@?#]+(/[^@?#]*)?"),
+        }[self.transport]
+        if location is None or not re.fullmatch(pattern, location):
+            yield f"weights.transport {self.transport} needs {wanted}, got {location}. Set weights.location"
+        if self.encrypt != "off":
+            yield (
+                f"weights.encrypt ({self.encrypt}) is about sockets, and transport {self.transport} has none: who may "
+                "read weights.location is decided there. Set weights.encrypt to off"
+            )
 
 
 def _on_loopback(endpoint: str) -> bool:

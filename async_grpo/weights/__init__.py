@@ -6,6 +6,7 @@ transports.
     chunks, delta   the block of a model cut and hashed; lossless patches between two versions
     store           two versions in shared memory
     zmq/            the default transport
+    folder/         a folder that all machines mount, or a bucket
 
 Child processes pass through this module, so it imports nothing before a factory is called.
 """
@@ -27,15 +28,17 @@ def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSe
             from async_grpo.weights.zmq.sender import ZmqWeightSender
 
             return ZmqWeightSender(layout, config.local_name, epoch, config.weights)
+        case "shared_filesystem" | "object_store":
+            from async_grpo.weights.folder.sender import FolderWeightSender
+
+            return FolderWeightSender(layout, config.local_name, epoch, config.weights)
 
 
 def make_receiver(config: RunConfig, resolve: Resolve, *, name: str) -> WeightReceiver:
     """The receiver of `weights.transport` for the rollout server `name`; needs a running event loop. Raises
     ConfigError."""
-    match config.weights.transport:
-        case "zmq":
-            from async_grpo.weights.shared_memory import store_path
-            from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+    from async_grpo.weights.shared_memory import store_path
+    from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 
-            path = store_path(config.local_name, "node")  # every server of the run on this machine shares it
-            return ZmqWeightReceiver(resolve, path, config.weights, name=name)
+    # Every server of the run on this machine shares the store, and the process that fills it: of any transport.
+    return ZmqWeightReceiver(resolve, store_path(config.local_name, "node"), config.weights, name=name)

@@ -84,10 +84,21 @@ class StoreSource(Record, frozen=True, kw_only=True, tag="store_source"):
     path: str
 
 
+class MergeBase(Record, frozen=True, kw_only=True, tag="merge_base"):
+    """What held adapters (`model.lora`) are added to: the weights of a Hugging Face folder of this machine."""
+
+    folder: str
+    dtype: str
+    """Of the sum, "bfloat16" or "float32"."""
+    scale: float
+
+
 class HeldWeights(Versioned, frozen=True, kw_only=True, tag="held_weights"):
     """One version that stays readable while it is held; crosses into the engine's workers."""
 
     source: StoreSource
+    base: MergeBase | None = None
+    """Set by an engine for weights that are adapters. None: they are the whole model."""
 
     @classmethod
     def in_store(cls, path: Path, *, epoch: int, version: int) -> HeldWeights:
@@ -128,6 +139,10 @@ class TensorReader(Protocol):
         loaded."""
         ...
 
+    def read(self, spec: TensorSpec) -> memoryview:
+        """The bytes of one tensor of the layout."""
+        ...
+
     def __iter__(self) -> Iterator[tuple[TensorSpec, memoryview]]:
         """Every tensor with its bytes."""
         ...
@@ -145,10 +160,15 @@ class SourceReader:
         self._file: tuple[Path, int] | None = None
 
     def open(self, held: HeldWeights) -> TensorReader:
-        """The tensors of exactly that version. Raises WeightsError if there is no store, WeightsReplaced if the store
-        does not hold the version."""
+        """The tensors of exactly that version, adapters already added to their base. Raises WeightsError if there is no
+        store, WeightsReplaced if the store does not hold the version, WeightsCorrupt for adapters of another base."""
         path = Path(held.source.path)
         file = (path, path.stat().st_ino) if path.exists() else None
         if self._store is None or file != self._file:
             self._store, self._file = WeightStore.open(path), file
-        return self._store.snapshot(held.identity)
+        snapshot = self._store.snapshot(held.identity)
+        if held.base is None:
+            return snapshot
+        from async_grpo.weights.lora import AdapterReader  # it imports torch, which the transports do without
+
+        return AdapterReader(snapshot, held.base)

@@ -71,10 +71,14 @@ class StoreSnapshot:
     _slot: int
     _sequence: int
 
+    def read(self, spec: TensorSpec) -> memoryview:
+        """The bytes of one tensor, in place."""
+        return self.block[spec.offset : spec.offset + spec.nbytes]
+
     def __iter__(self) -> Iterator[tuple[TensorSpec, memoryview]]:
         """Every tensor with its bytes, in place."""
         for spec in self.layout.tensors:
-            yield spec, self.block[spec.offset : spec.offset + spec.nbytes]
+            yield spec, self.read(spec)
 
     def changed_since(self, base: WeightVersion) -> list[TensorSpec] | None:
         """The tensors whose bytes differ from those of `base`; None if this is not known."""

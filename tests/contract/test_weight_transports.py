@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from msgspec.structs import replace
 
-from async_grpo.config import RunConfig, validate
+from async_grpo.config import RunConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
 from async_grpo.weights import make_receiver, make_sender
 from async_grpo.weights.base import HeldWeights, SourceReader, WeightReceiver, WeightSender
+from async_grpo.weights.folder.chain import Head, unseal
+from async_grpo.weights.folder.objects import open_objects
+from async_grpo.weights.folder.sender import FolderWeightSender
 from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, run_folder
-from tests.support.weight_plane import LAYOUT, Arrays, Board, proxy_to, random_weights, step
+from tests.support.weight_plane import LAYOUT, Arrays, Board, proxy_to, random_weights, step, until
+from tests.support.weight_transports import config_of, made_place
 
 NEVER = WeightVersion(0, -1)
 COMES_S = 30.0
@@ -31,10 +39,26 @@ EPOCH = 1
 
 
 @asynccontextmanager
-async def through_a_bad_proxy(sender: WeightSender, board: Board) -> AsyncIterator[None]:
+async def through_a_bad_proxy(sender: WeightSender, board: Board, _: WeightVersion) -> AsyncIterator[None]:
     async with proxy_to(sender, board) as proxy:
         proxy.spoil = 1_000_000
         yield
+
+
+@asynccontextmanager
+async def through_a_damaged_copy(sender: WeightSender, board: Board, newest: WeightVersion) -> AsyncIterator[None]:
+    """The board names a copy of the epoch's folder in which every block is wrong."""
+    assert isinstance(sender, FolderWeightSender)
+    objects, folder = open_objects(sender.config), sender.address.announce
+    await until(lambda: f"{folder}/head" in objects.names(folder))
+    await until(lambda: unseal(objects.read(f"{folder}/head"), Head, "head").identity == newest)
+    for name in objects.names(folder):
+        with suppress(FileNotFoundError):  # of a version that is not needed any more
+            content = objects.read(name)
+            damaged = bytes(byte ^ 1 for byte in content) if name.endswith((".dense", ".changes")) else content
+            objects.write(name.replace(folder, "damaged/copy"), [damaged])
+    board.address = replace(sender.address, announce="damaged/copy")
+    yield
 
 
 @dataclass(frozen=True)
@@ -42,25 +66,21 @@ class Transport:
     """One value of `weights.transport`, and how a test damages what travels."""
 
     name: str
-    settings: dict[str, Any]
-    spoiling: Callable[[WeightSender, Board], AbstractAsyncContextManager[None]]
+    spoiling: Callable[[WeightSender, Board, WeightVersion], AbstractAsyncContextManager[None]]
     """Every byte that is fetched during the block is wrong."""
-
-    def config(self, name: str) -> RunConfig:
-        weights = {"transport": self.name, **self.settings}
-        raw = {"name": f"{name}-{os.getpid()}", "runs_dir": "/tmp", "model": {"random": {}}, "weights": weights}
-        return validate(raw, "test")
+    marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
-TRANSPORTS = [Transport("zmq", {"chunk_bytes": 8192, "heartbeat_s": 0.2}, spoiling=through_a_bad_proxy)]
+TRANSPORTS = [
+    Transport("zmq", spoiling=through_a_bad_proxy),
+    Transport("shared_filesystem", spoiling=through_a_damaged_copy),
+    Transport("object_store", spoiling=through_a_damaged_copy, marks=(pytest.mark.slow,)),
+]
 
 
 @contextmanager
-def sending(
-    transport: Transport, run: str, *, layout: TensorLayout = LAYOUT, epoch: int = EPOCH
-) -> Iterator[WeightSender]:
+def sending(config: RunConfig, *, layout: TensorLayout = LAYOUT, epoch: int = EPOCH) -> Iterator[WeightSender]:
     """A sender of a run of its own."""
-    config = transport.config(run)
     sender = make_sender(config, layout, epoch)
     try:
         yield sender
@@ -79,6 +99,10 @@ class Plane:
     board: Board = field(default_factory=Board)
     versions: Iterator[int] = field(default_factory=itertools.count)
 
+    def run(self, name: str) -> RunConfig:
+        """Another run on the same transport."""
+        return config_of(name, self.config.weights.model_dump(exclude_defaults=True))
+
     def publish(self, weights: Arrays | None = None) -> tuple[WeightVersion, dict[str, bytes]]:
         """Publish the next version; returns it and its bytes."""
         version = next(self.versions)
@@ -96,11 +120,16 @@ class Plane:
             await receiver.close()
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS, ids=lambda transport: transport.name)
+CASES = [pytest.param(transport, id=transport.name, marks=transport.marks) for transport in TRANSPORTS]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def shared(request: pytest.FixtureRequest) -> Iterator[Plane]:
     transport: Transport = request.param
-    with sending(transport, "contract") as sender:
-        yield Plane(transport, transport.config("contract"), sender)
+    with made_place(transport.name) as keys:
+        config = config_of("contract", keys)
+        with sending(config) as sender:
+            yield Plane(transport, config, sender)
 
 
 @pytest.fixture
@@ -208,8 +237,8 @@ async def test_a_version_names_the_tensors_that_changed_since_the_one_before(
 
 
 async def test_bytes_that_fail_their_hash_are_refused(plane: Plane) -> None:
-    plane.publish()
-    async with plane.transport.spoiling(plane.sender, plane.board), plane.receiving() as receiver:
+    newest, _ = plane.publish()
+    async with plane.transport.spoiling(plane.sender, plane.board, newest), plane.receiving() as receiver:
         with pytest.raises(WeightsCorrupt, match="failed its hash"):
             await receiver.next_version(NEVER, COMES_S)
 
@@ -246,7 +275,7 @@ async def test_a_later_epoch_is_newer_whatever_its_version_and_an_earlier_one_is
 ) -> None:
     before, _ = plane.publish()
     await arrive(receiver, before)
-    with sending(plane.transport, "restarted", epoch=EPOCH + 1) as restarted:
+    with sending(plane.run("restarted"), epoch=EPOCH + 1) as restarted:
         restarted.publish(0, random_weights(0).items())
         plane.board.address = restarted.address
         newest = await receiver.next_version(before, COMES_S)
@@ -258,7 +287,7 @@ async def test_a_later_epoch_is_newer_whatever_its_version_and_an_earlier_one_is
 
 
 async def test_the_end_of_the_sender_is_named(plane: Plane, receiver: WeightReceiver) -> None:
-    with sending(plane.transport, "ends", epoch=EPOCH + 2) as ends:
+    with sending(plane.run("ends"), epoch=EPOCH + 2) as ends:
         ends.publish(0, random_weights(0).items())
         plane.board.address = ends.address
         newest = await receiver.next_version(NEVER, COMES_S)
@@ -270,7 +299,7 @@ async def test_another_model_is_refused(plane: Plane, receiver: WeightReceiver) 
     version, _ = plane.publish()
     await arrive(receiver, version)
     layout = layout_of([("embed", "float32", [10])])
-    with sending(plane.transport, "other", layout=layout, epoch=EPOCH + 3) as other:
+    with sending(plane.run("other"), layout=layout, epoch=EPOCH + 3) as other:
         other.publish(0, [("embed", np.zeros(10, np.float32))])
         plane.board.address = other.address
         with pytest.raises(WeightsCorrupt, match="not those that this receiver started with"):
@@ -279,8 +308,8 @@ async def test_another_model_is_refused(plane: Plane, receiver: WeightReceiver) 
 
 async def test_closing_ends_all_processes_and_frees_the_memory(plane: Plane) -> None:
     before = psutil.Process().children(recursive=True)
-    with sending(plane.transport, "closed") as sender:
-        config = plane.transport.config("closed")
+    with sending(plane.run("closed")) as sender:
+        config = plane.run("closed")
         plane.board.address = sender.address
         sender.publish(0, random_weights(0).items())
         receiver = make_receiver(config, plane.board.publisher, name="server")

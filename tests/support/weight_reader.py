@@ -1,9 +1,9 @@
 """A rollout server that loads nothing: follows a run's weights and says, line by line, what it mapped.
 
-    python -m tests.support.weight_reader STORE ADDRESS CONFIG LAST
+    python -m tests.support.weight_reader STORE ADDRESS CONFIG LAST [BASE]
 
-STORE lies in shared memory, ADDRESS is the file that will name the publisher, CONFIG is a WeightsConfig as JSON.
-One JSON line a version, until version LAST.
+STORE lies in shared memory, ADDRESS is the file that will name the publisher, CONFIG is a WeightsConfig as JSON, BASE a
+MergeBase. One JSON line a version, until version LAST.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import asyncio
 import sys
 from pathlib import Path
 
+import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
+from async_grpo.weights.base import HeldWeights, MergeBase, SourceReader
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.store import WeightStore
 from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.wire import decode
 from async_grpo.wire.board import PublisherAddress
@@ -25,7 +27,7 @@ from tests.support.speech import Speech
 PATIENCE_S = 100.0
 
 
-async def follow(store: Path, address: Path, config: WeightsConfig, last: int) -> None:
+async def follow(store: Path, address: Path, config: WeightsConfig, last: int, base: MergeBase | None) -> None:
     async def resolve() -> PublisherAddress | None:
         return decode(address.read_bytes(), PublisherAddress) if address.exists() else None
 
@@ -36,7 +38,7 @@ async def follow(store: Path, address: Path, config: WeightsConfig, last: int) -
         await receiver.next_version(seen, PATIENCE_S)
         async with receiver.hold() as held:
             seen = held.identity
-            hashes = hashes_in(store, seen)
+            hashes = hashes_of(replace(held, base=base))
         stats = receiver.stats
         line = {
             "version": seen.version,
@@ -51,14 +53,15 @@ async def follow(store: Path, address: Path, config: WeightsConfig, last: int) -
     await receiver.close()
 
 
-def hashes_in(store: Path, identity: WeightVersion) -> dict[str, str]:
-    """Of every tensor, in place."""
-    snapshot = WeightStore.open(store).snapshot(identity)
+def hashes_of(held: HeldWeights) -> dict[str, str]:
+    """Of every tensor, as an engine would load it."""
+    snapshot = SourceReader().open(held)
     hashes = {spec.name: xxhash.xxh3_64_hexdigest(content) for spec, content in snapshot}
     snapshot.verify()
     return hashes
 
 
 if __name__ == "__main__":
-    store, address, config, last = sys.argv[1:]
-    asyncio.run(follow(Path(store), Path(address), WeightsConfig.model_validate_json(config), int(last)))
+    store, address, config, last, *more = sys.argv[1:]
+    base = msgspec.json.decode(more[0], type=MergeBase | None) if more else None
+    asyncio.run(follow(Path(store), Path(address), WeightsConfig.model_validate_json(config), int(last), base))

@@ -210,7 +210,6 @@ class Fetch:
         index = reply.index
         if reply.identity != self.identity or not self.schedule.awaits(index):
             return False
-        self._stats.received_bytes += len(payload)
         right = self._apply_patch(index, payload) if reply.patch else self._store_dense(index, payload)
         if not right:
             self._stats.rerequests += 1

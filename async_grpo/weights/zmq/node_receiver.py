@@ -334,6 +334,7 @@ class NodeReceiver:
                     self._interrupt()
                     return
             else:
+                self._stats.received_bytes += len(payload)
                 try:
                     if fetch.accept(reply, payload):
                         self._server.arrived(fetch.identity, reply.index)

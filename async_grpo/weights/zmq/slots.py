@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -12,7 +13,7 @@ from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.store import StoreSnapshot, WeightStore
-from async_grpo.weights.zmq.chunk_server import ChunkServer, ServedVersion
+from async_grpo.weights.zmq.chunk_server import ServedVersion
 from async_grpo.weights.zmq.fetch import Fetch
 from async_grpo.weights.zmq.local_socket import LocalClients
 from async_grpo.weights.zmq.messages import ReceiverStats
@@ -20,11 +21,20 @@ from async_grpo.weights.zmq.messages import ReceiverStats
 log = structlog.get_logger()
 
 
+class OfferedVersions(Protocol):
+    """The versions of the store that other receivers may fetch (`ChunkServer`)."""
+
+    def offer(self, served: ServedVersion) -> None: ...
+    def withdraw(self, identity: WeightVersion) -> None: ...
+    def served(self, identity: WeightVersion | None) -> ServedVersion | None: ...
+    def in_use_since(self, identity: WeightVersion) -> float | None: ...
+
+
 class StoreSlots:
     """Owns the store, and offers the versions in it to other receivers through `server`."""
 
     def __init__(
-        self, path: Path, config: WeightsConfig, server: ChunkServer, servers: LocalClients, stats: ReceiverStats
+        self, path: Path, config: WeightsConfig, server: OfferedVersions, servers: LocalClients, stats: ReceiverStats
     ) -> None:
         self._path = path
         self._config = config
