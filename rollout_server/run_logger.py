@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from async_grpo.data.tokenizer import Tokenizer, TokenPieces
+from async_grpo.telemetry.contention import Contention
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.rows import is_sampled
-from async_grpo.telemetry.timeline import Timeline
+from async_grpo.telemetry.timeline import CPU_TRACK, Timeline
 from async_grpo.wire import Group, Sample
 from async_grpo.wire.board import Evaluation
 
@@ -78,6 +79,10 @@ class RolloutLogger:
     def wait(self, reason: str, started_s: float, ended_s: float) -> None:
         """Write to the timeline that the engine had room and waited. Both times are Unix seconds."""
         self._timeline.span("wait", reason, started_s, ended_s)
+
+    def contention(self, found: Contention) -> None:
+        """Write to the timeline that this server's processes waited for processors."""
+        self._timeline.span(CPU_TRACK, "waited", found.began_s, found.ended_s, waited_s=round(found.waited_s, 3))
 
     def close(self) -> None:
         """Write what waits, and close both files."""

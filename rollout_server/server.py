@@ -25,12 +25,13 @@ surfaces.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from async_grpo.errors import WaitTimeout
 from buffer import TASKS_AHEAD
 from rollout_server.context import ServerContext
-from rollout_server.dispatch.admission import TaskFeeder
+from rollout_server.dispatch.admission import FEEDER_TTL_S, TaskFeeder
 from rollout_server.dispatch.concurrency import ConcurrencyController
 from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.evaluation.milestones import MilestoneEvaluator
@@ -57,7 +58,13 @@ class RolloutServer:
         self._giving_way = giving_way
         self._context = context
         self._watcher = watcher
-        self._feeder = TaskFeeder(context.buffer, context.source, target=TASKS_AHEAD * context.config.capacity_groups)
+        self._feeder = TaskFeeder(
+            context.buffer,
+            context.source,
+            target=TASKS_AHEAD * context.config.capacity_groups,
+            claim=lambda: context.board.claim("tasks", context.name, ttl_s=FEEDER_TTL_S),
+            starved=partial(context.logger.wait, "tasks"),
+        )
         self._dispatcher = Dispatcher(context, watcher, self._feeder)
         self._evaluator = MilestoneEvaluator(context, watcher)
         rollout = context.config.rollout

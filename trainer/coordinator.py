@@ -124,6 +124,10 @@ class Coordinator:
         """The buffer's counters; None on ranks other than 0."""
         return self._lead(lambda: self._buffer.stats())
 
+    def set_staleness(self, staleness: int) -> None:
+        """Put another S in force."""
+        self._lead(lambda: self._buffer.set_staleness(epoch=self._epoch, staleness=staleness))
+
     def commit_checkpoint(self, version: int) -> None:
         """Let the buffer forget what came before `version`, which is on disk."""
         self._lead(lambda: self._buffer.commit_checkpoint(epoch=self._epoch, version=version))

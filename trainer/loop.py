@@ -18,12 +18,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from async_grpo.auto_staleness import StalenessController, controller_for, figures_of
 from async_grpo.config import RunConfig
+from async_grpo.telemetry.contention import ContentionWatch
+from async_grpo.telemetry.rows import Row
 from async_grpo.telemetry.timeline import START, WAIT
 from async_grpo.wire.board import Evaluation
+from buffer.base import BufferStats
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.coordinator import Coordinator
-from trainer.distributed import is_leader
+from trainer.distributed import is_leader, max_over_ranks
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.run_logger import TrainerLogger
@@ -56,6 +62,9 @@ class TrainingLoop:
     stepped: bool = False
     """Whether this process has trained a step; before the first one, it waits for engines to start."""
     gap_watch: GapWatch = field(default_factory=GapWatch)
+    controller: StalenessController | None = field(init=False, default=None)
+    """max_staleness: auto; on rank 0."""
+    contention: ContentionWatch = field(default_factory=ContentionWatch)
 
     def __post_init__(self) -> None:
         skipped_steps = SkippedSteps(
@@ -87,7 +96,10 @@ class TrainingLoop:
         self.exporter = WeightExporter(self.policy, self.config, self.coordinator, self.epoch)
         self.logger.joined(self.epoch, self.version, self.head_version)
         self._publish()
+        if stats := self.coordinator.buffer_stats():
+            self.controller = controller_for(self.config.auto_staleness, self.config.replay_policy, stats.staleness)
         self.logger.phases.reset()
+        self.contention.look()
 
     def _complete(self, outcome: StepOutcome) -> None:
         self.version += 1
@@ -135,12 +147,34 @@ class TrainingLoop:
 
     def _write(self, outcome: StepOutcome) -> None:
         stats, seconds = self.coordinator.buffer_stats(), self.logger.phases.seconds
-        row = step_row(outcome.batch, outcome.result, stats, lr=outcome.lr, seconds=seconds, peak_flops=self.peak_flops)
+        waited_S = torch.tensor([self.contention.look().waited_s], dtype=torch.float64)
+        row = step_row(
+            outcome.batch,
+            outcome.result,
+            stats,
+            lr=outcome.lr,
+            seconds=seconds,
+            peak_flops=self.peak_flops,
+            cpu_wait_s=float(max_over_ranks(waited_S)),
+        )
         self.logger.step(row)
+        self._adjust(row, stats)
         self.logger.trained(lambda: trained_row(outcome.batch, self.config, skipped=outcome.result is None))
         self.logger.phases.reset()
         if outcome.result is not None:
             self.gap_watch.step(outcome.batch, outcome.result)
+
+    def _adjust(self, row: Row, stats: BufferStats | None) -> None:
+        """Let the controller choose the S in force for the steps to come. The steps that train what was generated
+        before this process waited, and the last ones, for which nothing is admitted, say nothing."""
+        if self.controller is None or stats is None or row["replayed"] or row["start_s"]:
+            return
+        if self.version + stats.staleness >= self.config.steps:
+            return
+        decision = self.controller.observe(figures_of(row, stats))
+        if decision is not None:
+            self.coordinator.set_staleness(decision.staleness)
+            self.logger.decided(self.version, decision)
 
     def _finish(self) -> None:
         """End the run and export the weights.

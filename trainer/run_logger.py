@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from async_grpo.auto_staleness import StalenessDecision
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.logging import configure_logging
@@ -69,6 +70,13 @@ class TrainerLogger:
         if self._leads:
             self._rows.write({"kind": "probe", "version": version, "time_s": time.time(), **gap})
             self._log.info("probe compared", version=version, **gap)
+
+    def decided(self, step: int, decision: StalenessDecision) -> None:
+        """Record that another S is in force from now on, and why."""
+        if self._leads:
+            facts = {"staleness_before": decision.before, "staleness": decision.staleness, "reason": decision.reason}
+            self._rows.write({"kind": "staleness", "step": step, "time_s": time.time(), **facts})
+            self._log.info("another S in force", step=step, **facts)
 
     def warn(self, step: int, message: str) -> None:
         """Record a warning that a person should look at."""

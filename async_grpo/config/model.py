@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -132,6 +133,57 @@ class RandomModelConfig(TinyQwen2Config):
     """Size of the byte-level BPE vocabulary trained on the prompts."""
 
 
+MOST_ENGINE_RANK = 512
+"""The highest rank of vLLM's own LoRA."""
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(StrictModel):
+    """Low-rank adapters (arXiv 2106.09685): of every target W only A and B of W + scale * B A are trained. Only they
+    are published, and only they and their optimizer's state are in a checkpoint."""
+
+    rank: PositiveInt = 16
+    """r: rows of A [r, inputs] and columns of B [outputs, r]."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The scale is alpha / rank. None: 2 * rank, so that the scale is 2."""
+    rslora: bool = False
+    """The scale is alpha / sqrt(rank) (arXiv 2312.03732), under which a higher rank does not learn more slowly."""
+    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """The projections with adapters, by their Hugging Face names. A mixture of experts takes those of attention."""
+
+    engine: Literal["merged", "adapters"] = "merged"
+    """`merged`: the engine adds B A to its weights at every update, so that a token costs what it costs without
+    adapters. `adapters`: vLLM's own LoRA computes with both at every token, as the trainer does, and an update is
+    shorter."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on B A."""
+        return self.peft_alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def peft_alpha(self) -> float:
+        """alpha, or what it is without one."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    def problems(self) -> Iterator[str]:
+        if len(set(self.targets)) < len(self.targets):
+            yield f"targets {list(self.targets)} names a projection twice. Name each once"
+        if self.engine == "adapters" and self.rank > MOST_ENGINE_RANK:
+            yield (
+                f"rank ({self.rank}) is above {MOST_ENGINE_RANK}, the most that vLLM takes with engine adapters. Lower "
+                "model.lora.rank, or set model.lora.engine to merged"
+            )
+
+
 class ModelConfig(StrictModel):
     """Where the first policy comes from: exactly one of `path`, `warmup` and `random`."""
 
@@ -149,6 +201,8 @@ class ModelConfig(StrictModel):
     """Make a tiny random policy (cached)."""
     precision: Precision = "float32"
     """Data type of the weights, in the trainer and in the engine."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and leave the first policy's weights as they are. None: train all weights."""
 
     def problems(self) -> Iterator[str]:
         given = [name for name in ("path", "warmup", "random") if getattr(self, name) is not None]

@@ -65,7 +65,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             "vllm.config:WeightTransferConfig",
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "from_engine_args", "generate", "abort", "shutdown"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "pause_generation", "resume_generation", "collective_rpc"),
-            *_of("vllm.v1.engine.async_llm:AsyncLLM.", "sleep", "wake_up"),
+            *_of("vllm.v1.engine.async_llm:AsyncLLM.", "sleep", "wake_up", "add_lora"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "init_weight_transfer_engine", "start_weight_update"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "update_weights", "finish_weight_update"),
             "vllm.v1.engine.async_llm:AsyncLLM.output_processor",
@@ -84,6 +84,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             "vllm.v1.engine.async_llm:AsyncLLM.vllm_config",
             "vllm.v1.engine.output_processor:RequestState.external_req_id",
             *_of("vllm.config.cache:CacheConfig.", "num_gpu_blocks", "block_size"),
+            "vllm.lora.request:LoRARequest",
         ),
     ),
     "engine worker": PrivateNames(

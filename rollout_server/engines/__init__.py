@@ -34,6 +34,7 @@ def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
                 seed=seed,
                 name=name,
                 sleeps=config.launch.share_devices == "sleep",
+                lora=config.model.lora,
             )
 
 

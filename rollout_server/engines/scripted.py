@@ -66,8 +66,9 @@ class ScriptedRequest:
 class ScriptedEngine:
     """The `Engine` protocol; every request gets `tokens_per_s` tokens a second, at any load.
 
-    An update takes `update_s` seconds, during which there are no tokens. With `reads_store` it
-    reads the version from the weight store, as a real engine does.
+    `at_once` tokens come together, after the time of so many: fewer wake-ups for many engines in one process. An
+    update takes `update_s` seconds, during which there are no tokens. With `reads_store` it reads the version from the
+    weight store, as a real engine does.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class ScriptedEngine:
         script: Script | None = None,
         *,
         tokens_per_s: float = 1000.0,
+        at_once: int = 1,
         update_s: float = 0.0,
         reads_store: bool = False,
     ) -> None:
         self.updates: list[tuple[WeightVersion, Interruption]] = []
         self._script = script or hashed_script()
         self._token_s = 1 / tokens_per_s
+        self._at_once = at_once
         self._update_s = update_s
         self._reads_store = reads_store
         self._version = CHECKPOINT_VERSION
@@ -103,34 +106,38 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """The script's completion from after `prefix`, cut at max_tokens ("length") or by an update ("abort")."""
+        counted = 0
         async with aclosing(self._submit(request)) as submission:
             async for active in submission:
-                self._generated += not active.reason
+                self._generated += len(active.tokens) - counted
+                counted = len(active.tokens)
         return active.generation()
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
-        """The same, a token at a time, and the finish reason after the last."""
+        """The same, piece by piece, and the finish reason after the last token."""
         passed_on = 0
         async with aclosing(self._submit(request)) as submission:
             async for active in submission:
-                self._streamed += not active.reason
+                self._streamed += len(active.tokens) - passed_on
                 yield active.generation(since=passed_on)
                 passed_on = len(active.tokens)
 
     async def _submit(self, request: GenerationRequest) -> AsyncGenerator[ScriptedRequest, None]:
-        """Yields the request after every token, and once more when it has a finish reason."""
+        """Yields the request after every piece, and once more when it has a finish reason."""
         await self._open.wait()
-        rest = list(self._script(request))[len(request.prefix) :]
+        rest = self._script(request)[len(request.prefix) :]
+        wanted = min(len(rest), request.max_tokens)
         active = self._active[request.request_id] = ScriptedRequest(SpanLog(self._version), request.interruptible)
         try:
-            for token in rest[: request.max_tokens]:
-                await asyncio.sleep(self._token_s)
+            for start in range(0, wanted, self._at_once):
+                piece = rest[start : min(start + self._at_once, wanted)]
+                await asyncio.sleep(self._token_s * len(piece))
                 await self._gate.wait()
                 self._raise_failure()
                 if active.aborted:
                     active.reason = "abort"
                     break
-                active.tokens.append(token)
+                active.tokens.extend(piece)
                 yield active
             self._raise_failure()
         except EngineError:

@@ -96,13 +96,12 @@ def _group_values(server: ReadyServer) -> Values:
 def _window_values(stats: BufferStats | None, version: int) -> Values:
     if stats is None:
         return {"buffer_up": 0}
-    capacity = (stats.max_staleness + 1) * stats.groups_per_step
     return {
         "buffer_up": 1,
         "policy_versions_behind": max(0, stats.version - version),
         "window_groups": stats.active,
-        "window_capacity_groups": capacity,
-        "window_fill_ratio": stats.active / capacity,
+        "window_capacity_groups": stats.capacity,
+        "window_fill_ratio": stats.active / stats.capacity,
         "buffer_groups": {state: getattr(stats, state) for state in ("waiting", "inflight", "ready", "taken")},
     }
 

@@ -128,9 +128,12 @@ class _Reader:
     def changed_since(self, version: object) -> list[TensorSpec] | None:
         return None if self.changed is None else [spec for spec in self.layout.tensors if spec.name in self.changed]
 
+    def read(self, spec: TensorSpec) -> memoryview:
+        return memoryview(self.tensors[spec.name].view(torch.uint8).numpy().tobytes())
+
     def __iter__(self) -> Iterator[tuple[TensorSpec, memoryview]]:
         for spec in self.layout.tensors:
-            yield spec, memoryview(self.tensors[spec.name].view(torch.uint8).numpy().tobytes())
+            yield spec, self.read(spec)
 
     def verify(self) -> None:
         """Nothing overwrites it."""

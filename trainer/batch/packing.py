@@ -131,12 +131,16 @@ class Packed(NamedTuple):
     """Mean cost of a rank / largest cost of a rank; 1 if all have the same work."""
 
 
-def sequences_in(batch: Batch, config: RunConfig) -> list[Sequence]:
-    """The sequences of a batch; trainer.overlong decides what happens to those that are too long."""
+def sequences_in(
+    batch: Batch, config: RunConfig, squares: collections.abc.Sequence[float] | None = None
+) -> list[Sequence]:
+    """The sequences of a batch; trainer.overlong decides what happens to those that are too long. `squares`: as in
+    `group_advantages`."""
     trainer = config.trainer
     room = None if trainer.overlong == "error" else trainer.micro_batch_tokens
     longest, rules = config.sampling.max_tokens, trainer.objective
-    return sequences_of(batch, rules, longest, room=room, truncate=trainer.overlong == "truncate")
+    truncate = trainer.overlong == "truncate"
+    return sequences_of(batch, rules, longest, room=room, truncate=truncate, squares=squares)
 
 
 def pack(members: collections.abc.Sequence[Sequence], config: RunConfig, quadratic: float) -> Packed:

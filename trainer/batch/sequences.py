@@ -11,6 +11,7 @@ other tokens larger.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
@@ -107,16 +108,22 @@ class MicroBatch(Targets):
 
 
 def sequences_of(
-    batch: Batch, objective: ObjectiveConfig, longest: int, *, room: int | None = None, truncate: bool = False
+    batch: Batch,
+    objective: ObjectiveConfig,
+    longest: int,
+    *,
+    room: int | None = None,
+    truncate: bool = False,
+    squares: Many[float] | None = None,
 ) -> list[Sequence]:
     """All samples of the batch, with advantages and loss weights computed over the whole of it.
 
     `longest`: the most tokens that a completion may have. `room`: the most that a sequence may have, None if that does
-    not matter; what is longer is truncated, or else gets no gradient.
+    not matter; what is longer is truncated, or else gets no gradient. `squares`: as in `group_advantages`.
     """
     groups = batch.groups
     samples = [sample for group in groups for sample in group.samples]
-    advantages = [value for values in group_advantages(groups, objective.advantage) for value in values]
+    advantages = [value for values in group_advantages(groups, objective.advantage, squares) for value in values]
     tokens = torch.tensor([_judged_tokens(sample) for sample in samples])
     weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
     places = [place for place, group in enumerate(groups) for _ in group.samples]
@@ -190,23 +197,26 @@ def _judged_tokens(sample: Sample) -> int:
     return int(sample.written_by_policy().sum()) if sample.turns else sample.length
 
 
-def group_advantages(groups: Many[Group], rule: str) -> list[list[float]]:
+def group_advantages(groups: Many[Group], rule: str, squares: Many[float] | None = None) -> list[list[float]]:
     """The advantages of the samples of each group.
 
-    Groups of unequal size are padded with samples that are not valid.
+    Groups of unequal size are padded with samples that are not valid. `squares`: the squared importance weight of every
+    sample, for a rule that counts samples by them; None: all are 1.
     """
+    factors = itertools.repeat(1) if squares is None else iter(squares)
     size = max(len(group.samples) for group in groups)
     rewards: list[list[float]] = []
-    lengths: list[list[int]] = []
+    lengths: list[list[float]] = []
     valid: list[list[bool]] = []
     for group in groups:
         absent = size - len(group.samples)
         given = [math.nan if sample.reward is None else sample.reward for sample in group.samples]
         rewards.append([*given, *[math.nan] * absent])
-        lengths.append([*map(_judged_tokens, group.samples), *[0] * absent])
+        lengths.append([*(_judged_tokens(sample) * next(factors) for sample in group.samples), *[0] * absent])
         valid.append([*(sample.reward is not None for sample in group.samples), *[False] * absent])
     rewards_BG = torch.tensor(rewards, dtype=torch.float64)
-    lengths_BG, valid_BG = torch.tensor(lengths), torch.tensor(valid)
+    lengths_BG = torch.tensor(lengths, dtype=None if squares is None else torch.float64)
+    valid_BG = torch.tensor(valid)
     values = advantage_of(rule)(rewards_BG, valid_BG, lengths_BG).tolist()
     return [row[: len(group.samples)] for row, group in zip(values, groups, strict=True)]
 

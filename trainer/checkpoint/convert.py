@@ -2,6 +2,7 @@
 
     Hugging Face folder --(to_megatron)--> Megatron distributed checkpoint, which ranks in any layout load
     Megatron distributed checkpoint of this project or of a run --(to_hugging_face)--> Hugging Face folder
+    checkpoint of a run that trains adapters (model.lora) --(to_hugging_face)--> PEFT folder, or merged weights
 
 The weights are in memory once; tensors are read, and shards of a Hugging Face folder written, one after another. Every
 bit stays as it is. A target is complete or absent.
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     import torch
     from megatron.core.models.gpt import GPTModel
     from transformers import PretrainedConfig
+
+    from async_grpo.config.model import LoraConfig
+    from trainer.model.lora import Adapters
 
 Progress = Callable[[int, int], None]
 """(tensors done, tensors in all)."""
@@ -61,30 +65,61 @@ def to_megatron(source: Path, target: Path, progress: Progress) -> None:
         draft.rename(target)
 
 
-def to_hugging_face(checkpoint: Path, settings: Path, target: Path, progress: Progress) -> None:
-    """Convert a Megatron checkpoint; configuration and tokenizer come from `settings`.
+def to_hugging_face(
+    checkpoint: Path,
+    settings: Path,
+    target: Path,
+    progress: Progress,
+    *,
+    lora: LoraConfig | None = None,
+    merge: bool = False,
+) -> None:
+    """Convert a Megatron checkpoint; configuration and tokenizer come from `settings`, the folder of the first policy.
 
-    Raises CheckpointError, before anything is written, if it is damaged or of another model than `settings`.
+    With `lora` the checkpoint holds adapters of these weights: they become a PEFT folder, or are added to the weights
+    (`merge`). Raises CheckpointError, before anything is written, if it is damaged or of another model than `settings`.
     """
     _check_free(target)
     with _alone() as platform:
-        from megatron.core import dist_checkpointing
-
-        from trainer.checkpoint.manifest import changed, check_fits, read_manifest, unreadable
-        from trainer.checkpoint.state import metadata, traits_of
-        from trainer.model.hf_folder import read_config, write_folder
-        from trainer.model.hf_weights import export_hf
+        from async_grpo.weights.lora import peft_config, write_peft
+        from trainer.model.hf_folder import write_folder
+        from trainer.model.lora import export_trained, export_whole, stage_adapters
         from trainer.model.weight_map import model_tensors
 
-        manifest, hf = read_manifest(checkpoint), read_config(settings)
-        model, dtype = _build(hf, platform, str(manifest.model["precision"]))
-        check_fits(checkpoint, manifest, version=manifest.version, model=traits_of(hf, dtype))
-        if damaged := changed(checkpoint, manifest, manifest.files):
-            raise unreadable(checkpoint, f"{', '.join(damaged)} does not hold what was written")
-        wanted = {"model": model.sharded_state_dict(metadata=metadata())}
-        model.load_state_dict(dist_checkpointing.load(wanted, str(checkpoint))["model"])
-        count = _counting(progress, sum(1 for _ in model_tensors(hf, 1)))
-        write_folder(target, settings, _counted(export_hf(model, hf), count))
+        model, hf, adapters = _read(checkpoint, settings, platform, lora)
+        if adapters is None or merge:
+            count = _counting(progress, sum(1 for _ in model_tensors(hf, 1)))
+            write_folder(target, settings, _counted(export_whole(model, hf, adapters), count))
+        else:
+            count = _counting(progress, sum(1 for _ in stage_adapters(hf, adapters.config, 0, 1)))
+            trained = _counted(export_trained(model, hf, adapters), count)
+            write_peft(target, peft_config(adapters.config, str(settings)), trained)
+
+
+def _read(
+    checkpoint: Path, settings: Path, platform: Platform, lora: LoraConfig | None
+) -> tuple[GPTModel, PretrainedConfig, Adapters | None]:
+    """The model with the weights of a checkpoint; `settings` has those that adapters belong to."""
+    from megatron.core import dist_checkpointing
+
+    from trainer.checkpoint.manifest import changed, check_fits, read_manifest, unreadable
+    from trainer.checkpoint.state import metadata, traits_of
+    from trainer.model.hf_folder import SafetensorsFolder, read_config
+    from trainer.model.hf_weights import load_hf
+    from trainer.model.lora import Adapters, attach_adapters, sharded_state
+
+    manifest, hf = read_manifest(checkpoint), read_config(settings)
+    model, dtype = _build(hf, platform, str(manifest.model["precision"]))
+    adapters = Adapters.of(lora, settings)
+    check_fits(checkpoint, manifest, version=manifest.version, model=traits_of(hf, dtype, adapters))
+    if damaged := changed(checkpoint, manifest, manifest.files):
+        raise unreadable(checkpoint, f"{', '.join(damaged)} does not hold what was written")
+    if adapters is not None:
+        load_hf(model, hf, SafetensorsFolder(settings))
+        attach_adapters(model, hf, adapters.config, seed=0)
+    wanted = {"model": sharded_state(model, hf, adapters, metadata())}
+    model.load_state_dict(dist_checkpointing.load(wanted, str(checkpoint))["model"], strict=adapters is None)
+    return model, hf, adapters
 
 
 def _check_free(target: Path) -> None:

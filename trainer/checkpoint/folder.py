@@ -130,7 +130,7 @@ class CheckpointFolder:
             draft.mkdir(parents=True)
         dist.barrier()
         snapshot = RankSnapshot(state_of(policy) | self._reference_state(), draft, live_tensors(policy))
-        model, layout = traits_of(policy.hf, policy.dtype), layout_of_ranks()
+        model, layout = traits_of(policy.hf, policy.dtype, policy.adapters), layout_of_ranks()
         manifest = CheckpointManifest(version=version, epoch=epoch, model=model, layout=layout)
         rank, ranks = dist.get_rank(), dist.get_world_size()
 
@@ -168,7 +168,7 @@ class CheckpointFolder:
         """
         folder = self._folder(version)
         manifest = read_manifest(folder)
-        check_fits(folder, manifest, version=version, model=traits_of(policy.hf, policy.dtype))
+        check_fits(folder, manifest, version=version, model=traits_of(policy.hf, policy.dtype, policy.adapters))
         _check_bytes(folder, manifest)
         wanted = state_of(policy, written_by=manifest.layout) | self._reference_state()
         try:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from trainer.checkpoint.manifest import RankLayout
+from trainer.model.lora import Adapters
 from trainer.model.optimizer import load_state, make_storable, parameter_states, states_of_parts
 from trainer.model.policy import Policy
 
@@ -38,7 +39,7 @@ def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[st
     """
     make_storable(policy.optimizer)
     loading = written_by is not None
-    model = policy.model.sharded_state_dict(metadata=metadata())
+    model = policy.sharded_state(metadata())
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata())
     _forget_gathered_elsewhere(optimizer)
     state = {"model": model, "optimizer": optimizer}
@@ -50,7 +51,7 @@ def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[st
 
 def fill(policy: Policy, loaded: dict[str, Any]) -> None:
     """Put the loaded state into the policy."""
-    policy.model.load_state_dict(loaded["model"])
+    policy.load_sharded_state(loaded["model"])
     load_state(policy.optimizer, loaded["optimizer"])
     if policy.offload is not None:
         policy.offload.store()
@@ -71,10 +72,13 @@ def live_tensors(policy: Policy) -> list[Tensor]:
     return [tensor for tensor in (*weights, *states) if isinstance(tensor, Tensor)]
 
 
-def traits_of(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, str | int | bool | None]:
-    """The values in which another model would differ."""
+def traits_of(
+    hf: PretrainedConfig, dtype: torch.dtype, adapters: Adapters | None = None
+) -> dict[str, str | int | bool | None]:
+    """The values in which another model would differ, or other adapters of it."""
     traits = {name: getattr(hf, name) for name in _TRAITS if hasattr(hf, name)}
-    return {**traits, "precision": str(dtype).removeprefix("torch.")}
+    trained = {} if adapters is None else adapters.traits()
+    return {**traits, "precision": str(dtype).removeprefix("torch."), **trained}
 
 
 def layout_of_ranks() -> RankLayout:

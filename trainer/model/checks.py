@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from async_grpo.config.model import LoraConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError, DataError
 from trainer.model.families import check_options, family_of
@@ -31,6 +32,24 @@ def check_architecture(hf: PretrainedConfig, config: TrainerConfig) -> None:
             raise ConfigError(
                 f"the model's {name} ({size}) is not a multiple of trainer.{key} ({parts}), so it cannot be shared "
                 f"evenly. Set trainer.{key} to a divisor of {size}"
+            )
+
+
+def check_lora(hf: PretrainedConfig, lora: LoraConfig) -> None:
+    """Raise ConfigError for adapters that this model cannot have, or that would be no smaller than their matrix."""
+    shapes = {name.split(".")[-2]: shape for name, shape in model_tensors(hf, 1) if len(shape) == 2}
+    for target in lora.targets:
+        if family_of(hf).experts and target in ("gate_proj", "up_proj", "down_proj"):
+            raise ConfigError(
+                f"model.lora.targets has {target}, and {hf.model_type} is a mixture of experts, whose experts have no "
+                "adapters here. Set model.lora.targets to [q_proj, k_proj, v_proj, o_proj]"
+            )
+        if lora.rank >= min(shapes[target]):
+            rows, columns = shapes[target]
+            raise ConfigError(
+                f"model.lora.rank ({lora.rank}) is not below the sides of {target} ({rows} x {columns}): its adapters "
+                f"would be no smaller than the matrix. Set model.lora.rank below {min(shapes[target])}, leave {target} "
+                "out of model.lora.targets, or leave model.lora out to train all weights"
             )
 
 

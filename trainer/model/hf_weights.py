@@ -63,9 +63,10 @@ def find_positions() -> list[RankPosition]:
 
 @torch.no_grad()
 def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the parameters of this rank. Raises DataError for a tensor that is missing, misshapen or not known."""
+    """Fill the parameters of this rank, all but adapters. Raises DataError for a tensor that is missing, misshapen or
+    not known."""
     check_known(tensors, hf)
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter for name, parameter in model.named_parameters() if ".adapter." not in name}
     for weight in _own_weights(hf):
         full = [_checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)]
         rank, ranks = _tensor_shard_of(weight)
@@ -75,30 +76,36 @@ def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]
         raise DataError(f"no Hugging Face tensor is known for {', '.join(parameters)}: the model was not filled")
 
 
-@torch.no_grad()
 def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of the whole model, on global rank 0; nothing on the other ranks.
+    """(name, full tensor) of the whole model, without adapters, on global rank 0; nothing on the other ranks, which
+    take part (`gathered`)."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+    weights = [(stage, each) for stage in range(stages) for each in stage_weights(hf, stage, stages, expert_ranks)]
+    yield from gathered(model, hf, [(stage, weight) for stage, weight in weights if weight.exported])
+
+
+@torch.no_grad()
+def gathered(
+    model: GPTModel, hf: PretrainedConfig, weights: Sequence[tuple[int, WeightRule]]
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of the `weights`, each with its pipeline stage, on global rank 0.
 
     All ranks must iterate to the end: a tensor is gathered over the tensor-parallel ranks of its stage, or is
     whole on the expert-parallel rank that has it, and is then sent to rank 0 by the first of them.
     """
     positions, own_rank = find_positions(), dist.get_rank()
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    expert_ranks = parallel_state.get_expert_model_parallel_world_size()
     parameters = dict(model.named_parameters())
-    for stage in range(stages):
-        for weight in stage_weights(hf, stage, stages, expert_ranks):
-            if not weight.exported:
-                continue
-            source = next(rank for rank, each in enumerate(positions) if each.sends(stage, weight.holder))
-            full = None
-            if positions[own_rank].has_part(stage, weight.holder):
-                full = _gather(parameters[parameter_of(weight.megatron, parameters)], weight, hf)
-            if source != 0:
-                full = _to_first_rank(full, weight, source, model.config.params_dtype)
-            if own_rank == 0:
-                assert full is not None
-                yield from zip(weight.hf, full, strict=True)
+    for stage, weight in weights:
+        source = next(rank for rank, each in enumerate(positions) if each.sends(stage, weight.holder))
+        full = None
+        if positions[own_rank].has_part(stage, weight.holder):
+            full = _gather(parameters[parameter_of(weight.megatron, parameters)], weight, hf)
+        if source != 0:
+            full = _to_first_rank(full, weight, source, model.config.params_dtype)
+        if own_rank == 0:
+            assert full is not None
+            yield from zip(weight.hf, full, strict=True)
 
 
 def shard(rule: ShardRule, full: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:

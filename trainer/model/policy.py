@@ -39,9 +39,10 @@ from async_grpo.config.trainer import TrainerConfig
 from trainer.batch.context_parallel import own_context_rank, rank_tokens
 from trainer.batch.sequences import MicroBatch
 from trainer.model.builder import DTYPES, build_model
-from trainer.model.checks import check_architecture
+from trainer.model.checks import check_architecture, check_lora
 from trainer.model.hf_folder import SafetensorsFolder, read_config
-from trainer.model.hf_weights import export_hf, load_hf
+from trainer.model.hf_weights import load_hf
+from trainer.model.lora import Adapters, attach_adapters, export_trained, export_whole, sharded_state
 from trainer.model.optimizer import StateOffload, optimizer_settings, update
 from trainer.platform import Platform
 
@@ -113,6 +114,8 @@ class Policy:
     weight_decay: float
     temperature: float
     offload: StateOffload | None = None
+    adapters: Adapters | None = None
+    """What is trained where the weights are frozen."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,9 +171,20 @@ class Policy:
         return update(self.optimizer, lr, self.weight_decay, self.offload)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors on rank 0, on the CPU, one at a time; see `export_hf`."""
-        for name, tensor in export_hf(self.model, self.hf):
-            yield name, tensor.cpu()
+        """Yield the full tensors on rank 0, on the CPU, one at a time, with adapters added; see `gathered`."""
+        yield from export_whole(self.model, self.hf, self.adapters)
+
+    def export_trained(self) -> Iterator[tuple[str, Tensor]]:
+        """As `export`, of what is trained: the adapters alone, if there are any."""
+        yield from export_trained(self.model, self.hf, self.adapters)
+
+    def sharded_state(self, metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        """What is trained, as Megatron's sharded tensors of this rank; `prefix` is put before all names."""
+        return sharded_state(self.model, self.hf, self.adapters, metadata, prefix)
+
+    def load_sharded_state(self, state: dict[str, Any]) -> None:
+        """Load what `sharded_state` was filled with."""
+        self.model.load_state_dict(state, strict=self.adapters is None)
 
     def _forward(
         self, iterator: Iterator[MicroBatch], model: DistributedDataParallel, loss: LossFunction, entropy: bool
@@ -197,10 +211,19 @@ class Policy:
 
 
 def build_policy(
-    hf: PretrainedConfig, platform: Platform, config: TrainerConfig, dtype: torch.dtype, temperature: float
+    hf: PretrainedConfig,
+    platform: Platform,
+    config: TrainerConfig,
+    dtype: torch.dtype,
+    temperature: float,
+    adapters: Adapters | None = None,
+    seed: int = 0,
 ) -> Policy:
-    """Model and optimizer of this rank; the weights are to be loaded before the first use of the optimizer."""
+    """Model and optimizer of this rank; the weights are to be loaded before the first use of the optimizer. `seed`: of
+    the `adapters`."""
     model = build_model(hf, platform, dtype, config)
+    if adapters is not None:
+        attach_adapters(model, hf, adapters.config, seed)
     inner = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
     wrapped = DistributedDataParallel(
         model.config,
@@ -211,7 +234,7 @@ def build_policy(
     optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=get_standard_config_overrides(settings))
     model.config.grad_scale_func = optimizer.scale_loss
     offload = StateOffload(optimizer, platform.device) if config.optimizer.offload else None
-    return Policy(hf, model, wrapped, optimizer, config.optimizer.weight_decay, temperature, offload)
+    return Policy(hf, model, wrapped, optimizer, config.optimizer.weight_decay, temperature, offload, adapters)
 
 
 def _finalize(chunks: list[Any], _num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -226,8 +249,10 @@ def load_policy(config: RunConfig, folder: Path, platform: Platform) -> Policy:
     """
     hf = read_config(folder)
     check_architecture(hf, config.trainer)
-    dtype = DTYPES[config.model.precision]
-    policy = build_policy(hf, platform, config.trainer, dtype, config.sampling.temperature)
+    if config.model.lora is not None:
+        check_lora(hf, config.model.lora)
+    dtype, adapters = DTYPES[config.model.precision], Adapters.of(config.model.lora, folder)
+    policy = build_policy(hf, platform, config.trainer, dtype, config.sampling.temperature, adapters, config.seed)
     load_hf(policy.model, hf, SafetensorsFolder(folder))
     # The distributed optimizer made its fp32 master copies when it was built: bring them up to date.
     policy.optimizer.reload_model_params()

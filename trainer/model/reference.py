@@ -11,6 +11,9 @@ Where its weights are (`placement`):
              happens in between
     model    in a second model of the same layout, beside the policy
 
+Where adapters are trained (`model.lora`), `swap` holds and exchanges them alone. The first ones add nothing, so a
+frozen reference is the first policy.
+
 A synced reference is part of a checkpoint (`state_dict`, `load_state_dict`). A frozen one is not: a resumed run loads
 it from where it came from.
 """
@@ -104,7 +107,7 @@ def load_reference(config: RunConfig, policy: Policy, first: Path, platform: Pla
         model = build_model(policy.hf, platform, policy.dtype, config.trainer)
         model.requires_grad_(False)
         inner = Float16Module(model.config, model) if policy.dtype == torch.bfloat16 else model
-        weights = SecondModel(replace(policy, model=model, wrapped=inner, optimizer=None, offload=None))
+        weights = SecondModel(replace(policy, model=model, wrapped=inner, optimizer=None, offload=None, adapters=None))
         load_hf(weights.policy.model, policy.hf, SafetensorsFolder(folder))
     else:
         weights = SwappedWeights(policy)
@@ -119,7 +122,7 @@ class SwappedWeights:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._parameters = list(policy.model.parameters())
+        self._parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
         self._held = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
     @contextmanager
@@ -136,12 +139,11 @@ class SwappedWeights:
 
     def state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
         places = {parameter.data_ptr(): held for parameter, held in zip(self._parameters, self._held, strict=True)}
-        state: dict[str, Any] = self._policy.model.sharded_state_dict(prefix=PREFIX, metadata=metadata)
-        return _with_data(state, places)
+        return _with_data(self._policy.sharded_state(metadata, PREFIX), places)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self.active() as policy:
-            policy.model.load_state_dict(_without_prefix(state))
+            policy.load_sharded_state(_without_prefix(state))
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -25,6 +25,8 @@ a without recomputation: 4hb/t (inputs of two norms and two matrices) + attentio
     experts              each copy of a token keeps (2h + 4f)b: itself twice, gate and up, the gate's activation, the
                          product
 
+With adapters (`model.lora`), gradients and optimizer are those of the adapters alone.
+
 Of the micro-batches of a pipeline (1F1B, arXiv 2104.04473), the first stage has PP in flight, the last has one and the
 logits: the larger counts. tests/integration/trainer/test_fake_scale.py compares all of it with models of full size.
 """
@@ -34,6 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_grpo.config import RunConfig
+from async_grpo.config.model import LoraConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.models.shapes import ModelShape
 from async_grpo.utils.text import GIB, gib
@@ -106,9 +109,12 @@ def trainer_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
 def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMemory:
     layout, element = config.trainer, ELEMENT_BYTES[config.model.precision]
     dense, experts = stage_parameters(shape, layout, stage)
+    frozen, lora = 0, config.model.lora
+    if lora is not None:
+        frozen, dense, experts = dense + experts, adapter_parameters(shape, layout, lora), 0
     offload, kept = layout.optimizer.offload, MOMENT_BYTES + (COPY_BYTES if element == 2 else 0)
     shard = dense // same_weights(layout) + experts // same_experts(layout)
-    largest = max(shape.vocab, 2 * shape.ffn) * shape.hidden // layout.tensor_parallel
+    largest = max(shape.vocab, 2 * shape.ffn) * (shape.hidden if lora is None else lora.rank) // layout.tensor_parallel
     tokens = layout.micro_batch_tokens // layout.context_parallel
     in_flight = layout.pipeline_parallel if stage == "first" else 1
     holds_reference = layout.objective.kl_beta > 0 and layout.reference.placement == "model"
@@ -117,13 +123,13 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
         work = max(work, logit_bytes(shape, layout, element))
     return TrainerMemory(
         stage=stage,
-        parameters=dense + experts,
-        weights=element * (dense + experts),
+        parameters=frozen + dense + experts,
+        weights=element * (frozen + dense + experts),
         gradients=GRADIENT_BYTES * (dense + experts),
         optimizer=0 if offload else kept * shard,
         activations=tokens * activation_bytes(shape, layout, element, in_flight),
         work_space=tokens * work,
-        reference=element * (dense + experts) if holds_reference else 0,
+        reference=element * (frozen or dense + experts) if holds_reference else 0,
         fetched=(kept + UPDATE_BYTES) * min(shard, largest) if offload else 0,
     )
 
@@ -148,6 +154,14 @@ def stage_parameters(shape: ModelShape, layout: TrainerConfig, stage: str) -> tu
     norm = 0 if stage == "first" else shape.hidden
     experts = layers * shape.expert_layer_parameters // layout.expert_parallel
     return layers * (cut + whole) + matrices * matrix + norm, experts
+
+
+def adapter_parameters(shape: ModelShape, layout: TrainerConfig, lora: LoraConfig) -> int:
+    """Parameters of the adapters on one rank of a stage. What meets the cut side of a matrix is cut with it."""
+    hidden, cut = shape.hidden, layout.tensor_parallel
+    inner = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.ffn)
+    sides = {"q_proj": shape.query, "k_proj": shape.key, "v_proj": shape.key, "o_proj": shape.query, **inner}
+    return shape.layers // layout.pipeline_parallel * lora.rank * sum(hidden + sides[x] // cut for x in lora.targets)
 
 
 def activation_bytes(shape: ModelShape, layout: TrainerConfig, element: int, in_flight: int) -> int:

@@ -5,7 +5,9 @@
                                                         - several updates, and pi_prox is the policy before the step
                                                         - several updates, and corrections, which are of that policy
                                                         - a correction that needs the whole batch
-    --sum over ranks--> of all tokens, on every rank --> multipliers, scale of the learning rate
+                                                        - an advantage that counts samples by importance weight
+    --sum over ranks--> of all tokens, on every rank --> advantages (then packed again)
+                                                     --> multipliers, scale of the learning rate
 
 Every rank fills in the places of its own tokens and leaves 0 elsewhere, so the sum is exact. Every rank then computes
 the same numbers: they depend on neither micro-batches nor ranks.
@@ -13,16 +15,17 @@ the same numbers: they depend on neither micro-batches nor ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms import PROXIMALS, Tokens, ess_scale, ess_sums, every_multiplier
+from async_grpo.algorithms import PROXIMALS, Tokens, ess_scale, ess_sums, every_multiplier, sequence_weights
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.telemetry.timeline import PhaseTimer
 from trainer.batch.packing import Packed
-from trainer.batch.sequences import MicroBatch, Targets, targets_of
+from trainer.batch.sequences import MicroBatch, Sequence, Targets, targets_of
 from trainer.distributed import is_counting_rank, sum_over_ranks
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
@@ -32,6 +35,8 @@ from trainer.model.reference import Reference
 class PrecomputedTokens:
     """Values of all trained tokens of the batch; None where nothing needs them."""
 
+    logprobs_N: Tensor | None = None
+    """log pi of the policy before the step."""
     prox_N: Tensor | None = None
     multiplier_N: Tensor | None = None
     """Product of all corrections."""
@@ -53,27 +58,44 @@ def precompute(
     policy: Policy,
     packed: Packed,
     objective: ObjectiveConfig,
-    version: int,
     *,
     updates: int,
     reference: Reference | None,
     phases: PhaseTimer,
 ) -> PrecomputedTokens:
-    """Make the passes that a step of `updates` updates needs. `version`: that of the present weights."""
+    """Make the passes that a step of `updates` updates needs; `resolve` finds what follows from them."""
     precomputed = PrecomputedTokens()
     if reference is not None:
         with phases.span("reference"), reference.active() as weights:
             precomputed = PrecomputedTokens(reference_N=whole_logprobs(weights, packed))
     several = updates > 1 and bool(objective.prox == "recompute" or objective.corrections)
-    if not several and not objective.needs_whole_batch:
+    if not several and not objective.needs_pass:
         return precomputed
     with phases.span("prox"):
-        logprobs_N = whole_logprobs(policy, packed)
-    whole = targets_of(packed.members)
-    tokens = tokens_of(logprobs_N, whole, objective, theta_version(version, updates))
+        return replace(precomputed, logprobs_N=whole_logprobs(policy, packed))
+
+
+def squared_weights(
+    precomputed: PrecomputedTokens, members: Many[Sequence], objective: ObjectiveConfig, version: int
+) -> list[float]:
+    """The squared importance weight of every sample; 0 for those without a trained token."""
+    assert precomputed.logprobs_N is not None
+    squares_M = sequence_weights(tokens_of(precomputed.logprobs_N, targets_of(members), objective, version)).square()
+    found = iter(squares_M.tolist())
+    return [next(found) if member.trained_tokens else 0.0 for member in members]
+
+
+def resolve(
+    precomputed: PrecomputedTokens, members: Many[Sequence], objective: ObjectiveConfig, version: int, updates: int
+) -> PrecomputedTokens:
+    """With all that follows from the log-probabilities before the step, if there are any. `version`: that of the
+    present weights."""
+    if precomputed.logprobs_N is None:
+        return precomputed
+    tokens = tokens_of(precomputed.logprobs_N, targets_of(members), objective, theta_version(version, updates))
     return replace(
         precomputed,
-        prox_N=logprobs_N if objective.prox == "recompute" else None,
+        prox_N=precomputed.logprobs_N if objective.prox == "recompute" else None,
         multiplier_N=every_multiplier(tokens, objective),
         lr_scale=ess_scale(*ess_sums(tokens).tolist()) if objective.scales_step else None,
     )

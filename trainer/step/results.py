@@ -32,8 +32,8 @@ from async_grpo.wire import Batch, Group, Sample
 from buffer.base import BufferStats
 from trainer.batch.sequences import group_advantages
 
-TRAINING = 3
-"""Cost of a forward and a backward pass, in forward passes."""
+TRAINING, TRAINING_ADAPTERS = 3, 2
+"""Cost of a forward and a backward pass, in forward passes. Frozen matrices get no gradient of their own."""
 
 StepValues = dict[str, Any]
 """Key -> value of the metrics that are made of a step's totals (`StepTotals.values`)."""
@@ -74,12 +74,13 @@ def step_row(
     lr: float,
     seconds: dict[str, float],
     peak_flops: float | None = None,
+    cpu_wait_s: float = 0.0,
 ) -> dict[str, Any]:
     """The row of metrics.jsonl (`telemetry.metrics.METRICS` explains its keys). What was not measured is left out.
 
     `found` is None for a step that was skipped. `stats` are the buffer's counters after the batch was released. The row
-    is written before the step's own checkpoint: `checkpoint_s` and `step_s` have the one before. `peak_flops`:
-    floating-point operations a second, of all ranks together.
+    is written before the step's own checkpoint: `checkpoint_s`, `step_s` and `cpu_wait_s` have the one before.
+    `peak_flops`: floating-point operations a second, of all ranks together. `cpu_wait_s`: of the rank that waited most.
     """
     measured = {key: value for key, value in (found or {}).items() if value is not None}
     step_s = sum(taken_s for name, taken_s in seconds.items() if name != START)
@@ -101,17 +102,19 @@ def step_row(
         **{f"{name}_s": seconds.get(name, 0.0) for name in PHASES},
         "start_s": seconds.get(START, 0.0),
         "step_s": step_s,
+        "cpu_wait_s": cpu_wait_s,
     }
 
 
 def trained_row(batch: Batch, config: RunConfig, *, skipped: bool) -> dict[str, Any]:
     """The row of trained.jsonl: by sequence number, the advantages of the groups that are in samples/*.jsonl.
 
-    With a penalty in the reward (`kl_in: reward`) they also depend on the passes of the step, and the row has none.
+    With a penalty in the reward (`kl_in: reward`), or importance weights in the advantage (`opob`), they also depend on
+    the passes of the step, and the row has none.
     """
     objective, every = config.trainer.objective, config.telemetry.samples_every
-    penalised = objective.kl_beta > 0 and objective.kl_in == "reward"
-    advantages = [None] * len(batch.groups) if penalised else group_advantages(batch.groups, objective.advantage)
+    unknown = objective.penalises_rewards or objective.weighs_samples
+    advantages = [None] * len(batch.groups) if unknown else group_advantages(batch.groups, objective.advantage)
     return {
         "step": batch.version + 1,
         "skipped": skipped,
@@ -163,7 +166,11 @@ def _buffer_figures(stats: BufferStats | None) -> dict[str, Any]:
     if stats is None:
         return {}
     states = ("waiting", "inflight", "ready", "taken")
-    return {"buffer_groups": {state: getattr(stats, state) for state in states}, "released_groups": stats.released}
+    return {
+        "staleness": stats.staleness,
+        "buffer_groups": {state: getattr(stats, state) for state in states},
+        "released_groups": stats.released,
+    }
 
 
 def _by_function(samples: Iterable[Sample]) -> dict[str, float]:

@@ -46,8 +46,8 @@ from trainer.batch.packing import Packed, pack, pack_for_rank, sequences_in, spl
 from trainer.batch.sequences import MicroBatch, Sequence, reweighed, targets_of
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-from trainer.step.precompute import PrecomputedTokens, precompute, theta_version, tokens_of
-from trainer.step.results import TRAINING, StepValues, model_cost
+from trainer.step.precompute import PrecomputedTokens, precompute, resolve, squared_weights, theta_version, tokens_of
+from trainer.step.results import TRAINING, TRAINING_ADAPTERS, StepValues, model_cost
 from trainer.step.statistics import StepSums, gap_sums, micro_batch_sums, reduce_sums
 
 
@@ -102,19 +102,19 @@ class Step:
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Make and pack the sequences of a batch or a part of one, and make the passes that must come before the first
         update."""
-        objective = self.config.trainer.objective
+        objective, updates = self.config.trainer.objective, self.config.trainer.updates
         members, packed = self._packed(batch)
         precomputed = precompute(
-            self.policy,
-            packed,
-            objective,
-            self.version,
-            updates=self.config.trainer.updates,
-            reference=self.reference,
-            phases=self.phases,
+            self.policy, packed, objective, updates=updates, reference=self.reference, phases=self.phases
         )
-        if objective.kl_beta > 0 and objective.kl_in == "reward":
-            members, packed = self._packed(_penalised(batch, members, precomputed, objective))
+        if objective.weighs_samples or objective.penalises_rewards:
+            squares = None
+            if objective.weighs_samples:
+                squares = squared_weights(precomputed, members, objective, self.version)
+            if objective.penalises_rewards:
+                batch = _penalised(batch, members, precomputed, objective)
+            members, packed = self._packed(batch, squares)
+        precomputed = resolve(precomputed, members, objective, self.version, updates)
         self.totals.advantages += [member.advantage for member in members if member.counted]
         self.totals.overlong += sum(member.overlong for member in members)
         return PreparedBatch(members, packed, precomputed)
@@ -147,7 +147,8 @@ class Step:
         totals.slots += packed.slots
         totals.micro_batches += len(batches)
         totals.balances.append(packed.balance)
-        totals.flops += TRAINING * model_cost(self.policy.hf).forward(packed.lengths)
+        passes = TRAINING if self.policy.adapters is None else TRAINING_ADAPTERS
+        totals.flops += passes * model_cost(self.policy.hf).forward(packed.lengths)
         return found
 
     def update(self, sums: dict[str, float], maxima: dict[str, float], lr: float, lr_scale: float | None) -> None:
@@ -171,9 +172,9 @@ class Step:
     def _with_entropy(self) -> bool:
         return self.config.trainer.objective.entropy_coef > 0
 
-    def _packed(self, batch: Batch) -> tuple[list[Sequence], Packed]:
+    def _packed(self, batch: Batch, squares: list[float] | None = None) -> tuple[list[Sequence], Packed]:
         with self.phases.span("pack"):
-            members = sequences_in(batch, self.config)
+            members = sequences_in(batch, self.config, squares)
             return members, pack(members, self.config, model_cost(self.policy.hf).quadratic)
 
 

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from async_grpo.config.model import Precision
+from async_grpo.config.model import LoraConfig, Precision
 from async_grpo.config.rollout import RolloutConfig
 from async_grpo.errors import DependencyError, EngineError
 from async_grpo.telemetry.logging import is_json
@@ -37,6 +37,7 @@ from async_grpo.weights.base import HeldWeights, SourceReader
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import CHECKPOINT_VERSION, EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes
+from rollout_server.engines.vllm.adapters import EngineAdapters
 from rollout_server.engines.vllm.compat import LOGPROBS_MODE, accepted
 from rollout_server.engines.vllm.platform import (
     check_limits,
@@ -75,9 +76,10 @@ class VllmEngine:
         seed: int = 0,
         name: str = "rollout",
         sleeps: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Cheap; `start` loads. `model_dir` is a Hugging Face checkpoint folder with safetensors. `sleeps`: vLLM has to
-        be able to free the memory of an accelerator."""
+        be able to free the memory of an accelerator. `lora`: updates are adapters, to be added to that checkpoint."""
         self._model_dir = model_dir
         self._config = config.vllm
         self._limits = config.limits
@@ -85,6 +87,8 @@ class VllmEngine:
         self._seed = seed
         self._name = name
         self._sleeps = sleeps
+        self._adapters = EngineAdapters(lora, model_dir, precision)
+        self._source = SourceReader()
         self._llm: Any = None
         self._identity = _BEFORE_ANY_UPDATE
         self._failure: EngineError | None = None
@@ -170,7 +174,8 @@ class VllmEngine:
         """
         identity = weights.identity
         self._raise_failure()
-        check_layout(SourceReader().open(weights).layout, self._shapes, tied_head=self._tied_head)
+        weights = await self._adapters.on_base(weights)
+        check_layout(self._source.open(weights).layout, self._shapes, tied_head=self._tied_head)
         self._gate.clear()
         try:
             await self._drain(interruption)
@@ -235,6 +240,7 @@ class VllmEngine:
             self._failure = self._failure or EngineError(f"{self._name}: the engine was closed.")
             self._llm.shutdown()
             self._llm = None
+            self._adapters.close()
 
     async def _final_output(self, request: GenerationRequest, *, vocabulary: bool = False) -> tuple[Any, EngineRequest]:
         """vLLM's output once the request has ended under the weights that it began with or was made again for."""
@@ -267,7 +273,8 @@ class VllmEngine:
         self._active[request.request_id] = active
         try:
             sampling = sampling_params(request, self._stop_tokens, streams=active.streams, vocabulary=active.vocabulary)
-            async with aclosing(self._llm.generate(prompt, sampling, active.vllm_id)) as outputs:
+            lora = self._adapters.request_arguments()
+            async with aclosing(self._llm.generate(prompt, sampling, active.vllm_id, **lora)) as outputs:
                 async for output in outputs:
                     yield output
         except Exception as error:  # vLLM raises many kinds; what the request has is kept first
@@ -331,7 +338,10 @@ class VllmEngine:
 
         info = {"held": msgspec.json.encode(weights).decode(), "dtype": self._precision}
         finish = self._llm.finish_weight_update
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        if self._adapters.in_engine:
+            await self._adapters.load(self._llm, weights)
+        else:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await finish(**accepted(finish, weight_version=str(weights.version)))  # labels the tokens that follow
 
     async def _give_up(self, reason: str, cause: BaseException) -> NoReturn:
@@ -362,6 +372,7 @@ class VllmEngine:
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await self._llm.collective_rpc("report_sampled_logprobs")
+        await self._adapters.start(self._llm)
 
     def _engine_arguments(self) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
@@ -382,6 +393,7 @@ class VllmEngine:
             "worker_extension_cls": _WORKER_EXTENSION,
             "weight_transfer_config": WeightTransferConfig(backend="zmq"),
             **platform_arguments(self._config, sleeps=self._sleeps),
+            **self._adapters.engine_arguments(),
             **limit_arguments(self._limits, self._config.extra),
             **self._config.extra,
         }

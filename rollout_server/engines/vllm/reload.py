@@ -181,9 +181,9 @@ def _block(name: str) -> str:
 
 
 def _tensors(reader: TensorReader, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for spec, data in reader:
+    for spec in reader.layout.tensors:
         if spec.name in names:
-            yield spec.name, _tensor(spec, data)
+            yield spec.name, _tensor(spec, reader.read(spec))
 
 
 def _tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:

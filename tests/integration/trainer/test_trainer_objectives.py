@@ -32,8 +32,8 @@ FAMILY = "qwen2-even"
 CUT, WHOLE = 40, 1000
 """Tokens of a micro-batch: one or two sequences, or all of them."""
 
-DEALT_OUT = ["gspo", "m2po", "ess_lr and entropy"]
-"""Those that see sequences, the whole batch, and versions and entropies."""
+DEALT_OUT = ["gspo", "m2po", "vcpo", "ess_lr and entropy"]
+"""Those that see sequences, the whole batch, the weights of samples, and versions and entropies."""
 
 
 def run_of(model: Path, name: str, micro_batch_tokens: int, **trainer: Any) -> Run:

@@ -44,6 +44,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "prox": "recompute",
         "corrections": ["token_tis", {"kind": "seq_mis", "low": 0.005}],
     },
+    "vcpo": {"preset": "vcpo"},
     "m2po": {"preset": "dapo", "corrections": [{"kind": "m2po", "limit": 0.06}, {"kind": "opsm", "limit": 0.05}]},
     "ess_lr and entropy": {"prox": "loglinear", "corrections": ["ess_lr"], "entropy_coef": 0.1},
 }
@@ -72,6 +73,8 @@ class Run:
     checkpoints_of: str = ""
     """The run that it resumes from; default itself."""
     precision: str = "float32"
+    lora: dict[str, Any] | None = None
+    """Keys of model.lora; the tensors of the outcome are then those of the adapters."""
 
     def prepare(self, folder: Path, name: str, ranks: int) -> dict[str, Any]:
         """Write the configuration; returns the case for `steps`."""
@@ -79,7 +82,7 @@ class Run:
             "name": _plain(self.checkpoints_of or name),
             "runs_dir": str(folder / "runs"),
             "groups_per_step": 4,
-            "model": {"path": str(self.model), "precision": self.precision},
+            "model": {"path": str(self.model), "precision": self.precision, "lora": self.lora},
             "sampling": {"temperature": TEMPERATURE, "max_tokens": LONGEST},
             "rollout": {"vllm": {"max_model_len": 40}},
             "telemetry": {"trackers": []},

@@ -57,8 +57,21 @@ def plain_steps(folder: Path, versions: int, lr: float, name: str = "recompute",
     """What Megatron must come to. `updates`: passes over the batch, and updates of each. `name`: what pi_prox is, and
     the objective."""
     model = load(folder).float()
-    matrices = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": DECAY}
-    others = {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}
+    return steps_of(model, lambda: _weights(model, folder), versions, lr, name, updates)
+
+
+def steps_of(
+    model: Any,
+    weights: Callable[[], dict[str, Tensor]],
+    versions: int,
+    lr: float,
+    name: str = "recompute",
+    updates: int = 1,
+) -> PlainSteps:
+    """As `plain_steps`, of what `model` does not freeze; `weights` reads it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = {"params": [p for p in trained if p.dim() > 1], "weight_decay": DECAY}
+    others = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW([matrices, others], lr=lr, betas=(0.9, 0.95), eps=EPS)
     done = PlainSteps([value for row in _rows(model, 0) for value in row.before.tolist()])
     for version in range(versions):
@@ -76,7 +89,7 @@ def plain_steps(folder: Path, versions: int, lr: float, name: str = "recompute",
         tokens = sum(len(row.before) for row in rows) * updates
         done.steps.append({"loss": mean_loss, "grad_norm": mean_norm, "trained_tokens": tokens})
         if version in (0, versions - 1):
-            done.weights.append(_weights(model, folder))
+            done.weights.append(weights())
     return done
 
 
@@ -168,7 +181,13 @@ def plain_tokens(
                 taken = penalty(group, sample, trained[row, column]) if penalty else 0.0
                 rewards_BG[row, column] = sample.reward - taken
                 lengths_BG[row, column] = sum(sample.written_by_policy().tolist())
-    advantages_BG = ADVANTAGES[objective.advantage](rewards_BG, lengths_BG > 0, lengths_BG)
+    counts_BG = lengths_BG.clone()
+    if objective.advantage == "opob":
+        for (row, column), chosen in trained.items():
+            sample = batch.groups[row].samples[column]
+            moved = reference_logprobs(model, batch.groups[row], sample) - torch.tensor(sample.token_logprobs().copy())
+            counts_BG[row, column] *= moved[chosen].sum().exp().square() if chosen.any() else 0.0
+    advantages_BG = ADVANTAGES[objective.advantage](rewards_BG, lengths_BG > 0, counts_BG)
     weights_BG = AGGREGATIONS[objective.aggregation](lengths_BG.long().flatten(), LONGEST).reshape(lengths_BG.shape)
     columns: list[list[Tensor]] = []
     for (row, column), chosen in trained.items():

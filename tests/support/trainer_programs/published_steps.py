@@ -3,7 +3,8 @@
     python -m tests.support.trainer_programs.published_steps CASES.json
 
 A case: {"config": FILE, "model": FOLDER, "out": FILE, "readers": N, "steps": N}. `out` gets one JSON line a version:
-the hashes of the trainer's tensors, and what every reader said of its own. No step begins before all have spoken.
+the hashes of the trainer's tensors (adapters added to their weights), and what every reader said of its own. No step
+begins before all have spoken.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from async_grpo.config import RunConfig
 from async_grpo.utils.child_process import child_argv
+from async_grpo.weights.base import MergeBase
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
@@ -51,7 +54,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     policy = load_policy(config, Path(case["model"]), platform)
     address = out.with_suffix(".address")
     exporter = WeightExporter(policy, config, OneRun(address), epoch=1)
-    readers = [read(config, address, number, case["steps"]) for number in range(case["readers"] * is_leader())]
+    readers = [read(config, address, number, case) for number in range(case["readers"] * is_leader())]
     for version in range(case["steps"] + 1):
         if version > 0:
             train_step(policy, make_batch(version), config, lr=config.trainer.optimizer.lr, phases=PhaseTimer())
@@ -68,9 +71,12 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
         remove_stores(config.local_name)
 
 
-def read(config: RunConfig, address: Path, number: int, last: int) -> subprocess.Popen[str]:
-    store = store_path(config.local_name, f"machine-{number}")
-    arguments = [str(store), str(address), config.weights.model_dump_json(), str(last)]
+def read(config: RunConfig, address: Path, number: int, case: dict[str, Any]) -> subprocess.Popen[str]:
+    store, lora, base = store_path(config.local_name, f"machine-{number}"), config.model.lora, None
+    if lora is not None:
+        base = MergeBase(folder=case["model"], dtype=config.model.precision, scale=lora.scale)
+    told = (config.weights.model_dump_json(), str(case["steps"]), msgspec.json.encode(base).decode())
+    arguments = [str(store), str(address), *told]
     command = child_argv([sys.executable, "-m", "tests.support.weight_reader", *arguments])
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 

@@ -203,7 +203,7 @@ def logprobs(policy: Any, config: RunConfig) -> list[float]:
 
 
 def weights_of(policy: Any) -> dict[str, Any]:
-    return {name: tensor.clone() for name, tensor in policy.export()}
+    return {name: tensor.clone() for name, tensor in policy.export_trained()}
 
 
 if __name__ == "__main__":

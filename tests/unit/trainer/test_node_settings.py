@@ -32,7 +32,6 @@ def with_overrides(*overrides: str) -> list[str]:
     ("keys", "fix"),
     [
         ({"nodes": 3, "processes": 4, "rendezvous": MEETING}, "number of all ranks, a multiple of nodes"),
-        ({"nodes": 2, "processes": 4}, "Set trainer.rendezvous.address"),
         ({"rendezvous": {"address": "10.0.0.5:29500"}}, "rendezvous.address"),
         ({"rendezvous": {"port": 65535}}, "rendezvous.port"),
     ],

@@ -1,4 +1,5 @@
-"""Fifty steps of the real trainer: after each, every receiver maps exactly the trainer's bits.
+"""Fifty steps of the real trainer: after each, every receiver maps exactly the trainer's bits. Of adapters, each side
+makes the sum with the weights that they are for.
 
 Both sides hash every tensor by themselves. That the engine then multiplies with what its receiver maps is proved in
 test_vllm_updates.py.
@@ -31,14 +32,16 @@ class Case:
     tied: bool
     encoding: str
     readers: int
+    lora: bool = False
 
     def __str__(self) -> str:
         tied = "tied" if self.tied else "untied"
-        return f"tp{self.tensor}-{self.precision}-{tied}-{self.encoding}-{self.readers}"
+        return f"tp{self.tensor}-{self.precision}-{tied}-{self.encoding}-{self.readers}{'-lora' * self.lora}"
 
 
 FIRST, SECOND = Case(2, "bfloat16", True, "delta", 3), Case(1, "float32", False, "dense", 1)
-SAMPLED = [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)]
+ADAPTERS = [Case(2, "bfloat16", True, "delta", 1, lora=True), Case(1, "float32", False, "delta", 1, lora=True)]
+SAMPLED = [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in (SECOND, *ADAPTERS))]
 """What the others would find, these two nearly always find, too."""
 MATRIX = [
     case
@@ -84,7 +87,7 @@ def prepare(folder: Path, case: Case, model: Path) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "name": str(case),
         "runs_dir": str(folder),
-        "model": {"random": {}, "precision": case.precision},
+        "model": {"random": {}, "precision": case.precision, "lora": {"rank": 4} if case.lora else None},
         "rollout": {"vllm": {"max_model_len": 110}},
         "weights": {"encoding": case.encoding, "chunk_bytes": 8192, "heartbeat_s": 0.3},
         "trainer": {

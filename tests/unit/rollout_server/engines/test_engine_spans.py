@@ -80,3 +80,16 @@ async def test_the_scripted_engine_says_why_it_ended_and_repeats_itself() -> Non
         "",
         "stop",
     ]
+
+
+async def test_the_scripted_engine_gives_the_same_tokens_in_pieces() -> None:
+    made = []
+    for at_once in (1, 3):
+        engine = ScriptedEngine(hashed_script(8), tokens_per_s=10_000, at_once=at_once)
+        await engine.start()
+        pieces = [len(piece.tokens) async for piece in engine.stream(GenerationRequest("a", [1], max_tokens=7, seed=2))]
+        assert pieces == ([1] * 7 if at_once == 1 else [3, 3, 1]) + [0]
+        made.append((await engine.generate(GenerationRequest("b", [1], max_tokens=7, seed=2))).tokens.tolist())
+        load = engine.load()
+        assert (load.generated_tokens, load.streamed_tokens) == (7, 7)
+    assert made[0] == made[1]

@@ -13,9 +13,10 @@ from transformers import GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from async_grpo.app.launch.first_policy import prepare_model
 from async_grpo.config import validate
+from async_grpo.config.model import LoraConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
-from trainer.model.checks import check_architecture
+from trainer.model.checks import check_architecture, check_lora
 from trainer.model.families import rope_of
 from trainer.model.weight_map import model_tensors, parameter_of, stage_weights
 
@@ -139,3 +140,18 @@ def test_a_parameter_is_found_by_either_of_its_names(ours: str, fused: str) -> N
     assert parameter_of(ours, {fused}) == fused
     with pytest.raises(KeyError):
         parameter_of(ours, {"decoder.layers.1.other"})
+
+
+@pytest.mark.parametrize(
+    ("hf", "lora", "named"),
+    [
+        (Qwen2Config(hidden_size=64), {"rank": 64}, "model.lora.rank below 64"),
+        (Qwen3MoeConfig(), {}, "Set model.lora.targets to [q_proj, k_proj, v_proj, o_proj]"),
+    ],
+)
+def test_adapters_that_the_model_cannot_have_are_refused(
+    hf: PretrainedConfig, lora: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_lora(hf, LoraConfig(**lora))
+    assert named in str(caught.value)
