@@ -3,7 +3,8 @@
     async-grpo run --dry-run --render--> files that the launcher would write
     async-grpo run           --launch--> a running job --> exit code
 
-`local` is the only launcher so far. A second one adds the configuration key by which `make_launcher` chooses.
+`local` is the only launcher of `async-grpo run`; it waits for the end. `async-grpo launch` hands a run to the
+scheduler of a cluster and returns: `slurm`, `kubernetes`.
 """
 
 from __future__ import annotations

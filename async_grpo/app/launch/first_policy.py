@@ -104,13 +104,15 @@ def check_first_policy(path: Path, config: RunConfig) -> Path:
     """Check a folder as the trainer's ranks and the rollout servers would, before anything is started; returns it.
 
     Raises ConfigError."""
-    from trainer.model.checks import check_architecture, check_tensors
+    from trainer.model.checks import check_architecture, check_lora, check_tensors
     from trainer.model.hf_folder import read_config
 
     check_model(path)
     try:
         hf = read_config(path)
         check_architecture(hf, config.trainer)
+        if config.model.lora is not None:
+            check_lora(hf, config.model.lora)
         check_tensors(tensor_shapes(path), hf)
     except DataError as error:
         raise ConfigError(f"model.path: {error}") from None
@@ -125,7 +127,7 @@ def _fingerprint(config: RunConfig) -> str:
     parts = {
         "recipe": RECIPE,
         "seed": config.seed,
-        "model": config.model.model_dump(mode="json"),
+        "model": config.model.model_dump(mode="json", exclude={"lora"}),
         "data": config.data.model_dump(mode="json"),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -87,7 +87,7 @@ class Monitor:
                 ready=stats.ready,
                 taken=stats.taken,
                 active=stats.active,
-                capacity=self._config.capacity_groups,
+                capacity=stats.capacity,
                 servers=beats,
                 counters=await self._plane.board.counters(),
                 roles=self._supervisor.shown(self._starts.usual_s),

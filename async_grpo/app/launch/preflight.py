@@ -31,6 +31,7 @@ from async_grpo.models.hub import HubRepo
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from async_grpo.telemetry.trackers import check_trackers
+from async_grpo.weights.folder.objects import check_location
 from buffer import memory_plan
 from buffer.redis.url import parse
 
@@ -133,6 +134,8 @@ def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, 
     yield "Run folder", lambda: check_folder(config.run_dir)
     if (url := config.redis.url) is not None:
         yield "redis.url", lambda: parse(url)
+    if config.weights.location is not None:
+        yield "weights.location", lambda: check_location(config.weights, config.local_name)
     yield "Reward functions", lambda: check_rewards(config.rewards)
     if not planning:
         yield "Trackers", lambda: check_trackers(config)
@@ -185,7 +188,9 @@ def describe(config: RunConfig) -> Table:
     table.add_row("trainer", f"{_ranks(config)} on {config.trainer.platform}, {config.steps} steps")
     table.add_row("objective", config.trainer.objective.summary)
     table.add_row("one step", f"P = {p} groups of G = {g} samples: {p * g} samples")
-    table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups")
+    auto = config.auto_staleness
+    force = f"; auto keeps S in force between {auto.min} and {auto.max}, at first {auto.start}" if auto else ""
+    table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups{force}")
     policy, memory = config.replay_policy, memory_plan(config)
     table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
     table.add_row("server memory", f"at worst {memory}")

@@ -20,11 +20,22 @@ from pathlib import Path
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig
-from async_grpo.errors import ConfigError, DependencyError
+from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
 from async_grpo.utils.requirements import INSTALL
 from trainer.platform import Platform, select_platform
 from trainer.platform.base import visible
 from trainer.platform.cpu import check_torchvision
+
+EXIT_STOPPED = 75
+"""Exit code of `stoppable` (EX_TEMPFAIL of sysexits.h)."""
+
+_STOPPABLE = """\
+stopped=0
+trap 'stopped=1; kill -TERM $role 2>/dev/null' TERM
+{command} & role=$!
+while true; do wait $role; code=$?; kill -0 $role 2>/dev/null || break; done
+[ $stopped = 1 ] && [ $code != {fault} ] && exit {stopped}
+exit $code"""
 
 Environments = dict[str, dict[str, str]]
 """Environment variables by role, and by name."""
@@ -127,6 +138,17 @@ def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str
     return {"OMP_NUM_THREADS": str(config.trainer.threads)} | {
         name: given.get(name, defaults[name]) for name in defaults
     }
+
+
+def stoppable(command: str) -> str:
+    """A line for bash that runs a role and passes SIGTERM on; it ends with EXIT_STOPPED after SIGTERM, unless the
+    configuration was at fault.
+
+    Without it a role that was preempted, and has saved its work, would look to a scheduler like one that is done. Slurm
+    signals all processes of the role at once, its engine too, which may then end before the role has: it does not count
+    as a failure, and what the engine has handed over is stored.
+    """
+    return _STOPPABLE.format(command=command, stopped=EXIT_STOPPED, fault=EXIT_CONFIG)
 
 
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:

@@ -1,4 +1,8 @@
-"""One role in the foreground, as a container or a cluster job starts it."""
+"""One role in the foreground, as a container or a cluster job starts it.
+
+Each node of a trainer on several machines needs its rank, their number and the address of node 0. They come from the
+command line and the configuration, or from srun, if it has started the node.
+"""
 
 from __future__ import annotations
 
@@ -56,26 +60,55 @@ async def _prepare_to_join(config: RunConfig, name: str) -> Path:
 
 def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> int:
     """Become the trainer, or its node `node_rank`. Raises ConfigError without redis.url or for a wrong rank."""
-    config = _resolve(path, overrides, "trainer")
-    node = _node(config, node_rank)
+    config, node = placed(_resolve(path, overrides, "trainer"), node_rank, os.environ)
     file, model = _make_ready(config, f"trainer-{node}")
     return _become(trainer_argv(file, model, node), trainer_environment(config, os.environ))
 
 
-def _node(config: RunConfig, given: int | None) -> int:
+def placed(config: RunConfig, given: int | None, environment: Mapping[str, str]) -> tuple[RunConfig, int]:
+    """The configuration with the address of node 0, and the rank of this node.
+
+    A rank that is given and a configured address come before those of srun. Raises ConfigError for a wrong rank, for
+    none, without an address, and if srun has started another number of nodes.
+    """
     nodes = config.trainer.nodes
-    if given is None and nodes > 1:
+    rank, address = (0, None) if nodes == 1 else _from_srun(nodes, environment)
+    rank = given if given is not None else rank
+    if rank is None:
         raise ConfigError(
             f"trainer.nodes is {nodes}: which of them is this machine? Pass --node-rank 0 on the machine of "
             f"trainer.rendezvous.address ({config.trainer.rendezvous.address}), and 1 to {nodes - 1} on the others"
         )
-    rank = given or 0
     if not 0 <= rank < nodes:
         raise ConfigError(
             f"--node-rank is {rank}, but trainer.nodes is {nodes}, so that nodes are numbered from 0 to {nodes - 1}. "
             "Correct it, or set trainer.nodes (and trainer.processes) to what there is"
         )
-    return rank
+    where = config.trainer.rendezvous
+    if nodes == 1 or where.address is not None:
+        return config, rank
+    if address is None:
+        raise ConfigError(
+            f"trainer.nodes is {nodes}, but trainer.rendezvous.address is not set, so that they would not find each "
+            "other. Set it to an address of node 0 that every node reaches, or start them by srun, which says it"
+        )
+    where = where.model_copy(update={"address": address})
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"rendezvous": where})}), rank
+
+
+def _from_srun(nodes: int, environment: Mapping[str, str]) -> tuple[int | None, str | None]:
+    """Rank and address of node 0 if srun has started this process; None without it.
+
+    Slurm names the machine on which srun was called; in a batch job that is the first one, which is node 0.
+    """
+    if (size := environment.get("SLURM_STEP_NUM_TASKS")) is None:
+        return None, None
+    if int(size) != nodes:
+        raise ConfigError(
+            f"srun has started {size} nodes of the trainer (SLURM_STEP_NUM_TASKS), but trainer.nodes is {nodes}. Start "
+            "as many, one task a node, or set trainer.nodes to their number"
+        )
+    return int(environment["SLURM_PROCID"]), environment.get("SLURM_LAUNCH_NODE_IPADDR")
 
 
 def _resolve(path: Path, overrides: Sequence[str], role: str) -> RunConfig:

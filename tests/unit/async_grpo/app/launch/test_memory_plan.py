@@ -285,3 +285,10 @@ def test_a_side_on_the_cpu_has_no_device_plan() -> None:
     assert device_plan(validate({"name": "cpu", "model": model}, "test")) is None
     half = device_plan(validate({"name": "half", "model": model, "trainer": {"platform": "cuda"}}, "test"))
     assert half is not None and half.engine is None
+
+
+def test_adapters_take_gradients_and_moments_of_themselves_alone() -> None:
+    config = run_config(model={"path": "models/any", "precision": "bfloat16", "lora": {"rank": 16}})
+    found, adapters = trainer_memory(config, QWEN_7B), 40_370_176  # as PEFT counts them
+    assert found.weights == 2 * (QWEN_7B.parameters + adapters)
+    assert (found.gradients, found.optimizer) == (4 * adapters, 12 * adapters)

@@ -1,0 +1,65 @@
+"""`async-grpo launch`: hands a run to the scheduler of a cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from async_grpo.app.cli.common import ConfigFile, Override, Steps, exit_with, print_line
+
+app = typer.Typer(help="Hand a run to the scheduler of a cluster.", no_args_is_help=True)
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; submit and write nothing.")]
+
+
+@app.callback()
+def common() -> None:
+    """Hand a run to the scheduler of a cluster, which places its roles and starts them again."""
+
+
+@app.command()
+def slurm(
+    config: ConfigFile,
+    override: Override = None,
+    steps: Steps = None,
+    servers: Annotated[
+        int | None,
+        typer.Option("--servers", min=1, metavar="N", help="Servers to start; with a trainer there, servers to add."),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Submit a run as jobs of Slurm: the trainer, an array of rollout servers, and the report.
+
+    It needs redis.url, and a runs_dir that all nodes share. Preempted roles save their work and are requeued; the same
+    command resumes a run that has ended before its last step, and --servers N adds servers to one that is running.
+    """
+    from async_grpo.app.launch.preflight import resolve
+    from async_grpo.app.launch.slurm import dependency, jobs, submit
+
+    def work() -> int:
+        run = resolve(config, override or [], steps=steps, planning=dry_run)
+        if not dry_run:
+            submit(run, servers, print_line)
+            return 0
+        for role, script in jobs(run, servers or run.rollout.servers).items():
+            options = " ".join(dependency(role, {"trainer": "TRAINER_JOB"}))
+            typer.echo(f"# sbatch --parsable {options} {run.run_dir}/slurm/{role}.sbatch\n{script}")
+        return 0
+
+    exit_with(work)
+
+
+@app.command()
+def kubernetes(config: ConfigFile, override: Override = None, steps: Steps = None, dry_run: DryRun = False) -> None:
+    """Apply a run to the cluster of kubectl: JobSet, Deployment, Redis, report, budgets, policies, autoscaler.
+
+    Addresses and runs_dir are set for the cluster; models, data and the Secret with the passwords must be there.
+    """
+    from async_grpo.app.launch.kubernetes import apply, resolve_for_cluster, text
+
+    def work() -> int:
+        run = resolve_for_cluster(config, override or [], steps)
+        typer.echo(text(run) if dry_run else apply(run))
+        return 0
+
+    exit_with(work)

@@ -1,0 +1,198 @@
+"""`async-grpo launch slurm`: a run as jobs of Slurm, which places, ends and requeues its roles.
+
+    trainer   one job: srun starts `async-grpo trainer` once on each of trainer.nodes
+    rollout   an array of rollout.servers tasks, each `async-grpo rollout`; begins after the trainer has
+    report    waits for the end of the run once the trainer is done, and writes its report
+
+A role ends for one of four reasons, and the batch script of its job decides what comes next:
+
+    0   the run is over                      the job ends
+    75  SIGTERM: preemption or time limit    the role has saved or given back what it could; it is requeued
+    78  the configuration is at fault        the job ends; if it is the trainer's, the servers are cancelled too
+    else: it failed                          requeued, launch.restarts times; then as for 78
+
+`scancel` sends the same SIGTERM, but ends the job. Slurm kills what is left KillWait later.
+"""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from async_grpo.app.launch.role_specs import EXIT_STOPPED, stoppable
+from async_grpo.app.launch.run_folder import open_run, write_config
+from async_grpo.config import RunConfig
+from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
+from async_grpo.utils.files import write_atomic
+from trainer.platform import select_platform
+
+_SUBMIT_S = 60.0
+
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+{setup}
+if [ ! -f {config} ]; then
+    echo "{config} is not on $(hostname): set runs_dir to a folder that all nodes share" >&2
+    exit {fault}
+fi
+role_name={name}
+# The last task of an array has the number of the array as SLURM_JOB_ID, which names all of its tasks.
+job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+job=${{job:-$SLURM_JOB_ID}}
+[ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # it does not inherit them
+# A file for each task (%t) is written by the task itself. Through srun, the step would last for a minute after its
+# role, as long as a process that the role has left behind keeps its output open.
+srun --kill-on-bad-exit=0 --open-mode=append --output={folder}/$role_name.%t.log \
+    bash -c {task} async-grpo "$role_name"
+code=$?
+[ $code = 0 ] && exit 0
+failures={folder}/failures-$job
+[ $code = {stopped} ] || echo $code >> $failures
+count=$(cat $failures 2>/dev/null | wc -l)
+if [ $code != {fault} ] && [ $count -le {restarts} ]; then
+    [ "$(squeue --noheader --jobs $job --format %T)" = RUNNING ] || exit $code
+    echo "requeued after exit code $code ($count of {restarts} failures)"
+    scontrol requeue $job
+    sleep 60
+fi
+{give_up}exit $code
+"""
+
+
+def jobs(config: RunConfig, servers: int, *, trainer: bool = True) -> dict[str, str]:
+    """Role -> its batch script, in the order in which they are submitted. Raises ConfigError for a run whose roles
+    could not reach each other."""
+    _check(config)
+    command = [sys.executable, "-m", "async_grpo.app.cli.main"]
+    run = str(_run_dir(config))
+    cancel = f"scancel --quiet --user={shlex.quote(getpass.getuser())} --name={_job(config, 'rollout')}\n"
+    stop_s = int(config.launch.stop_timeout_s)
+    extra, platform = config.launch.slurm, select_platform(config.trainer.platform)
+    gpus = config.trainer.processes_per_node if platform.name == "cuda" else 0
+    devices = config.rollout.limits.devices if config.rollout.limits.platform == "cuda" else 0
+    nodes = [f"--nodes={config.trainer.nodes}", "--ntasks-per-node=1", f"--signal=TERM@{stop_s + 10}"]
+    array = ["--nodes=1", "--ntasks=1", f"--signal=TERM@{stop_s + 10}", f"--array=0-{servers - 1}"]
+    scripts = {}
+    if trainer:
+        options = [*nodes, *([f"--gpus-per-node={gpus}"] if gpus else []), *extra.trainer]
+        task = shlex.join([*command, "trainer", run])
+        scripts["trainer"] = _script(config, "trainer", options, task, config.launch.restarts.trainer, give_up=cancel)
+    if servers:
+        options = [*array, *([f"--gpus-per-node={devices}"] if devices else []), *extra.rollout]
+        task = f'{shlex.join([*command, "rollout", run])} --name "$1"'
+        scripts["rollout"] = _script(config, "rollout", options, task, config.launch.restarts.rollout)
+    if trainer:
+        options = ["--nodes=1", "--ntasks=1", "--kill-on-invalid-dep=yes", *extra.report]
+        task = shlex.join([*command, "runs", "report", run, "--wait"])
+        scripts["report"] = _script(config, "report", options, task, config.launch.restarts.trainer)
+    return scripts
+
+
+def submit(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> None:
+    """Submit the jobs of the run, or, if its trainer is queued or running already, an array of more servers.
+
+    Raises ConfigError for a run that cannot be started like this, before anything is written or submitted, and
+    DependencyError without Slurm's commands.
+    """
+    if shutil.which("sbatch") is None:
+        raise DependencyError(
+            "sbatch is not on the PATH of this machine. Run `async-grpo launch slurm` where jobs are submitted (a "
+            "login node), or look at what it would submit with --dry-run"
+        )
+    there = _slurm("squeue", "--noheader", "--me", f"--name={_job(config, 'trainer')}", "--format=%i").split()
+    if there and servers is None:
+        raise ConfigError(
+            f"the trainer of {config.name} is job {there[0]} already. Pass --servers N to add N rollout servers, or "
+            f"stop the run first: scancel --me --name={_job(config, 'trainer')},{_job(config, 'rollout')}"
+        )
+    scripts = jobs(config, config.rollout.servers if servers is None else servers, trainer=not there)
+    folder = open_run(config)
+    write_config(folder, config, for_roles=config)
+    _folder(config).mkdir(exist_ok=True)
+    submitted = {"trainer": there[0]} if there else {}
+    for role, script in scripts.items():
+        file = write_atomic(_folder(config) / f"{role}.sbatch", script)
+        submitted[role] = _slurm("sbatch", "--parsable", *dependency(role, submitted), str(file)).split(";")[0].strip()
+        say(f"{role}: job {submitted[role]} ({file})")
+    say(f"logs: {_folder(config)}; queue: squeue --me; a server less: scancel JOB_TASK")
+
+
+def dependency(role: str, submitted: Mapping[str, str]) -> list[str]:
+    """The option of sbatch that lets a job wait: servers until the trainer's has begun, the report until its end."""
+    kind = {"rollout": "after", "report": "afterok"}.get(role)
+    return [f"--dependency={kind}:{submitted['trainer']}"] if kind else []
+
+
+def _script(config: RunConfig, role: str, options: Sequence[str], task: str, restarts: int, give_up: str = "") -> str:
+    folder, array = _folder(config), any(option.startswith("--array") for option in options)
+    ids = "%A_%a" if array else "%j"
+    common = [
+        f"--job-name={_job(config, role)}",
+        f"--output={folder}/{role}-{ids}.log",
+        "--open-mode=append",
+        "--requeue",
+    ]
+    return _SCRIPT.format(
+        directives="\n".join(f"#SBATCH {option}" for option in [*common, *options]),
+        setup=config.launch.slurm.setup or ":",
+        config=shlex.quote(str(_run_dir(config) / "config.yaml")),
+        folder=shlex.quote(str(folder)),
+        name="rollout-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID" if array else role,
+        task=shlex.quote(stoppable(task)),
+        stopped=EXIT_STOPPED,
+        fault=EXIT_CONFIG,
+        restarts=restarts,
+        give_up=give_up,
+    )
+
+
+def _check(config: RunConfig) -> None:
+    if config.redis.url is None:
+        raise ConfigError(
+            "redis.url is not set: the roles meet on a server that every node reaches, and that outlives their jobs. "
+            "Start one (docs/operations.md), and set redis.url to redis://HOST:6379"
+        )
+    for key, url in (("redis.url", config.redis.url), ("weights.bind", config.weights.bind)):
+        if _is_loopback(urlsplit(url).hostname or ""):
+            raise ConfigError(
+                f"{key} is {url}, which other nodes do not reach. Set it to an address of the cluster's network"
+                + (", or to tcp://0.0.0.0:5600, and weights.encrypt to control" if key == "weights.bind" else "")
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _slurm(*argv: str) -> str:
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=_SUBMIT_S, check=False)
+    if ended.returncode:
+        raise ConfigError(
+            f"{shlex.join(argv)} refused: {ended.stderr.strip()}. Options of your site (partition, account, time) "
+            "belong into launch.slurm.trainer, rollout and report"
+        )
+    return ended.stdout
+
+
+def _run_dir(config: RunConfig) -> Path:
+    return config.run_dir.absolute()
+
+
+def _folder(config: RunConfig) -> Path:
+    """Batch scripts, their output and that of the roles, and the failures of the jobs."""
+    return _run_dir(config) / "slurm"
+
+
+def _job(config: RunConfig, role: str) -> str:
+    return f"{config.name}-{role}"

@@ -1,0 +1,158 @@
+"""The objects of `async-grpo launch kubernetes`, held against the published schemas of the API and of its operators."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT7
+
+from async_grpo.app.launch.kubernetes import apply, objects, resolve_for_cluster, text
+from async_grpo.app.launch.role_specs import stoppable
+from async_grpo.config import RunConfig, load
+from async_grpo.errors import ConfigError, DependencyError
+
+ROOT = Path(__file__).parents[5]
+SCHEMAS = ROOT.parent / "shared" / "upstream" / "kubernetes-schemas.tar.xz"
+FILES = {
+    "ConfigMap": "configmap-v1",
+    "PersistentVolumeClaim": "persistentvolumeclaim-v1",
+    "Service": "service-v1",
+    "StatefulSet": "statefulset-apps-v1",
+    "Deployment": "deployment-apps-v1",
+    "Job": "job-batch-v1",
+    "PodDisruptionBudget": "poddisruptionbudget-policy-v1",
+    "NetworkPolicy": "networkpolicy-networking-v1",
+}
+TWO_NODES = [
+    "trainer.nodes=2",
+    "trainer.processes=8",
+    "launch.kubernetes.max_servers=8",
+    "launch.kubernetes.claims.models=/models",
+]
+
+
+def config(name: str = "qwen2.5_7b_gsm8k_cuda", *overrides: str) -> RunConfig:
+    return resolve_for_cluster(ROOT / "configs" / f"{name}.yaml", [*TWO_NODES, *overrides], None)
+
+
+@cache
+def published() -> dict[str, Any]:
+    if not SCHEMAS.exists():
+        pytest.skip(f"the published schemas are not there ({SCHEMAS})")
+    with tarfile.open(SCHEMAS) as archive:
+        files = {Path(m.name).name: archive.extractfile(m) for m in archive.getmembers() if m.isfile()}
+        return {name: json.load(file) for name, file in files.items() if file and name != "SOURCES"}
+
+
+def strict(schema: Any) -> Any:
+    """The schema of a custom resource, refusing unknown fields as `kubectl apply` does."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else {}
+    return {**closed, **{key: strict(value) for key, value in schema.items()}}
+
+
+def validator(kind: str) -> jsonschema.Draft7Validator:
+    if kind == "JobSet":
+        (version,) = published()["jobset-crd.json"]["spec"]["versions"]
+        schema = version["schema"]["openAPIV3Schema"]
+        schema = {**schema, "properties": {key: strict(value) for key, value in schema["properties"].items()}}
+        schema["properties"]["metadata"] = {"type": "object"}
+        return jsonschema.Draft7Validator(schema)
+    if kind == "ScaledObject":
+        return jsonschema.Draft7Validator(published()["scaledobject.json"])
+    definitions = Resource.from_contents(published()["_definitions.json"], default_specification=DRAFT7)
+    registry: Registry[Any] = Registry().with_resource("_definitions.json", definitions)
+    return jsonschema.Draft7Validator(published()[f"{FILES[kind]}.json"], registry=registry)
+
+
+def faults(found: dict[str, Any]) -> list[str]:
+    return [f"{error.json_path}: {error.message[:200]}" for error in validator(found["kind"]).iter_errors(found)]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "qwen2.5_7b_gsm8k_cuda", "qwen2.5_7b_gsm8k_ascend"])
+def test_every_object_is_what_the_api_publishes(name: str) -> None:
+    rendered = list(yaml.safe_load_all(text(config(name))))
+    assert {each["kind"] for each in rendered} == {*FILES, "JobSet", "ScaledObject"}
+    assert {each["metadata"]["name"]: faults(each) for each in rendered if faults(each)} == {}
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "JobSet", "NetworkPolicy"])
+def test_the_schemas_notice_a_misspelt_field(kind: str) -> None:
+    found = kinds(config())[kind]
+    assert not faults(found)
+    found["spec"]["replicsa"] = 1
+    assert faults(found)
+
+
+def kinds(config: RunConfig) -> dict[str, dict[str, Any]]:
+    return {each["kind"]: each for each in objects(config)}
+
+
+def test_pods_read_the_run_with_the_addresses_of_the_cluster(tmp_path: Path) -> None:
+    written = kinds(config())["ConfigMap"]["data"]["config.yaml"]
+    (tmp_path / "config.yaml").write_text(written)
+    read = load(tmp_path / "config.yaml")
+    assert read == config()
+    assert read.redis.url == f"redis://{instance(read)}-redis:6379"
+    assert read.trainer.rendezvous.address == read.weights.advertise == f"{instance(read)}-trainer-0-0.{instance(read)}"
+
+
+def instance(config: RunConfig) -> str:
+    name: str = kinds(config)["JobSet"]["metadata"]["name"]
+    return name
+
+
+def test_devices_are_those_of_the_plug_ins() -> None:
+    for name, resource in (
+        ("qwen2.5_7b_gsm8k_cuda", "nvidia.com/gpu"),
+        ("qwen2.5_7b_gsm8k_ascend", "huawei.com/Ascend910"),
+    ):
+        job = kinds(config(name))["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        assert job["completions"] == 2
+        assert job["template"]["spec"]["containers"][0]["resources"]["limits"] == {resource: "4"}
+
+
+def test_a_server_of_the_users_own_is_not_started_again() -> None:
+    assert "StatefulSet" not in kinds(config("quickstart", "redis.url=rediss://10.0.0.5:6379"))
+
+
+def test_no_secret_is_in_the_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNC_GRPO_REDIS_PASSWORD", "xyzzy-plugh")
+    assert "xyzzy-plugh" not in text(config())
+
+
+def test_what_the_cluster_refuses_is_passed_on_with_what_it_may_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(DependencyError, match="kubectl is not on the PATH"):
+        apply(config())
+    (tmp_path / "kubectl").write_text('#!/bin/bash\nread -r; echo "no matches for kind JobSet" >&2; exit 1\n')
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(ConfigError, match=r"no matches for kind JobSet\. The trainer needs the JobSet operator"):
+        apply(config())
+
+
+@pytest.mark.parametrize(("at_the_end", "code"), [("exit 0", 75), ("exit 1", 75), ("exit 78", 78)])
+def test_a_role_that_was_stopped_is_told_from_one_that_is_done(at_the_end: str, code: int) -> None:
+    line = stoppable(f"bash -c \"trap '{at_the_end}' TERM; sleep 9 & wait\"")
+    line = line.replace("& role=$!", "& role=$!; sleep 0.1; kill -TERM $$")
+    assert subprocess.run(["bash", "-c", line], timeout=5).returncode == code
+
+
+@pytest.mark.parametrize("code", [0, 1, 78])
+def test_a_role_that_was_not_stopped_ends_with_its_own_code(code: int) -> None:
+    assert subprocess.run(["bash", "-c", stoppable(f"bash -c 'exit {code}'")], timeout=5).returncode == code

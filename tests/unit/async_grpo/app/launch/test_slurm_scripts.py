@@ -1,0 +1,137 @@
+"""The jobs of `async-grpo launch slurm`, without Slurm; on a real one: tests/faults/test_slurm.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from async_grpo.app.cli.main import app
+from async_grpo.app.launch.single_role import placed
+from async_grpo.app.launch.slurm import jobs, submit
+from async_grpo.config import RunConfig, validate
+from async_grpo.errors import ConfigError, DependencyError
+
+REACHABLE = {"redis": {"url": "redis://10.0.0.5:6379"}, "weights": {"bind": "tcp://0.0.0.0:5600"}}
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5"}
+
+
+def config(**changes: Any) -> RunConfig:
+    return validate({"name": "one", "model": {"path": "any"}, **REACHABLE, **changes}, "test")
+
+
+def two_nodes(**rendezvous: Any) -> RunConfig:
+    return config(trainer={"nodes": 2, "processes": 2, "rendezvous": rendezvous})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"redis": {}}, "redis.url is not set"),
+        ({"redis": {"url": "redis://localhost:6379"}}, "redis.url is redis://localhost:6379, which other nodes"),
+        ({"weights": {}}, "weights.bind is tcp://127.0.0.1:0, which other nodes"),
+    ],
+)
+def test_roles_that_could_not_reach_each_other_are_not_submitted(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        jobs(config(**changes), 2)
+
+
+def test_nothing_is_written_where_slurm_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(DependencyError, match="sbatch is not on the PATH"):
+        submit(config(), None, print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_options_of_a_site_come_last_so_that_they_win() -> None:
+    scripts = jobs(config(launch={"slurm": {"rollout": ["--partition=spot", "--array=0-9%4"]}}), 2)
+    options = re.findall("#SBATCH (.*)", scripts["rollout"])
+    assert options[-3:] == ["--array=0-1", "--partition=spot", "--array=0-9%4"]
+
+
+def test_a_dry_run_prints_what_would_be_submitted_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = ["-o", "redis.url=redis://10.0.0.5:6379", "-o", "weights.bind=tcp://0.0.0.0:5600", "--servers", "3"]
+    printed = CliRunner().invoke(app, ["launch", "slurm", "quickstart", *told, "--dry-run"])
+    assert printed.exit_code == 0, printed.output
+    assert re.findall("# sbatch --parsable (.*) runs", printed.output)[1:] == [
+        "--dependency=after:TRAINER_JOB",
+        "--dependency=afterok:TRAINER_JOB",
+    ]
+    assert "#SBATCH --array=0-2\n" in printed.output
+    assert not list(tmp_path.iterdir())
+
+
+def ends(tmp_path: Path, role: str, *codes: int, srun: str = "exit $CODE") -> tuple[int, list[str]]:
+    """The exit code of a job whose role ends so, once for each start, and the commands that it gave Slurm."""
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "config.yaml").touch()
+    (tmp_path / "runs" / "one" / "slurm").mkdir()
+    called = tmp_path / "called"
+    for name, body in {
+        "srun": srun,
+        "squeue": "echo RUNNING",
+        "scancel": f'echo scancel "$@" >> {called}',
+        "scontrol": f'echo scontrol "$@" >> {called}',
+        "sleep": "exit 0",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    script = jobs(config(runs_dir=str(tmp_path / "runs"), launch={"restarts": {"trainer": 1, "rollout": 1}}), 1)[role]
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+    }
+    if role == "rollout":  # the array's last task, whose own number is the array's
+        environment |= {"SLURM_JOB_ID": "6", "SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "0"}
+    for code in codes:
+        environment["CODE"] = str(code)
+        ended = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, timeout=10)
+    return ended.returncode, called.read_text().splitlines() if called.exists() else []
+
+
+def test_a_role_gets_the_cores_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    assert ends(tmp_path, "trainer", 0, srun='[ "$SRUN_CPUS_PER_TASK" = 8 ]') == (0, [])
+
+
+def test_a_role_that_is_done_ends_its_job(tmp_path: Path) -> None:
+    assert ends(tmp_path, "trainer", 0) == (0, [])
+
+
+def test_preempted_roles_are_requeued_as_often_as_it_happens(tmp_path: Path) -> None:
+    assert ends(tmp_path, "rollout", 75, 75, 75) == (75, ["scontrol requeue 6_0"] * 3)
+
+
+def test_a_trainer_that_fails_too_often_takes_its_servers_with_it(tmp_path: Path) -> None:
+    code, called = ends(tmp_path, "trainer", 1, 1)
+    assert (code, called[0]) == (1, "scontrol requeue 7")
+    assert re.fullmatch("scancel --quiet --user=.* --name=one-rollout", called[1])
+
+
+def test_a_fault_of_the_configuration_is_not_tried_again(tmp_path: Path) -> None:
+    assert ends(tmp_path, "rollout", 78) == (78, [])
+
+
+def test_srun_says_which_node_this_is_and_where_node_0_is() -> None:
+    run, rank = placed(two_nodes(), None, SRUN)
+    assert (run.trainer.rendezvous.address, rank) == ("10.0.0.5", 1)
+    run, rank = placed(two_nodes(address="10.9.9.9"), 0, SRUN)
+    assert (run.trainer.rendezvous.address, rank) == ("10.9.9.9", 0), "the user knows better"
+
+
+def test_nodes_that_could_not_meet_are_refused_before_they_wait() -> None:
+    with pytest.raises(ConfigError, match=r"srun has started 2 nodes .* but trainer.nodes is 3"):
+        placed(config(trainer={"nodes": 3, "processes": 3}), None, SRUN)
+    with pytest.raises(ConfigError, match=r"trainer\.rendezvous\.address is not set"):
+        placed(two_nodes(), 1, {})
