@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml setup.py deploy/install deploy/locks/cpu.txt 
 	PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off $(BIN)/python deploy/install cpu --develop
 	touch $@
 
-quickstart: $(VENV)/.installed  ## The whole loop on this machine's CPU: five to eight minutes, with a report at the end
+quickstart: $(VENV)/.installed  ## The whole loop on this machine's CPU: six to eight minutes, with a report at the end
 	$(BIN)/async-grpo run configs/quickstart.yaml
 
 test: $(VENV)/.installed  ## The test suite

@@ -49,6 +49,30 @@ class AdmissionConfig(StrictModel):
         return {name for name, field in type(self).model_fields.items() if getattr(self, name) == field.default}
 
 
+class AutoStalenessConfig(StrictModel):
+    """max_staleness: auto. The trainer moves the S in force between two bounds, by what the run waits for."""
+
+    min: NonNegativeInt = 0
+    """Smallest S in force."""
+    max: PositiveInt = 8
+    """Largest S in force. It is the bound of the age: max_staleness of the run."""
+    start: NonNegativeInt = 1
+    """S in force at the first step."""
+    patience: PositiveInt = 4
+    """Steps that must agree before S changes."""
+    min_ess: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Effective sample size of the importance weights below which S falls."""
+    max_clip_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Share of clipped tokens above which S falls."""
+
+    def problems(self) -> Iterator[str]:
+        if not self.min <= self.start <= self.max:
+            yield (
+                f"auto_staleness.start ({self.start}) is not between auto_staleness.min ({self.min}) and "
+                f"auto_staleness.max ({self.max}). Change one of them"
+            )
+
+
 class BufferConfig(StrictModel):
     """How the replay buffer chooses."""
 

@@ -45,10 +45,53 @@ class CoresConfig(StrictModel):
     """Cores that all ranks of the trainer share."""
 
 
+class SlurmConfig(StrictModel):
+    """Options of a cluster's site for `async-grpo launch slurm`."""
+
+    trainer: list[Annotated[str, Field(pattern=r"^-[^\n]*$")]] = []
+    """Options of sbatch for the trainer's job, such as `--partition=long`; they come after those of the launcher."""
+    rollout: list[Annotated[str, Field(pattern=r"^-[^\n]*$")]] = []
+    """Options of sbatch for the array of rollout servers."""
+    report: list[Annotated[str, Field(pattern=r"^-[^\n]*$")]] = []
+    """Options of sbatch for the job that writes the report."""
+    setup: str = ""
+    """Shell commands that every job runs before its role, such as `module load cuda`."""
+
+
+class KubernetesConfig(StrictModel):
+    """The objects of `async-grpo launch kubernetes`."""
+
+    image: str = "async-grpo:cuda"
+    """Image of all roles: one of those in deploy/, in a registry that the cluster reaches."""
+    redis_image: str = "valkey/valkey:8.1.3-bookworm"
+    """Image of the server of the replay buffer, unless redis.url names one."""
+    secret: str = "async-grpo"
+    """The Secret with ASYNC_GRPO_REDIS_PASSWORD, ASYNC_GRPO_WEIGHTS_SECRET and ASYNC_GRPO_HTTP_KEY."""
+    runs_gib: PositiveInt = 100
+    """Size of the volume of runs. All pods mount it for writing, so its storage class must offer ReadWriteMany."""
+    storage_class: str | None = None
+    """Storage class of that volume. None: the cluster's default."""
+    claims: dict[str, str] = {}
+    """PersistentVolumeClaims of models and data, and where all pods mount them for reading, such as `{models:
+    /models}`."""
+    trainer: dict[str, str] = {}
+    """What a pod of the trainer gets besides its devices, such as `{cpu: "16", memory: 128Gi}`."""
+    rollout: dict[str, str] = {}
+    """What a rollout server gets besides its devices."""
+    max_servers: PositiveInt | None = None
+    """Most rollout servers that KEDA may start; rollout.servers are the fewest. None: no autoscaler."""
+    prometheus: str = "http://prometheus-operated.monitoring:9090"
+    """Address of the Prometheus that the autoscaler asks; it must scrape the rollout servers."""
+    monitoring_namespace: str = "monitoring"
+    """Namespace from which metrics may be read."""
+
+
 class LaunchConfig(StrictModel):
     """The local supervisor."""
 
     restarts: RestartConfig = RestartConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     cores: CoresConfig = CoresConfig()
     """Who computes where. With lists that have no core in common, neither side takes time from the other."""
     share_devices: Literal["off", "split", "sleep"] = "off"

@@ -95,6 +95,14 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises ConfigError with every problem found: key, value, rule and fix.
     """
     overrides = [*overrides]
+    raw, file = read_plain(path, overrides)
+    return validate(
+        raw, str(file), lambda: _places(file) | {override.partition("=")[0]: "-o" for override in overrides}
+    )
+
+
+def read_plain(path: Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], Path]:
+    """What `load` checks, as plain data without defaults, and the file that it comes from. Raises ConfigError."""
     if (path / RESOLVED).is_file():
         folder, path = path, path / RESOLVED
         raw = _read_layers(path) | {"runs_dir": str(folder.absolute().parent)}
@@ -104,9 +112,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         raw = _read_layers(path)
     for override in overrides:
         _apply_override(raw, override)
-    return validate(
-        raw, str(path), lambda: _places(path) | {override.partition("=")[0]: "-o" for override in overrides}
-    )
+    return raw, path
 
 
 def renew(raw: dict[str, Any]) -> None:
@@ -154,14 +160,19 @@ def _places(path: Path) -> dict[str, str]:
         below = path.parent / str(file)
         places = _places(below).items()
         found |= {key: place if place.startswith("-") or "," in place else f"{below}, {place}" for key, place in places}
-    return found | dict(islice(_lines(yaml.compose(text, Loader=yaml.SafeLoader)), _MOST_LINES))
+    return found | {key: f"line {line}" for key, line in key_lines(text).items()}
 
 
-def _lines(node: yaml.Node | None, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+def key_lines(text: str) -> dict[str, int]:
+    """Dotted key -> its line in a YAML text, the first line being 1."""
+    return dict(islice(_lines(yaml.compose(text, Loader=yaml.SafeLoader)), _MOST_LINES))
+
+
+def _lines(node: yaml.Node | None, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int]]:
     """Every dotted key of a mapping, with its line."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) and depth < _MAX_LAYERS else []:
         dotted = f"{prefix}{key.value}"
-        yield dotted, f"line {key.start_mark.line + 1}"
+        yield dotted, key.start_mark.line + 1
         yield from _lines(value, f"{dotted}.", depth + 1)
 
 

@@ -17,6 +17,7 @@ from async_grpo.config.presets import (
     DIALS,
     LOSSES,
     REWEIGHTING,
+    WEIGHED_ADVANTAGES,
     LossRule,
     fill,
     fill_correction,
@@ -77,8 +78,9 @@ class CorrectionConfig(StrictModel):
 class ObjectiveConfig(StrictModel):
     """Advantages, policy loss, corrections and aggregation. A preset sets them together; explicit keys win."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "areal"] = "areal"
-    """Sets advantage, aggregation, loss and their dials together. `areal`: decoupled GRPO for asynchronous training."""
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "areal", "tis", "icepop", "m2po", "vcpo"] = "areal"
+    """Sets advantage, aggregation, loss, corrections and their dials together. `areal`: decoupled GRPO for asynchronous
+    training."""
     advantage: Annotated[str, _choice_of(ADVANTAGES, own=True)] = "grpo"
     aggregation: Annotated[str, _choice_of(AGGREGATIONS, own=False)] = "token_mean"
     loss: Annotated[str, _choice_of(LOSSES, own=True)] = "decoupled"
@@ -182,9 +184,19 @@ class ObjectiveConfig(StrictModel):
         return f"{self.preset}: {self.advantage} advantages, {self.loss} ({shown}){added}, {self.aggregation}"
 
     @property
-    def needs_whole_batch(self) -> bool:
-        """Whether a pass over the whole batch must come before the step."""
-        return any(correction.needs_whole_batch for correction in self.corrections)
+    def needs_pass(self) -> bool:
+        """Whether a forward pass over the batch must come before the step."""
+        return self.weighs_samples or any(correction.needs_whole_batch for correction in self.corrections)
+
+    @property
+    def penalises_rewards(self) -> bool:
+        """Whether the divergence is subtracted from the rewards."""
+        return self.kl_beta > 0 and self.kl_in == "reward"
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether the advantages depend on the importance weights of the samples."""
+        return self.advantage in WEIGHED_ADVANTAGES
 
     @property
     def scales_step(self) -> bool:

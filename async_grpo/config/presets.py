@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "lite_ppo")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "opob", "lite_ppo")
 WHOLE_BATCH_ADVANTAGES = ("reinforce_pp_baseline", "lite_ppo")
 """Advantages that look beyond the group."""
+WEIGHED_ADVANTAGES = ("opob",)
+"""Advantages that count a sample by its importance weight, which the policy before the step has to be asked for."""
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "token_sum", "seq_mean_token_sum")
 
 DIALS = (
@@ -77,6 +79,7 @@ CORRECTIONS: dict[str, dict[str, float]] = {
 }
 """Dials of each correction, with their defaults."""
 
+_CORRECTED = {"advantage": "grpo", "aggregation": "token_mean", "loss": "ppo_clip", "prox": "recompute"}
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "loss": "ppo_clip", "clip_high": 0.2},
     "dr_grpo": {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm", "loss": "ppo_clip", "clip_high": 0.2},
@@ -84,6 +87,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "loss": "gspo"},
     "cispo": {"advantage": "grpo", "aggregation": "token_mean", "loss": "cispo"},
     "areal": {"advantage": "grpo", "aggregation": "token_mean", "loss": "decoupled"},
+    "tis": {**_CORRECTED, "corrections": ["token_tis"]},
+    "icepop": {**_CORRECTED, "corrections": ["icepop"]},
+    "m2po": {"advantage": "grpo", "aggregation": "token_mean", "loss": "ppo_clip", "corrections": ["m2po"]},
+    "vcpo": {
+        **_CORRECTED,
+        "advantage": "opob",
+        "aggregation": "seq_mean_token_mean",
+        "corrections": [{"kind": "seq_tis", "cap": 8.0}, "ess_lr"],
+    },
 }
 DEFAULT_PRESET = "areal"
 

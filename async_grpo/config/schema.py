@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from async_grpo.config.base import PositiveInt, StrictModel
-from async_grpo.config.buffer import AdmissionConfig, BufferConfig, RedisConfig
+from async_grpo.config.buffer import AdmissionConfig, AutoStalenessConfig, BufferConfig, RedisConfig
 from async_grpo.config.data import DataConfig
 from async_grpo.config.launch import EvalConfig, LaunchConfig, TelemetryConfig
 from async_grpo.config.model import ModelConfig
@@ -40,7 +40,10 @@ class RunConfig(StrictModel):
     steps: PositiveInt = 100
     """Optimizer steps; the run ends at policy version `steps`."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
-    """S: no trained token is more than S optimizer steps old. 0 is on-policy training."""
+    """S: no trained token is more than S optimizer steps old. 0 is on-policy training. auto: the trainer chooses the S
+    in force, between auto_staleness.min and auto_staleness.max, which is the bound."""
+    auto_staleness: AutoStalenessConfig | None = None
+    """With max_staleness: auto, its bounds and limits."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """G: samples of one prompt."""
     groups_per_step: PositiveInt = 16
@@ -57,6 +60,18 @@ class RunConfig(StrictModel):
     eval: EvalConfig = EvalConfig()
     launch: LaunchConfig = LaunchConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto(cls, given: Any) -> Any:
+        """max_staleness: auto is the bound of auto_staleness."""
+        if not isinstance(given, dict) or given.get("max_staleness") != "auto":
+            return given
+        auto = given.get("auto_staleness") or {}
+        bound = AutoStalenessConfig.model_fields["max"].default
+        if isinstance(auto, dict):
+            bound = auto.get("max", bound)
+        return given | {"max_staleness": bound, "auto_staleness": auto}
 
     @property
     def run_dir(self) -> Path:
@@ -91,7 +106,7 @@ class RunConfig(StrictModel):
     def replay_policy(self) -> ReplayPolicy:
         """What the replay buffer is told. Raises ValueError for dials that do not go together."""
         chosen, admission = self.buffer.selector, self.buffer.admission
-        return ReplayPolicy(
+        policy = ReplayPolicy(
             window=StalenessWindow(self.max_staleness, self.groups_per_step, self.steps * self.groups_per_step),
             selector=chosen.kind,
             selector_window=chosen.window,
@@ -100,6 +115,7 @@ class RunConfig(StrictModel):
             max_uses=self.buffer.max_uses,
             seed=self.seed,
         )
+        return policy.with_staleness(self.auto_staleness.start) if self.auto_staleness else policy
 
     def _rate_limit(self, admission: AdmissionConfig) -> RateLimit:
         if admission.kind != "sample_to_insert_ratio":
@@ -109,11 +125,32 @@ class RunConfig(StrictModel):
         return RateLimit.ratio(admission.samples_per_insert, min_size=size, error_buffer=error_buffer)
 
     def problems(self) -> Iterator[str]:
+        yield from self._clashing_staleness()
         yield from self._clashing_times()
         yield from self._clashing_lengths()
         yield from self._clashing_data()
+        yield from self._clashing_reference()
         if self.launch.share_devices != "off":
             yield from self._clashing_shares()
+
+    def _clashing_staleness(self) -> Iterator[str]:
+        auto = self.auto_staleness
+        if auto is not None and auto.max != self.max_staleness:
+            yield (
+                f"auto_staleness is for max_staleness: auto, which is then auto_staleness.max ({auto.max}), but "
+                f"max_staleness is {self.max_staleness}. Set max_staleness to auto, or remove auto_staleness"
+            )
+        if auto is None:
+            return
+        for key, value in (
+            ("selector.kind", self.buffer.selector.kind),
+            ("admission.kind", self.buffer.admission.kind),
+        ):
+            if value in ("exact_age", "sample_to_insert_ratio"):
+                yield (
+                    f"max_staleness: auto changes the window while the run goes on, and buffer.{key} {value} counts on "
+                    f"all of it. Give max_staleness a number, or choose another buffer.{key}"
+                )
 
     def _clashing_times(self) -> Iterator[str]:
         try:
@@ -178,6 +215,15 @@ class RunConfig(StrictModel):
                 f"{mode}, but trainer.platform is {trainer.platform} and {limits.platform_key} {limits.platform}: they "
                 "have no device in common. Set launch.share_devices to off, or both platforms to that of the device"
             )
+        if (
+            self.launch.share_devices == "sleep"
+            and self.model.lora is not None
+            and self.model.lora.engine == "adapters"
+        ):
+            yield (
+                f"{mode}: an engine that sleeps gives up the memory of its weights, and whether vLLM brings back its "
+                "own adapters is not known. Set model.lora.engine to merged, or launch.share_devices to split"
+            )
         if self.launch.share_devices == "sleep" and trainer.streaming:
             yield (
                 f"{mode}: engines generate nothing while a step is made, but trainer.streaming begins a step with the "
@@ -197,6 +243,22 @@ class RunConfig(StrictModel):
                 f"{mode}, and {limits.cache_key} is not set: the engine would make its cache as large as what happens "
                 f"to be free when it starts, which the trainer needs later. Set {limits.cache_key} (2147483648 is "
                 "2 GiB; --dry-run shows what a sample takes)"
+            )
+
+    def _clashing_reference(self) -> Iterator[str]:
+        reference = self.trainer.reference
+        if self.model.lora is None or reference.source == "none":
+            return
+        if reference.path is not None and reference.placement == "swap":
+            yield (
+                f"trainer.reference.path is {reference.path}, but with model.lora only adapters are exchanged for a "
+                "pass of the reference (placement swap). Leave path out (the reference is then the first policy, "
+                "without adapters), or set trainer.reference.placement to model"
+            )
+        if reference.source == "synced" and reference.placement == "model":
+            yield (
+                "trainer.reference is synced in a second model, which has no adapters of model.lora to take over. Set "
+                "trainer.reference.placement to swap"
             )
 
     def _clashing_data(self) -> Iterator[str]:

@@ -17,7 +17,8 @@ class RendezvousConfig(StrictModel):
     """How the nodes find each other, for trainer.nodes above 1; the same on every node."""
 
     address: Annotated[str, Field(pattern=r"^[^\s:/]+$")] | None = None
-    """Address at which all nodes reach node 0. Node 0 listens only there."""
+    """Address at which all nodes reach node 0. Node 0 listens only there. None: srun, which starts the nodes, says
+    it."""
     port: Annotated[int, Field(gt=0, lt=65535)] = 29500
     """Port at which the nodes meet; the ranks meet at the next one."""
     id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -226,11 +227,6 @@ class TrainerConfig(StrictModel):
             yield (
                 f"processes ({self.processes}) is not a multiple of nodes ({self.nodes}), and every node starts as "
                 "many ranks as the others. Set trainer.processes to the number of all ranks, a multiple of nodes"
-            )
-        if self.nodes > 1 and self.rendezvous.address is None:
-            yield (
-                f"nodes is {self.nodes}, but rendezvous.address is not set, so that they would not find each other. "
-                "Set trainer.rendezvous.address to an address of node 0 that every node reaches"
             )
         ranks = self.processes // self.pipeline_parallel
         if ranks % self.expert_parallel:

@@ -265,6 +265,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("masked_tokens", "Tokens too old to get a gradient.", "other/masked_tokens"),
     Metric("age_mean", "Mean age of the trained tokens in steps.", "staleness/age_mean", gauge="age_mean_steps"),
     Metric("age_max", "Age of the oldest trained token in steps.", "staleness/age_max", gauge="age_max_steps"),
+    Metric("staleness", "S in force: max_staleness, or less with auto.", "staleness/s", gauge="staleness_steps"),
     Metric("age_histogram", "Age -> number of trained tokens."),
     Metric(
         "overlong_samples",
@@ -281,9 +282,7 @@ METRICS: tuple[Metric, ...] = (
         value=lambda t: _if_measured(t.sums["gap"] / max(1.0, t.sums["gap_tokens"]), t),
     ),
     Metric(
-        "logprob_gap_max",
-        "Largest of those differences.",
-        "logprob_gap/max",
+        *("logprob_gap_max", "Largest of those differences.", "logprob_gap/max"),
         gauge="logprob_gap_max",
         maxima=("gap",),
         value=lambda t: _if_measured(t.maxima["gap"], t),
@@ -339,8 +338,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("publish_s", "Seconds of handing over the weights.", "time/publish_s"),
     Metric("checkpoint_s", "Seconds of starting the checkpoint before this row.", "time/checkpoint_s"),
     Metric("step_s", "Seconds of the whole step.", "time/step_s"),
+    Metric("cpu_wait_s", "Seconds of the step for which a busy thread of a rank waited for a processor.", "cpu/wait_s"),
 )
-
 
 SUMS: tuple[str, ...] = tuple(dict.fromkeys(name for metric in METRICS for name in metric.sums))
 MAXIMA: tuple[str, ...] = tuple(dict.fromkeys(name for metric in METRICS for name in metric.maxima))
@@ -395,6 +394,6 @@ SERVER_METRICS: tuple[ServerMetric, ...] = (
     ServerMetric("buffer_up", "1: the buffer answered; it is asked at most once a second."),
     ServerMetric("buffer_groups", "Groups of the whole run: waiting, inflight, ready or taken.", ("state",)),
     ServerMetric("window_groups", "Groups of the whole run in the staleness window."),
-    ServerMetric("window_capacity_groups", "Size of the staleness window, (S + 1) * P."),
+    ServerMetric("window_capacity_groups", "Size of the staleness window, (S in force + 1) * P."),
     ServerMetric("window_fill_ratio", "How full the window is; 1 means that the trainer is the bottleneck."),
 )

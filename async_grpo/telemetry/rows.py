@@ -3,6 +3,7 @@
     metrics.jsonl     kind "step"      the keys of `metrics.METRICS`
                       kind "probe"     version, logprob_gap_mean, logprob_gap_max, gap_tokens: the gap on groups whose
                                        every token comes from `version`
+                      kind "staleness" step, staleness_before, staleness, reason: another S came into force
                       kind "warning"   step, message: something that a person should look at
     samples/*.jsonl   one finished group: prompt, answer, completions with text, reward and spans, which are
                       [version, start, end) over the completion's tokens; of each token its text (pieces) and its

@@ -60,8 +60,12 @@ def export(
     version: Annotated[
         int | None, typer.Option("--version", help="Policy version (default: the newest checkpoint).")
     ] = None,
+    merged: Annotated[bool, typer.Option("--merged", help="The whole weights also of a run with model.lora.")] = False,
 ) -> None:
     """Export a checkpoint of a run as a Hugging Face folder, which transformers and vLLM can load.
+
+    A run that trains adapters (model.lora) is exported as a folder of PEFT: adapter_config.json and
+    adapter_model.safetensors. With --merged the adapters are added to the weights that they were trained on.
 
     The run may still be in progress. Only policy versions with a checkpoint can be exported: see
     trainer.checkpoint.every_steps and trainer.checkpoint.keep.
@@ -75,8 +79,11 @@ def export(
         config, checkpoint = find_checkpoint(run_dir, version)
         settings = asyncio.run(prepare_model(config, print_line))
         print_line(f"policy version {int(checkpoint.name)} of {run_dir}")
+        lora = config.model.lora
         return _with_progress(
-            "Hugging Face", target, lambda progress: to_hugging_face(checkpoint, settings, target, progress)
+            "PEFT" if lora is not None and not merged else "Hugging Face",
+            target,
+            lambda progress: to_hugging_face(checkpoint, settings, target, progress, lora=lora, merge=merged),
         )
 
     exit_with(work)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from async_grpo.app.cli import AT_IMPORT, bench, buffer, checkpoints, runs
+from async_grpo.app.cli import AT_IMPORT, bench, buffer, checkpoints, launch, runs
 from async_grpo.app.cli.accept import accept
 from async_grpo.app.cli.chat import chat
 from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, RunFolderArgument, Steps, exit_with
@@ -30,6 +30,7 @@ from async_grpo.app.cli.import_config import import_config
 from async_grpo.app.cli.prepare import prepare
 from async_grpo.app.cli.simulate import simulate
 from async_grpo.app.cli.sweep import sweep
+from async_grpo.app.cli.tune import tune
 from async_grpo.app.cli.view import view
 from async_grpo.app.cli.why import why
 from async_grpo.app.doctor import checks_of, checks_of_run
@@ -52,11 +53,13 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(buffer.app, name="buffer")
 app.add_typer(runs.app, name="runs")
+app.add_typer(launch.app, name="launch")
 app.command()(prepare)
 app.command()(import_config)
 app.command()(configs)
 app.command()(sweep)
 app.command()(simulate)
+app.command()(tune)
 app.command()(why)
 app.command()(checkpoints.convert)
 app.command()(checkpoints.export)

@@ -184,7 +184,7 @@ async def _export(checkpoint: Checkpoint, target: Path) -> None:
     run_dir = checkpoint.path.parent.parent
     argv = [sys.executable, "-m", "async_grpo.app.cli.main", "export", str(run_dir), str(target)]
     process = await asyncio.create_subprocess_exec(
-        *child_argv([*argv, "--version", str(checkpoint.version)]),
+        *child_argv([*argv, "--version", str(checkpoint.version), "--merged"]),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -27,7 +27,7 @@ from async_grpo.app.importers.parts import (
     set_schedule,
     set_trackers,
 )
-from async_grpo.app.importers.translation import KeyRow, SourceSystem, Translation, read_yaml, renamed
+from async_grpo.app.importers.translation import ADAPTERS, KeyRow, SourceSystem, Translation, read_yaml, renamed
 from async_grpo.rewards.registry import BUILTIN
 
 _TRAINING, _ACTOR, _RL, _GENERATE = "megatron_training.", "actor_config.", "rl_config.", "generate_config."
@@ -61,7 +61,7 @@ _SHARED = [
     KeyRow("no_load_*", note="a resumed run takes all of its state", near="trainer.checkpoint"),
     KeyRow("no_save_*", note="a checkpoint has all that a resumed run needs", near="trainer.checkpoint"),
     KeyRow("finetune", note="a run starts at policy version 0"),
-    KeyRow("lora_*", note="all parameters are trained", near="model"),
+    KeyRow("lora_*", note=ADAPTERS, near="model.lora"),
     KeyRow("model", note="the layers are read from the checkpoint's config.json", near="model.architecture"),
     KeyRow("attention_dropout", note="there is no dropout"),
     KeyRow("hidden_dropout", note="there is no dropout"),

@@ -32,6 +32,10 @@ _short.maxstring = _short.maxother = 70
 _GIB = 1 << 30
 
 
+ADAPTERS = "not translated: set the rank, alpha and targets of model.lora yourself"
+"""Note of the keys of LoRA."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeyRow:
     """A key of another system; with a final `*`, all keys with that prefix."""

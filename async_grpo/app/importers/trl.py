@@ -30,6 +30,7 @@ from async_grpo.app.importers.parts import (
 )
 from async_grpo.app.importers.shell import LaunchScript, options
 from async_grpo.app.importers.translation import (
+    ADAPTERS,
     GivenKeys,
     KeyRow,
     LeftOut,
@@ -44,7 +45,6 @@ from async_grpo.models.hub import hub_repo
 
 _OBJECTIVE, _VLLM = "trainer.objective.", "rollout.vllm."
 _IS = "vllm_importance_sampling_"
-_ALL_TRAINED = "all parameters are trained, in their own precision"
 _HUB = "nothing is uploaded; async-grpo export makes a Hugging Face folder"
 _LOGGED = "every step is logged"
 _ELSEWHERE = "Megatron-core shares the model out"
@@ -156,9 +156,9 @@ ROWS = (
     ),
     KeyRow("push_to_hub*", note=_HUB),
     KeyRow("hub_*", note=_HUB),
-    KeyRow("use_peft", note=_ALL_TRAINED, near="model"),
-    KeyRow("lora_*", note=_ALL_TRAINED, near="model"),
-    KeyRow("load_in_*", note=_ALL_TRAINED, near="model.precision"),
+    KeyRow("use_peft", note=ADAPTERS, near="model.lora"),
+    KeyRow("lora_*", note=ADAPTERS, near="model.lora"),
+    KeyRow("load_in_*", note="weights have the precision that they are trained in", near="model.precision"),
     KeyRow("attn_implementation", note="kernels are chosen by the platform"),
     KeyRow("use_liger_kernel", note="kernels are chosen by the platform"),
     KeyRow("deepspeed*", note=_ELSEWHERE, near="trainer.tensor_parallel"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_grpo.app.importers.translation import KeyRow, renamed
+from async_grpo.app.importers.translation import ADAPTERS, KeyRow, renamed
 
 DATA, ALGORITHM, ASYNC = "data.", "algorithm.", "async_training."
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -237,7 +237,7 @@ ROWS = (
     KeyRow("rollout.*", note="a detail of the asynchronous recipe", near="rollout"),
     KeyRow("actor_rollout_ref.model.path", "model.path", "", "~/models/deepseek-llm-7b-chat"),
     KeyRow("actor_rollout_ref.model.enable_gradient_checkpointing", "trainer.recompute", "true: full (FSDP)", True),
-    KeyRow("actor_rollout_ref.model.lora_rank", note="all parameters are trained", near="model"),
+    KeyRow("actor_rollout_ref.model.lora_*", note=ADAPTERS, near="model.lora"),
     KeyRow("actor_rollout_ref.model.use_remove_padding", note="sequences are always packed"),
     KeyRow("actor_rollout_ref.model.*", note="how verl builds the model", near="model"),
     KeyRow("actor_rollout_ref.ref.*", note="the reference runs in the trainer's own layout", near="trainer.reference"),

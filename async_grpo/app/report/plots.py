@@ -221,6 +221,9 @@ def _staleness(steps: Sequence[Row], summary: Facts, events: Events) -> Figure |
     if oldest:
         style: dict[str, Any] = {"color": RED, "linewidth": 1, "linestyle": ":", "where": "mid", "label": "oldest"}
         ages.step(*zip(*oldest, strict=True), **style)
+    force = [(row["step"], value) for row in steps if (value := number(row, "staleness")) is not None]
+    if len({value for _, value in force}) > 1:
+        ages.step(*zip(*force, strict=True), color=ORANGE, linewidth=1.2, where="mid", label="S in force")
     ages.axhline(bound, color=GREY, linestyle="--", linewidth=1.2, label=f"bound: {bound}")
     ages.set_ylim(-0.05 * (bound + 1), (bound + 1) * 1.05)
     mark_events([ages], events)

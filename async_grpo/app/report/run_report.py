@@ -173,6 +173,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
         evaluations_section(summary.get("evaluations") or []),
         _balance(summary),
         _bound(summary),
+        _decisions(rows_of_kind(rows, "staleness")),
         _gap(summary),
         _time(summary),
         _warnings(rows_of_kind(rows, "warning")),
@@ -253,6 +254,16 @@ def _bound(summary: Facts) -> str:
         f"S = {_figure(summary, 'max_staleness', '')}; max age <= bound: {oldest} <= {bound}, {verdict}. "
         f"Mean age over the trained tokens: {_figure(summary, 'mean_age', '.2f')} optimizer steps."
     )
+
+
+def _decisions(rows: list[Row]) -> str:
+    """When another S came into force, and why."""
+    if not rows:
+        return ""
+    columns = ("step", "staleness_before", "staleness", "reason")
+    said = ["| " + " | ".join(str(row.get(column)) for column in columns) + " |" for row in rows]
+    head = ["### Decisions of max_staleness: auto", "", "| after step | S before | S | because |", "|---|---|---|---|"]
+    return "\n".join([*head, *said])
 
 
 def _gap(summary: Facts) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from async_grpo.config.schema import RunConfig
+from async_grpo.staleness import Selector
 from async_grpo.telemetry.idle import bottleneck, evaluating_share, rollout_idle_share, trainer_idle_share
 from async_grpo.telemetry.rows import (
     GENERATED_TOKENS,
@@ -59,7 +60,7 @@ def summarize(
         "wall_s": wall_s,
         "prepare_s": prepare_s,
         **_whole_run(steps, generated_tokens),
-        **_steady(behind_head_start(steps, config.max_staleness), servers),
+        **_steady(behind_head_start(steps, config.max_staleness), servers, config.buffer.selector.kind),
         **_ages(steps),
         **_logprob_gap([*steps, *last_of_each(probes, "version")]),
         **_groups(stats),
@@ -96,7 +97,7 @@ def _whole_run(steps: Sequence[Row], generated_tokens: int) -> Facts:
     }
 
 
-def _steady(steps: Sequence[Row], servers: Sequence[Sequence[Row]]) -> Facts:
+def _steady(steps: Sequence[Row], servers: Sequence[Sequence[Row]], selector: Selector) -> Facts:
     """Throughput and where the time went, over the steps behind the head start."""
     trainer, rollout = trainer_idle_share(steps), rollout_idle_share(steps, servers)
     evaluating = evaluating_share(steps, servers) if servers else None
@@ -106,7 +107,7 @@ def _steady(steps: Sequence[Row], servers: Sequence[Sequence[Row]]) -> Facts:
         "trainer_idle": trainer,
         "rollout_idle": rollout,
         "evaluating": evaluating,
-        "bottleneck": bottleneck(trainer, rollout, evaluating),
+        "bottleneck": bottleneck(trainer, rollout, evaluating, selector=selector),
         "time_split_s": _time_split(steps),
     }
 

@@ -50,6 +50,14 @@ def test_the_resolved_copy_reads_back_equal(tmp_path: Path) -> None:
     assert load(write(tmp_path, dump(config), "resolved.yaml")) == config
 
 
+def test_auto_staleness_is_bounded_by_its_largest_and_begins_where_it_is_told(tmp_path: Path) -> None:
+    config = load(write(tmp_path, MINIMAL), ["max_staleness=auto", "auto_staleness.max=4", "auto_staleness.start=2"])
+    assert (config.max_staleness, config.capacity_groups) == (4, 5 * config.groups_per_step)
+    assert (config.replay_policy.window.in_force, config.replay_policy.age_bound) == (2, 4)
+    assert load(write(tmp_path, dump(config), "resolved.yaml")) == config
+    assert load(write(tmp_path, MINIMAL), ["max_staleness=auto"]).max_staleness == 8
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
@@ -99,6 +107,11 @@ def test_every_problem_is_named_with_its_key_and_rule(
         (("eval.prompts=300",), "hold out more"),
         (("trainer.optimizer.min_lr=1",), "Lower min_lr"),
         (("redis.url=redis://host:6379?password=x",), "ASYNC_GRPO_REDIS_PASSWORD"),
+        (("auto_staleness.max=4",), "Set max_staleness to auto, or remove auto_staleness"),
+        (("max_staleness=auto", "auto_staleness=3"), "auto_staleness"),
+        (("max_staleness=auto", "auto_staleness.min=5"), "start (1) is not between"),
+        (("max_staleness=auto", "buffer.selector.kind=exact_age"), "choose another buffer.selector.kind"),
+        (("max_staleness=auto", "buffer.admission.kind=sample_to_insert_ratio"), "another buffer.admission.kind"),
         (("rollout.lease_s=15",), "Leave rollout.lease_s out"),
         (("redis.timeout_s=60", "rollout.lease_s=59"), "lower redis.timeout_s"),
         (("rollout.sample_deadline_s=600",), "(600) is not below trainer.take_timeout_s (600)"),

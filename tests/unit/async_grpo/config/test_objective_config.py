@@ -34,11 +34,22 @@ def shown(objective: ObjectiveConfig) -> tuple[Any, ...]:
         ("gspo", ("grpo", "seq_mean_token_mean", "gspo", "behaviour", 3e-4, 4e-4, None)),
         ("cispo", ("grpo", "token_mean", "cispo", "behaviour", None, 4.0, None)),
         ("areal", ("grpo", "token_mean", "decoupled", "recompute", 0.2, 0.28, 5.0)),
+        ("tis", ("grpo", "token_mean", "ppo_clip", "recompute", 0.2, 0.28, None)),
+        ("icepop", ("grpo", "token_mean", "ppo_clip", "recompute", 0.2, 0.28, None)),
+        ("m2po", ("grpo", "token_mean", "ppo_clip", "behaviour", 0.2, 0.28, None)),
+        ("vcpo", ("opob", "seq_mean_token_mean", "ppo_clip", "recompute", 0.2, 0.28, None)),
     ],
 )
 def test_a_preset_sets_all_rows_together(preset: str, resolved: tuple[Any, ...]) -> None:
     assert preset in PRESETS
     assert shown(ObjectiveConfig(preset=preset)) == resolved
+
+
+def test_presets_of_corrections_set_them_and_a_list_of_ones_own_replaces_theirs() -> None:
+    vcpo = ObjectiveConfig(preset="vcpo")
+    assert [(one.kind, one.cap) for one in vcpo.corrections] == [("seq_tis", 8.0), ("ess_lr", None)]
+    assert (vcpo.scales_step, vcpo.weighs_samples, vcpo.needs_pass) == (True, True, True)
+    assert [one.kind for one in ObjectiveConfig(preset="tis", corrections=["icepop"]).corrections] == ["icepop"]
 
 
 def test_the_default_is_areal_with_masked_weights() -> None:

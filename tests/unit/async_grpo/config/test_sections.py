@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from async_grpo.config import RunConfig, dump, validate
+from async_grpo.config.model import LoraConfig
 from async_grpo.config.rewards import HttpRewardConfig
 from async_grpo.errors import ConfigError
 
@@ -38,6 +39,13 @@ TRAINER = [
         "Set trainer.expert_parallel to a divisor of 2",
     ),
     ({"processes": 2, "sequence_parallel": True}, "Set trainer.tensor_parallel above 1"),
+]
+LORA: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"targets": ["q_proj", "q_proj"]}, {}, "Name each once"),
+    ({"engine": "adapters", "rank": 513}, {}, "set model.lora.engine to merged"),
+    ({"targets": ["lm_head"]}, {}, "Input should be 'q_proj'"),
+    ({}, {"source": "frozen", "path": "other"}, "set trainer.reference.placement to model"),
+    ({}, {"source": "synced", "sync_every": 2, "placement": "model"}, "Set trainer.reference.placement to swap"),
 ]
 WARMUP = [
     ({"heads": 8}, "Set heads to"),
@@ -74,6 +82,24 @@ def run_with(section: str, keys: dict[str, Any]) -> RunConfig:
 def test_what_cannot_work_is_refused(section: str, keys: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         run_with(section, keys)
+
+
+@pytest.mark.parametrize(("lora", "reference", "says"), LORA)
+def test_adapters_that_cannot_work_are_refused(lora: dict[str, Any], reference: dict[str, Any], says: str) -> None:
+    raw = {"name": "a", "model": {"random": {}, "lora": lora}, "trainer": {"reference": reference}}
+    with pytest.raises(ConfigError, match=says):
+        validate(raw, "test")
+
+
+def test_an_engine_that_computes_with_adapters_does_not_sleep() -> None:
+    model = {"random": {}, "lora": {"engine": "adapters"}}
+    with pytest.raises(ConfigError, match=r"Set model\.lora\.engine to merged"):
+        validate({"name": "a", "model": model, "launch": {"share_devices": "sleep"}}, "test")
+
+
+@pytest.mark.parametrize(("keys", "scale"), [({}, 2.0), ({"alpha": 8}, 0.5), ({"alpha": 8, "rslora": True}, 2.0)])
+def test_the_scale_of_adapters_is_alpha_over_rank_or_over_its_root(keys: dict[str, Any], scale: float) -> None:
+    assert LoraConfig(rank=16, **keys).scale == scale
 
 
 @pytest.mark.parametrize(
