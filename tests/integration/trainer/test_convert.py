@@ -55,6 +55,7 @@ def there_and_back(model: Path, folder: Path) -> Path:
     return folder / "back"
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_goes_to_megatron_and_back_bit_for_bit(tmp_path: Path) -> None:
     model = make_model(tmp_path, "moe")
     back = there_and_back(model, tmp_path)

@@ -127,6 +127,7 @@ def test_adapters_train_like_those_of_peft_on_hugging_face(
     assert_close(found.trained, expected.weights[-1], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_train_adapters_like_one(
     one_rank: dict[str, Outcome], two_ranks: dict[str, Outcome], name: str

@@ -45,7 +45,7 @@ def process_of(receiver: ZmqWeightReceiver) -> psutil.Process:
     return psutil.Process(receiver.process_id)
 
 
-@pytest.mark.parametrize(("fanout", "copies"), [(2, 2), (1, 1), (0, 4)])
+@pytest.mark.parametrize(("fanout", "copies"), [(2, 2), pytest.param(1, 1, marks=pytest.mark.slow), (0, 4)])
 async def test_the_publisher_sends_fanout_copies_dense_and_delta(fanout: int, copies: int, board: Board) -> None:
     with ZmqWeightSender(LAYOUT, RUN, 0, with_(fanout=fanout)) as publisher:
         board.address = publisher.address

@@ -63,6 +63,7 @@ def bench(name: str, tmp_path: Path, *options: str, timeout_s: float = 400) -> F
     return Finished(process.pid, process.returncode, shown, error, figures)
 
 
+@pytest.mark.slow
 def test_bench_buffer_measures_every_figure(tmp_path: Path) -> None:
     done = bench("buffer", tmp_path)
     assert done.code == 0, done.error
