@@ -4,8 +4,9 @@
        ^                              |
        +------- release(v) <----------+--> checkpoint every N steps --on disk--> commit
 
-Its guarantees come from this order. Weights are published before the version, the version before the release that frees
-slots for new tickets, and the buffer forgets a batch only after a checkpoint on disk holds what was learned from it.
+Its guarantees come from this order. Weights are handed to the weight sender before the version is published (they are
+copied beside the next step, whose update waits for that), the version before the release that frees slots for new
+tickets, and the buffer forgets a batch only after a checkpoint on disk holds what was learned from it.
 Checkpoints are written beside the training, one at a time. Between steps the loop polls whether one is on disk; it
 waits for it before it starts the next one, and before it ends.
 

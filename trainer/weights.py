@@ -1,58 +1,158 @@
-"""Exports new weights from the trainer: gathered from all ranks, handed to the weight sender by rank 0.
+"""Exports new weights from the trainer, to the weight sender of rank 0.
 
-With `model.lora` these are the adapters alone, and the digest of the weights that they are for.
+    on one node      every rank --its own shards--> slot of the sender's store --when all are there--> commit
+                     in a thread, beside the next step; whoever changes the weights waits for it (`Policy.reading`)
+    on several       all ranks --gathered--> rank 0 --> publish
+
+With `model.lora` the adapters alone are exported, gathered, with the digest of the weights that they are for.
 """
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from async_grpo.config import RunConfig
+from async_grpo.errors import WaitTimeout
 from async_grpo.weights import make_sender
 from async_grpo.weights.base import WeightSender
 from async_grpo.weights.lora import DIGEST
 from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.store import WeightStore
 from trainer.coordinator import Coordinator
-from trainer.distributed import is_leader
+from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader
+from trainer.model.hf_weights import find_positions
 from trainer.model.lora import adapter_shapes
 from trainer.model.policy import Policy
+from trainer.model.shards import own_shards
 from trainer.model.weight_map import model_tensors
 
 
 class WeightExporter:
-    """Publishes versions of one epoch; the servers learn its address with the first of them."""
+    """Publishes versions of one epoch; the servers learn its address with the first of them. All calls are
+    collective."""
 
     def __init__(self, policy: Policy, config: RunConfig, coordinator: Coordinator, epoch: int) -> None:
         self._policy = policy
         self._coordinator = coordinator
         self._announced = False
-        self._publisher: WeightSender | None = None
+        self._sender: WeightSender | None = None
         if is_leader():
             layout = layout_of(_tensor_kinds(policy))
-            self._publisher = make_sender(config, layout, epoch)
+            self._sender = make_sender(config, layout, epoch)
+        self._shards: SharedSlots | None = None
+        if config.trainer.nodes == 1 and policy.adapters is None:
+            store = broadcast_bytes(bytes(self._sender.store) if self._sender else None)
+            self._shards = SharedSlots(policy, Path(store.decode()), config.weights.update_timeout_s)
 
     def publish(self, version: int) -> None:
-        """Weights first, then the version that tickets carry: no ticket asks for weights that are not there."""
-        if self._publisher is None:
-            for _ in self._policy.export_trained():
-                pass  # this rank's part of the gathering
-            return
-        self._publisher.publish(version, _arrays(self._policy))
-        if not self._announced:
-            self._coordinator.set_publisher(self._publisher.address)
-            self._announced = True
+        """Weights first, then the version that tickets carry: they are there, or on their way.
+
+        Raises what copying the version before has raised.
+        """
+        if self._shards is None:
+            self._publish_gathered(version)
+        else:
+            self._publish_shards(self._shards, version)
+        if self._sender is not None and not self._announced:
+            self._coordinator.set_publisher(self._sender.address)
+        self._announced = True
         self._coordinator.publish_version(version)
 
     def close(self) -> None:
-        """End the sender."""
-        if self._publisher is not None:
-            self._publisher.close()
+        """End the sender, after the version that is being copied."""
+        try:
+            self._policy.reading.wait()
+        finally:
+            if self._shards is not None:
+                self._shards.close()
+            if self._sender is not None:
+                self._sender.close()
+
+    def _publish_gathered(self, version: int) -> None:
+        if self._sender is not None:
+            self._sender.publish(version, _arrays(self._policy))
+            return
+        for _ in self._policy.export_trained():
+            pass  # this rank's part of the gathering
+
+    def _publish_shards(self, shards: SharedSlots, version: int) -> None:
+        self._policy.reading.wait()
+        (slot,) = broadcast_ints([self._sender.begin(version)] if self._sender else None, 1)
+
+        def copy() -> None:
+            shards.fill(slot)
+            if self._sender is None:
+                shards.tell(version)
+            else:
+                shards.wait_for_others(version)
+                self._sender.commit()
+
+        # A thread of its own needs no care with the streams of CUDA: what it copies is queued between two updates.
+        if self._announced and self._policy.device.type in ("cpu", "cuda"):
+            self._policy.reading.start(copy)
+        else:
+            copy()
+
+
+class SharedSlots:
+    """The slots of the sender's store, which all ranks of a node fill together."""
+
+    def __init__(self, policy: Policy, store: Path, timeout_s: float) -> None:
+        self._hf, self._timeout_s = policy.hf, timeout_s
+        self._shards = list(own_shards(policy.model, policy.hf, find_positions(), dist.get_rank()))
+        shared = WeightStore.adopt(store)
+        flat = [torch.frombuffer(shared.slot(number), dtype=torch.uint8) for number in (0, 1)]
+        self._tensors = [
+            {
+                spec.name: slot[spec.offset : spec.offset + spec.nbytes].view(policy.dtype).view(spec.shape)
+                for spec in shared.layout.tensors
+            }
+            for slot in flat
+        ]
+        self._path = store.with_name(f"{store.name}.shards")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        if is_leader():
+            self._path.unlink(missing_ok=True)
+            self._socket.bind(str(self._path))
+        dist.barrier()  # before anybody sends to it
+
+    def fill(self, slot: int) -> None:
+        """Copy the shards of this rank."""
+        for shard in self._shards:
+            shard.copy_into(self._tensors[slot], self._hf)
+
+    def tell(self, version: int) -> None:
+        """Tell rank 0 that the shards of this rank are in the slot."""
+        self._socket.sendto(f"{version} {dist.get_rank()}".encode(), str(self._path))
+
+    def wait_for_others(self, version: int) -> None:
+        """Wait, on rank 0, until the shards of all other ranks are in the slot. Raises WaitTimeout."""
+        missing, deadline = set(range(1, dist.get_world_size())), time.monotonic() + self._timeout_s
+        while missing:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                told, rank = map(int, self._socket.recv(64).split())
+            except TimeoutError:
+                who = f"the shards of ranks {sorted(missing)} of version {version}"
+                raise WaitTimeout(who, self._timeout_s) from None
+            if told == version:
+                missing.discard(rank)
+
+    def close(self) -> None:
+        """Close the socket. Safe to call twice."""
+        self._socket.close()
+        if is_leader():
+            self._path.unlink(missing_ok=True)
 
 
 def _tensor_kinds(policy: Policy) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -2,6 +2,9 @@
 
     trainer --WeightSender.publish--> transport --WeightReceiver.hold--> HeldWeights --> engine --open_source--> tensors
 
+A sender publishes what lies in a slot of its store. One process fills it (`publish`), or several of its machine do
+between `begin` and `commit`.
+
 A transport (`weights.transport`) makes senders and receivers. What it holds crosses into the engine's workers as
 `HeldWeights`, and every engine reads it through a `TensorReader`; so E engines and T transports are E + T modules.
 """
@@ -43,13 +46,32 @@ class WeightSender(Protocol):
     address: PublisherAddress
     """What receivers are to be told through the run board."""
 
+    @property
+    def store(self) -> Path:
+        """Path of the trainer's weight store."""
+        ...
+
+    def begin(self, version: int) -> int:
+        """Clear a slot of the store for `version`, and return its number. Waits while versions before are encoded.
+
+        Raises WeightsError on a version that is not above the last one, PublisherLost if the transport has died,
+        WaitTimeout if it does not answer.
+        """
+        ...
+
+    def commit(self) -> Publication:
+        """Publish the slot that was begun, and is now whole. May be called from another thread than `begin`.
+
+        Raises PublisherLost and WaitTimeout.
+        """
+        ...
+
     def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
         """Take over all tensors, each name of the layout exactly once, in any order, and have them published.
 
         Arrays are C-contiguous, of the layout's dtype and shape, or raw bytes (uint8, or uint16 for bfloat16, which
-        numpy does not know). When this returns they may change. Raises WeightsError on arrays that do not fit and on
-        a version that is not above the last one, PublisherLost if the transport has died, WaitTimeout if it does not
-        answer.
+        numpy does not know). When this returns they may change. Raises WeightsError on arrays that do not fit, and
+        what `begin` and `commit` raise.
         """
         ...
 

@@ -177,6 +177,17 @@ class WeightStore:
             self._writing = slot
         return self._slots[slot]
 
+    @property
+    def writing(self) -> int:
+        """The slot that was begun and is not committed. Raises WeightsError if there is none."""
+        if self._writing is None:
+            raise WeightsError(f"no slot of {self.path} was begun.")
+        return self._writing
+
+    def slot(self, number: int) -> memoryview:
+        """The memory of a slot, for processes that fill it together with the writer."""
+        return self._slots[number]
+
     def next_victim(self) -> WeightVersion | None:
         """The version that `begin` would overwrite; None if it would overwrite none."""
         with self._header(fcntl.LOCK_SH):
@@ -185,9 +196,7 @@ class WeightStore:
 
     def commit(self, identity: WeightVersion, notes: VersionNotes | None = None) -> None:
         """Make the slot that was begun, and is now whole, the newest version."""
-        if self._writing is None:
-            raise WeightsError(f"commit of {identity} without begin.")
-        slot, self._writing = self._writing, None
+        slot, self._writing = self.writing, None
         described = encode(notes or VersionNotes())
         if len(described) > self._notes_bytes:  # more chunks than the store was made for
             described = encode(VersionNotes())

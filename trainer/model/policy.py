@@ -17,8 +17,9 @@ The entropy H of the next-token distribution is computed where every tensor-para
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,6 +104,35 @@ def to_device(value: T, device: torch.device | str) -> T:
     return placed
 
 
+class BackgroundReading:
+    """At most one function that reads the weights in a thread, beside the training."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def start(self, read: Callable[[], None]) -> None:
+        """Begin; `wait` must have been called since the last one."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._run, args=(read,), name="reads the weights", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for its end, before the weights are changed. Raises what it has raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _run(self, read: Callable[[], None]) -> None:
+        try:
+            read()
+        except BaseException as error:
+            self._failure = error
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """This rank's part of the policy. `wrapped` is what is called; `model` is the GPTModel inside."""
@@ -116,6 +146,8 @@ class Policy:
     offload: StateOffload | None = None
     adapters: Adapters | None = None
     """What is trained where the weights are frozen."""
+    reading: BackgroundReading = field(default_factory=BackgroundReading)
+    """Copies the weights of a version while the next step begins."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,6 +200,7 @@ class Policy:
 
     def update(self, lr: float) -> float:
         """Make one optimizer update; see `trainer.model.optimizer.update`."""
+        self.reading.wait()
         return update(self.optimizer, lr, self.weight_decay, self.offload)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -184,6 +217,7 @@ class Policy:
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Load what `sharded_state` was filled with."""
+        self.reading.wait()
         self.model.load_state_dict(state, strict=self.adapters is None)
 
     def _forward(

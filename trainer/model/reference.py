@@ -147,6 +147,7 @@ class SwappedWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        self._policy.reading.wait()
         for held, parameter in zip(self._held, self._parameters, strict=True):
             present = parameter.detach().to("cpu", copy=True)
             parameter.copy_(held)

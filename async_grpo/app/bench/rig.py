@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -125,6 +125,20 @@ class LineChild:
         """The exit code, when the child has ended. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             return await self._process.wait()
+
+
+async def ask_all(
+    who: str, children: Sequence[LineChild], requests: Sequence[Mapping[str, Any]], timeout_s: float
+) -> list[Any]:
+    """The answer of each child, at whose end is `AnswerLines`, to its request {"ask": X, ...}. Raises RoleFailed,
+    WaitTimeout."""
+    for child, request in zip(children, requests, strict=True):
+        child.tell(json.dumps(request).encode() + b"\n")
+    asked = f"{who}, asked to {requests[0]['ask']}"
+    answers = [json.loads(await child.hear(asked, timeout_s)) for child in children]
+    if failed := [answer["error"] for answer in answers if "error" in answer]:
+        raise RoleFailed(f"{who} failed: {failed[0]}")
+    return [answer["found"] for answer in answers]
 
 
 class AnswerLines:

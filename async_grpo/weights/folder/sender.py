@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,7 @@ class FolderWeightSender:
         self._store = WeightStore.create(store_path(run, "trainer"), layout)
         self._encoder = WeightEncoder(self._chunks, config.encoding, config.encode_threads)
         self._given: int | None = None
+        self._begun, self._begun_s, self._cleared_s = 0, 0.0, 0.0
         self._changed = threading.Condition()
         self._encoding = False
         self._pending: WeightVersion | None = None
@@ -75,19 +77,34 @@ class FolderWeightSender:
 
     def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
         """Copy all tensors and have `version` written. Otherwise as `WeightSender.publish` says."""
-        started = time.monotonic()
+        fill(self._store.slot(self.begin(version)), self._store.layout, tensors)
+        return self.commit()
+
+    def begin(self, version: int) -> int:
+        """As `WeightSender.begin` says."""
         if self._given is not None and version <= self._given:
             raise WeightsError(f"version {version} was published after version {self._given}; versions only rise.")
+        self._begun_s = time.monotonic()
         self._wait_for_encoder()
-        waited_s = time.monotonic() - started
-        fill(self._store.begin(self._spared), self._store.layout, tensors)
-        identity = WeightVersion(self._epoch, version)
+        self._cleared_s = time.monotonic()
+        self._store.begin(self._spared)
+        self._begun = version
+        return self._store.writing
+
+    def commit(self) -> Publication:
+        """As `WeightSender.commit` says."""
+        identity = WeightVersion(self._epoch, self._begun)
         self._store.commit(identity)
-        self._given = version
+        self._given = self._begun
         with self._changed:
             self._pending = identity
             self._changed.notify_all()
-        return Publication(time.monotonic() - started, waited_s)
+        return Publication(time.monotonic() - self._begun_s, self._cleared_s - self._begun_s)
+
+    @property
+    def store(self) -> Path:
+        """Path of the trainer's weight store."""
+        return self._store.path
 
     def close(self) -> None:
         """Stop, and remove the versions of this epoch and the store. Safe to call twice."""

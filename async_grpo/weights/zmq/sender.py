@@ -1,8 +1,8 @@
 """The trainer's end: copy the weights into shared memory, tell the publisher process, and go on.
 
-publish --Prepare--> process (waits for its encoder, at most encode_wait_s) --Cleared-->
-        copy all tensors into a slot
-        --Publish--> process --Published--> return;  hashing, encoding and the announcement follow
+begin  --Prepare--> process (waits for its encoder, at most encode_wait_s) --Cleared--> a slot
+       copy all tensors into it
+commit --Publish--> process --Published--> return;  hashing, encoding and the announcement follow
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ZmqWeightSender:
     ...     await board.set_publisher(publisher.address)
     ...     publisher.publish(0, tensors)
 
-    Use it from the thread that made it, and keep that thread alive: the publisher process dies with it.
+    Use it from one thread at a time, and keep the one that made it alive: the publisher process dies with it.
     """
 
     def __init__(self, layout: TensorLayout, run: str, epoch: int, config: WeightsConfig) -> None:
@@ -63,6 +63,7 @@ class ZmqWeightSender:
         self._epoch = epoch
         self._config = config
         self._newest: int | None = None
+        self._begun, self._begun_s, self._cleared_s = 0, 0.0, 0.0
         self._store = WeightStore.create(store_path(run, "trainer"), layout)
         self._control_path = self._store.path.parent / f"ctl-{os.getpid()}"
         self._control: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
@@ -91,20 +92,29 @@ class ZmqWeightSender:
 
         Otherwise as `WeightSender.publish` says.
         """
-        started = time.monotonic()
+        fill(self._store.slot(self.begin(version)), self._store.layout, tensors)
+        return self.commit()
+
+    def begin(self, version: int) -> int:
+        """As `WeightSender.begin` says."""
         if self._newest is not None and version <= self._newest:
             raise WeightsError(f"version {version} was published after version {self._newest}; versions only rise.")
+        self._begun_s = time.monotonic()
         cleared = self._ask(Prepare(), Cleared, "the publisher to clear a slot")
-        waited_s = time.monotonic() - started
-        block = self._store.begin(WeightVersion(*cleared.spare) if cleared.spare else None)
-        fill(block, self._store.layout, tensors)
-        identity = WeightVersion(self._epoch, version)
+        self._cleared_s = time.monotonic()
+        self._store.begin(WeightVersion(*cleared.spare) if cleared.spare else None)
+        self._begun = version
+        return self._store.writing
+
+    def commit(self) -> Publication:
+        """As `WeightSender.commit` says. Not while another thread asks for something."""
+        identity = WeightVersion(self._epoch, self._begun)
         self._store.commit(identity)
-        self._newest = version
-        copied_s = time.monotonic() - started - waited_s
-        order = Publish(epoch=self._epoch, version=version, snapshot_s=copied_s)
+        self._newest = self._begun
+        copied_s = time.monotonic() - self._cleared_s
+        order = Publish(epoch=self._epoch, version=identity.version, snapshot_s=copied_s)
         self._ask(order, Published, f"the publisher to take {identity}")
-        return Publication(time.monotonic() - started, waited_s)
+        return Publication(time.monotonic() - self._begun_s, self._cleared_s - self._begun_s)
 
     def stats(self) -> PublisherStats:
         """The publisher's counters. Raises PublisherLost, WaitTimeout."""

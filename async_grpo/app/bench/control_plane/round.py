@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -18,7 +17,7 @@ import psutil
 import buffer
 from async_grpo.app.bench.control_plane.node import NodeReport
 from async_grpo.app.bench.control_plane.replay import ENDLESS, ReplayPlan, replay_config
-from async_grpo.app.bench.rig import LineChild
+from async_grpo.app.bench.rig import LineChild, ask_all
 from async_grpo.app.launch.role_process import last_error
 from async_grpo.errors import RoleFailed
 from async_grpo.utils.aio import cancel_and_wait
@@ -31,6 +30,7 @@ from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
 
 MODULE = "async_grpo.app.bench.control_plane.node"
+WHO = "the servers of the bench"
 NODES = 4
 OPEN_TIMEOUT_S, TAKE_TIMEOUT_S, MARGIN_S = 300.0, 240.0, 60.0
 WARM_COMPLETIONS, WARM_S = 3, 2.0
@@ -146,15 +146,19 @@ async def play_round(plan: ReplayPlan, seconds: float) -> RoundResult:
             async with _trainer(plan) as trainer:
                 about = {"ask": "open", "plan": told}
                 opened = [{**about, "node": number, "servers": share} for number, share in enumerate(shares)]
-                await _ask(nodes, opened, OPEN_TIMEOUT_S)
-                await _ask(nodes, [{"ask": "serve"}] * len(nodes), MARGIN_S)
+                await ask_all(WHO, nodes, opened, OPEN_TIMEOUT_S)
+                await ask_all(WHO, nodes, [{"ask": "serve"}] * len(nodes), MARGIN_S)
                 await asyncio.sleep(warm_s)
                 before = await trainer.look()
-                observed = await _ask(nodes, [{"ask": "observe", "seconds": seconds}] * len(nodes), seconds + MARGIN_S)
+                observed = await ask_all(
+                    WHO, nodes, [{"ask": "observe", "seconds": seconds}] * len(nodes), seconds + MARGIN_S
+                )
                 after = await trainer.look()
-                await _ask(nodes, [{"ask": "stop"}] * len(nodes), MARGIN_S)
+                await ask_all(WHO, nodes, [{"ask": "stop"}] * len(nodes), MARGIN_S)
             about = {"ask": "bare", "plan": told, "warm_s": warm_s, "seconds": seconds}
-            bare = await _ask(nodes, [{**about, "servers": share} for share in shares], warm_s + seconds + MARGIN_S)
+            bare = await ask_all(
+                WHO, nodes, [{**about, "servers": share} for share in shares], warm_s + seconds + MARGIN_S
+            )
     reports = [msgspec.convert(one, NodeReport) for one in observed]
     return RoundResult(plan, before, after, reports, trainer.published_s, sum(bare) / seconds)
 
@@ -172,17 +176,6 @@ def _with_the_reason(log: Path) -> Iterator[None]:
 async def _nodes(count: int, log: IO[str]) -> AsyncIterator[list[LineChild]]:
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(LineChild(MODULE, stderr=log)) for _ in range(count)]
-
-
-async def _ask(nodes: Sequence[LineChild], requests: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
-    """The answer of every node to its request. Raises RoleFailed, WaitTimeout."""
-    for node, request in zip(nodes, requests, strict=True):
-        node.tell(json.dumps(request).encode() + b"\n")
-    who = f"servers of the bench, asked to {requests[0]['ask']}"
-    answers = [json.loads(await node.hear(who, timeout_s)) for node in nodes]
-    if failed := [answer["error"] for answer in answers if "error" in answer]:
-        raise RoleFailed(f"servers of the bench failed: {failed[0]}")
-    return [answer["found"] for answer in answers]
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@
              torch's AdamW, rounded to bfloat16. The moments come from steps before the measured ones. Gradients are
              noise, which is the hard case: real ones agree more from step to step, and many are zero. Rates are of one
              core: bytes of the whole chunks by CPU time. A memcpy of the same chunks is timed in the same way
+- ranks      a model that several ranks publish to two engines, and the trainer's stall (`ranks`)
 - fanout     four and eight receivers, through relays and straight from the trainer: what the trainer sends, and how
              long it takes until all of them have it. Both planes are up at once and publish in turns, so that a busy
              moment of the machine hits both
@@ -39,6 +40,7 @@ from rich.progress import Progress
 from async_grpo.app.bench.measure import Measurement, Step, Stopwatch, progress_bar
 from async_grpo.app.bench.weights.baselines import TransferBaseline, disk, gloo, tcp
 from async_grpo.app.bench.weights.plane import WARM_UPS, BenchPlane, Moved, TinyModelSize, Weights, bench_plane
+from async_grpo.app.bench.weights.ranks import publish_from_ranks
 from async_grpo.config.trainer import OptimizerConfig
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import DependencyError, WeightsCorrupt
@@ -59,6 +61,7 @@ RELAYS = WeightsConfig(encoding="dense", fanout=FANOUT)
 DIRECT = WeightsConfig(encoding="dense", fanout=0)
 DIRECT_NAME = "the trainer sends to each"
 RECEIVERS = (4, 8)
+RANKS = (2, 4)
 Bytes = npt.NDArray[np.uint8]
 
 BASELINES = {
@@ -76,12 +79,15 @@ class WeightsBenchSize:
     rounds: int
     part: TinyModelSize
     part_rounds: int
+    layers: int
+    """Of the Qwen2.5-1.5B that several ranks publish."""
+    ranks_rounds: int
 
 
-FULL = WeightsBenchSize(TinyModelSize(layers=27, vocab=151_936), 7, TinyModelSize(layers=4, vocab=8192), 5)
-"""1.08 GB, the shapes of Qwen2.5-0.5B with three layers more; and 134 MB."""
+FULL = WeightsBenchSize(TinyModelSize(layers=27, vocab=151_936), 7, TinyModelSize(layers=4, vocab=8192), 5, 22, 5)
+"""1.08 GB, the shapes of Qwen2.5-0.5B with three layers more; 134 MB; 2.53 GB, Qwen2.5-1.5B with 22 of 28 layers."""
 QUICK = WeightsBenchSize(
-    TinyModelSize(layers=1, vocab=512, hidden=448), 1, TinyModelSize(layers=1, vocab=512, hidden=448), 1
+    TinyModelSize(layers=1, vocab=512, hidden=448), 1, TinyModelSize(layers=1, vocab=512, hidden=448), 1, 1, 1
 )
 
 
@@ -92,6 +98,9 @@ async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
     figures = await transfer(effort.whole, effort.rounds, step)
     step = progress_bar(progress, "patches", WARM_UP_STEPS + effort.part_rounds)
     figures += await patches(effort.part, effort.part_rounds, step)
+    for ranks in RANKS:
+        step = progress_bar(progress, f"published by {ranks} ranks", WARM_UPS + effort.ranks_rounds)
+        figures += await publish_from_ranks(ranks, effort.layers, effort.ranks_rounds, step)
     for receivers in RECEIVERS:
         step = progress_bar(progress, f"to {receivers} receivers", WARM_UPS + effort.part_rounds)
         figures += await fanout(effort.part, receivers, effort.part_rounds, step)
