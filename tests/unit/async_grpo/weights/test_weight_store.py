@@ -77,7 +77,7 @@ def test_a_half_written_slot_is_not_readable(path: Path) -> None:
     store.begin()
     store.commit(WeightVersion(0, 2))
     assert store.identity == (0, 2)
-    with pytest.raises(WeightsError, match="no slot .* was begun"):
+    with pytest.raises(WeightsError, match=r"no slot .* was begun"):
         store.commit(WeightVersion(0, 3))
 
 
