@@ -1,4 +1,4 @@
-"""`async-grpo runs`: list runs, look at them, compare them, and clean up."""
+"""`async-grpo runs`: list runs, look at them, compare them, stop them, and clean up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from async_grpo.app.runs.run import Run
     from async_grpo.app.runs.upkeep import Removal, Wanted
 
-app = typer.Typer(help="List runs, look at them, compare them, and clean up.", no_args_is_help=True)
+app = typer.Typer(help="List runs, look at them, compare them, stop them, and clean up.", no_args_is_help=True)
 
 Root = Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -189,6 +189,28 @@ def report(
 
             return follow_run(run, say_as("report") if is_json() else print_line)
         print_line(str(asyncio.run(rewrite_report(Run.open(run)))))
+        return 0
+
+    exit_with(work)
+
+
+@app.command()
+def stop(
+    run: RunFolderArgument,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not wait for unfinished work: back to the last checkpoint.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for its end.")] = 300.0,
+) -> None:
+    """Stop a live run of this machine from another terminal, as Ctrl-C does in its own: it ends with a checkpoint and
+    its report, and `async-grpo resume` continues it."""
+    from async_grpo.app.runs.run import Run
+    from async_grpo.app.runs.stop import stop_run
+
+    def work() -> int:
+        opened = Run.open(run)
+        state = stop_run(opened, now=now, timeout_s=timeout, say=print_line)
+        print_line(f"{opened.path} is {state}, at step {len(opened.steps())}. Next: {_NEXT[str(state)].format(run)}")
         return 0
 
     exit_with(work)

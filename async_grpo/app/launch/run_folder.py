@@ -124,7 +124,11 @@ class RunFolder:
 
     def is_at_work(self) -> bool:
         """Whether a process of this machine is at work here: `async-grpo run`, or a role started on its own."""
-        return any(is_locked(lock) for lock in (self.path / _LOCK, *(self.path / "roles").glob("*.lock")))
+        return any(map(is_locked, self.locks()))
+
+    def locks(self) -> list[Path]:
+        """The lock files of this machine's processes."""
+        return [self.path / _LOCK, *(self.path / "roles").glob("*.lock")]
 
     def begin(self, role: str) -> None:
         """Hold the role's lock and record its start, for a role that was started on its own."""
