@@ -82,6 +82,8 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
         assert payload is not None
         return payload
     (size,) = broadcast_ints([len(payload)] if payload is not None else None, 1)
+    if not size:  # of which torch makes no tensor
+        return b""
     if payload is not None:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     else:
