@@ -229,8 +229,11 @@ class RunConfig(StrictModel):
                 f"{mode}: engines generate nothing while a step is made, but trainer.streaming begins a step with the "
                 "first groups and waits for more. Set trainer.streaming to false, or launch.share_devices to split"
             )
-        if trainer.platform == "cpu":
-            return
+        if trainer.platform != "cpu":
+            yield from self._clashing_memory(mode)
+
+    def _clashing_memory(self, mode: str) -> Iterator[str]:
+        limits, trainer = self.rollout.limits, self.trainer
         shares = trainer.device_memory_share + limits.memory_share
         if self.launch.share_devices == "split" and shares > 1:
             yield (

@@ -103,7 +103,7 @@ class RankSide:
         self._exporter.close()
 
 
-class EngineSide:
+class CopyingEngine:
     """Memory for the weights."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ def main() -> None:
     lines = AnswerLines()
     kind, *rest = sys.argv[1:]
     if kind == ENGINE:
-        asyncio.run(lines.serve(EngineSide()))
+        asyncio.run(lines.serve(CopyingEngine()))
         return
     ranks, layers, folder = rest
     asyncio.run(lines.serve(RankSide(int(kind), int(ranks), int(layers), Path(folder))))
