@@ -9,6 +9,7 @@ With `model.lora` the adapters alone are exported, gathered, with the digest of 
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -119,8 +120,10 @@ class SharedSlots:
             }
             for slot in flat
         ]
-        self._path = store.with_name(f"{store.name}.shards")
+        own = bytes(store.with_name(f"all-{os.getpid()}"))  # short: a socket's path has 107 bytes at most
+        self._path = Path(broadcast_bytes(own if is_leader() else None).decode())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.settimeout(timeout_s)
         if is_leader():
             self._path.unlink(missing_ok=True)
             self._socket.bind(str(self._path))
@@ -132,8 +135,11 @@ class SharedSlots:
             shard.copy_into(self._tensors[slot], self._hf)
 
     def tell(self, version: int) -> None:
-        """Tell rank 0 that the shards of this rank are in the slot."""
-        self._socket.sendto(f"{version} {dist.get_rank()}".encode(), str(self._path))
+        """Tell rank 0 that the shards of this rank are in the slot. Raises WaitTimeout if it does not listen."""
+        try:
+            self._socket.sendto(f"{version} {dist.get_rank()}".encode(), str(self._path))
+        except TimeoutError:
+            raise WaitTimeout(f"rank 0 to hear of the shards of version {version}", self._timeout_s) from None
 
     def wait_for_others(self, version: int) -> None:
         """Wait, on rank 0, until the shards of all other ranks are in the slot. Raises WaitTimeout."""
