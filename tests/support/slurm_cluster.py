@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,7 +20,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 NODES = ("n1", "n2")
 _SBIN = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))
 
-# Servers run in `low` and can be preempted, with a minute to leave; trainers run in `trainers`, others in `high`.
+# Servers run in `low` and can be preempted, with a minute to leave; trainers run in `trainers`, others in `high`. A job
+# that is requeued waits for cred_expire seconds; the default is two minutes.
 _CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}({address})
@@ -28,7 +29,7 @@ SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=30
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -69,8 +70,12 @@ def own_address() -> str:
 class SlurmCluster:
     """Started by `start`; `environment` lets Slurm's commands, and those of this project, find it."""
 
-    def __init__(self, folder: Path, address: str) -> None:
-        self.folder, self.address = folder, address
+    def __init__(self, folder: Path, *addresses: str, prefixes: Sequence[Sequence[str]] = ((), ())) -> None:
+        """`addresses`: of the nodes, or one for both; `prefixes`: words before a command that runs on each of them. The
+        controller and all commands run on the first."""
+        self.folder, self.address = folder, addresses[0]
+        self._addresses = dict(zip(NODES, [addresses[0], addresses[-1]], strict=True))
+        self._prefixes = dict(zip(NODES, prefixes, strict=True))
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _SBIN}
 
     def start(self) -> None:
@@ -81,7 +86,8 @@ class SlurmCluster:
         key.chmod(0o400)
         host = socket.gethostname()
         nodes = "\n".join(
-            f"NodeName={name} NodeHostname={host} NodeAddr={self.address} Port={free_port()} CPUs=4" for name in NODES
+            f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={free_port()} CPUs=4"
+            for name, address in self._addresses.items()
         )
         values = {"host": host, "address": self.address, "port": free_port(), "user": getpass.getuser()}
         (self.folder / "slurm.conf").write_text(_CONFIG.format(folder=self.folder, nodes=nodes, **values))
@@ -89,13 +95,14 @@ class SlurmCluster:
         self.run("munged", "--force", *(f"--{option}={self.folder}/munge.{end}" for option, end in places.items()))
         self.run("slurmctld", "-c")
         for name in NODES:
-            self.run("slurmd", "-N", name)
+            self.run("slurmd", "-N", name, on=name)
         self.until(
             lambda: self.run("sinfo", "-h", "-N", "-p", "trainers", "-t", "idle", "-o", "%N").split() == [*NODES]
         )
 
-    def run(self, *argv: str) -> str:
+    def run(self, *argv: str, on: str = NODES[0]) -> str:
         """The output of one of Slurm's commands."""
+        argv = (*self._prefixes[on], *argv)
         ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=self.environment, check=False)
         assert ended.returncode == 0, f"{argv}: {ended.stderr}"
         return ended.stdout
@@ -116,7 +123,7 @@ class SlurmCluster:
 
     def boot(self, node: str) -> None:
         """Its daemon registers, with which the node is back (ReturnToService=2)."""
-        self.run("slurmd", "-N", node)
+        self.run("slurmd", "-N", node, on=node)
         self.until(lambda: "down" not in self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T"), what=f"{node} to be up")
 
     def until(self, true: Callable[[], object], within_s: float = 60.0, what: str = "") -> None:
