@@ -58,6 +58,19 @@ class SlurmConfig(StrictModel):
     """Shell commands that every job runs before its role, such as `module load cuda`."""
 
 
+class RayConfig(StrictModel):
+    """The cluster of `async-grpo launch ray`, and what roles ask of it."""
+
+    address: str | None = None
+    """HOST:PORT of the head. None: that of RAY_ADDRESS, which `ray job submit` sets."""
+    trainer: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {"CPU": 1}
+    """What each node of the trainer asks of Ray besides its GPUs, such as `{CPU: 32, NPU: 8}`."""
+    rollout: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {"CPU": 1}
+    """What a rollout server asks of Ray besides its GPUs."""
+    wait_s: Seconds = 3600.0
+    """Seconds to wait until Ray has room for a role; then it is given up."""
+
+
 class KubernetesConfig(StrictModel):
     """The objects of `async-grpo launch kubernetes`."""
 
@@ -92,6 +105,7 @@ class LaunchConfig(StrictModel):
     restarts: RestartConfig = RestartConfig()
     slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
+    ray: RayConfig = RayConfig()
     cores: CoresConfig = CoresConfig()
     """Who computes where. With lists that have no core in common, neither side takes time from the other."""
     share_devices: Literal["off", "split", "sleep"] = "off"

@@ -138,6 +138,9 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
         names=_of("megatron.core.tensor_parallel.random:", "_get_cuda_rng_state", "_set_cuda_rng_state"),
     ),
     "trainer on CPU, torch": PrivateNames(*_TORCH, names=("torch.utils._device:_device_constructors",)),
+    "launch ray": PrivateNames(
+        "ray", ("ray",), ("2.50", "2.61"), names=("ray._private.state:state.get_draining_nodes",)
+    ),
     "engine worker, torch": PrivateNames(*_TORCH, names=("torch.distributed.rendezvous:TCPStore",)),
 }
 """The names by their user."""

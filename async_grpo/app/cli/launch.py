@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -44,6 +45,43 @@ def slurm(
         for role, script in jobs(run, servers or run.rollout.servers).items():
             options = " ".join(dependency(role, {"trainer": "TRAINER_JOB"}))
             typer.echo(f"# sbatch --parsable {options} {run.run_dir}/slurm/{role}.sbatch\n{script}")
+        return 0
+
+    exit_with(work)
+
+
+@app.command()
+def ray(
+    config: ConfigFile,
+    override: Override = None,
+    steps: Steps = None,
+    servers: Annotated[
+        int | None,
+        typer.Option("--servers", min=1, metavar="N", help="Servers to start; with a trainer there, servers to add."),
+    ] = None,
+    remove: Annotated[
+        str | None, typer.Option("--remove", metavar="NAME", help="Stop this rollout server, and do nothing else.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run as actors of a Ray cluster (launch.ray.address or RAY_ADDRESS), and stay until the end.
+
+    It needs redis.url, and a runs_dir that all nodes share. Roles of lost nodes are started elsewhere, those of drained
+    nodes save their work first; the same command resumes. Ctrl-C stops what this command has started.
+    """
+    from async_grpo.app.launch.preflight import resolve
+    from async_grpo.app.launch.ray import launch, plan
+    from async_grpo.app.launch.ray import remove as remove_server
+
+    def work() -> int:
+        run = resolve(config, override or [], steps=steps, planning=dry_run)
+        if dry_run:
+            for role, bundles in plan(run, servers or run.rollout.servers).items():
+                typer.echo(f"{role}: {json.dumps(bundles)}")
+        elif remove is not None:
+            remove_server(run, remove)
+        else:
+            return launch(run, servers, print_line)
         return 0
 
     exit_with(work)

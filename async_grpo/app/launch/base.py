@@ -4,7 +4,7 @@
     async-grpo run           --launch--> a running job --> exit code
 
 `local` is the only launcher of `async-grpo run`; it waits for the end. `async-grpo launch` hands a run to the
-scheduler of a cluster and returns: `slurm`, `kubernetes`.
+scheduler of a cluster and returns: `slurm`, `kubernetes`; on a cluster of `ray` it stays until the end.
 """
 
 from __future__ import annotations

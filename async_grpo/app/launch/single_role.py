@@ -1,7 +1,11 @@
 """One role in the foreground, as a container or a cluster job starts it.
 
 Each node of a trainer on several machines needs its rank, their number and the address of node 0. They come from the
-command line and the configuration, or from srun, if it has started the node.
+command line and the configuration, or from what has started the node, by the first of these that is there:
+
+    srun                            SLURM_PROCID     SLURM_STEP_NUM_TASKS   SLURM_LAUNCH_NODE_IPADDR
+    LeaderWorkerSet                 LWS_WORKER_INDEX LWS_GROUP_SIZE         LWS_LEADER_ADDRESS
+    Kubeflow's trainer, Ray's jobs  RANK             WORLD_SIZE             MASTER_ADDR
 """
 
 from __future__ import annotations
@@ -22,6 +26,13 @@ from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import say_as
 from buffer import connect_board
+
+_STARTERS = (
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR"),
+    ("LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS"),
+    ("the launcher", "RANK", "WORLD_SIZE", "MASTER_ADDR"),
+)
+"""What may have started a node, and its variables: rank, number of nodes, address of node 0."""
 
 
 def prepare_inputs(path: Path, overrides: Sequence[str]) -> int:
@@ -68,11 +79,12 @@ def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> 
 def placed(config: RunConfig, given: int | None, environment: Mapping[str, str]) -> tuple[RunConfig, int]:
     """The configuration with the address of node 0, and the rank of this node.
 
-    A rank that is given and a configured address come before those of srun. Raises ConfigError for a wrong rank, for
-    none, without an address, and if srun has started another number of nodes.
+    A rank that is given and a configured address come before those of the environment. Raises ConfigError for a wrong
+    rank, for none, without an address, and if another number of nodes was started.
     """
     nodes = config.trainer.nodes
-    rank, address = (0, None) if nodes == 1 else _from_srun(nodes, environment)
+    told = given is not None and config.trainer.rendezvous.address is not None
+    rank, address = (0, None) if nodes == 1 or told else _from_environment(nodes, environment)
     rank = given if given is not None else rank
     if rank is None:
         raise ConfigError(
@@ -96,19 +108,21 @@ def placed(config: RunConfig, given: int | None, environment: Mapping[str, str])
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"rendezvous": where})}), rank
 
 
-def _from_srun(nodes: int, environment: Mapping[str, str]) -> tuple[int | None, str | None]:
-    """Rank and address of node 0 if srun has started this process; None without it.
+def _from_environment(nodes: int, environment: Mapping[str, str]) -> tuple[int | None, str | None]:
+    """Rank and address of node 0, by the variables of what has started this process; None without any.
 
     Slurm names the machine on which srun was called; in a batch job that is the first one, which is node 0.
     """
-    if (size := environment.get("SLURM_STEP_NUM_TASKS")) is None:
-        return None, None
-    if int(size) != nodes:
-        raise ConfigError(
-            f"srun has started {size} nodes of the trainer (SLURM_STEP_NUM_TASKS), but trainer.nodes is {nodes}. Start "
-            "as many, one task a node, or set trainer.nodes to their number"
-        )
-    return int(environment["SLURM_PROCID"]), environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    for starter, rank, size, address in _STARTERS:
+        if rank not in environment or size not in environment:
+            continue
+        if environment[size] != str(nodes):
+            raise ConfigError(
+                f"{starter} has started {environment[size]} nodes of the trainer ({size}), but trainer.nodes is "
+                f"{nodes}. Start as many, one task a node, or set trainer.nodes to their number"
+            )
+        return int(environment[rank]), environment.get(address)
+    return None, None
 
 
 def _resolve(path: Path, overrides: Sequence[str], role: str) -> RunConfig:

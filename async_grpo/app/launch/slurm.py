@@ -70,7 +70,7 @@ fi
 def jobs(config: RunConfig, servers: int, *, trainer: bool = True) -> dict[str, str]:
     """Role -> its batch script, in the order in which they are submitted. Raises ConfigError for a run whose roles
     could not reach each other."""
-    _check(config)
+    check_reachable(config)
     command = [sys.executable, "-m", "async_grpo.app.cli.main"]
     run = str(_run_dir(config))
     cancel = f"scancel --quiet --user={shlex.quote(getpass.getuser())} --name={_job(config, 'rollout')}\n"
@@ -154,21 +154,23 @@ def _script(config: RunConfig, role: str, options: Sequence[str], task: str, res
     )
 
 
-def _check(config: RunConfig) -> None:
+def check_reachable(config: RunConfig, *, one_machine: bool = False) -> None:
+    """Raise ConfigError for addresses at which roles on other machines do not find this run."""
     if config.redis.url is None:
         raise ConfigError(
             "redis.url is not set: the roles meet on a server that every node reaches, and that outlives their jobs. "
             "Start one (docs/operations.md), and set redis.url to redis://HOST:6379"
         )
     for key, url in (("redis.url", config.redis.url), ("weights.bind", config.weights.bind)):
-        if _is_loopback(urlsplit(url).hostname or ""):
+        if not one_machine and is_loopback(urlsplit(url).hostname or ""):
             raise ConfigError(
                 f"{key} is {url}, which other nodes do not reach. Set it to an address of the cluster's network"
                 + (", or to tcp://0.0.0.0:5600, and weights.encrypt to control" if key == "weights.bind" else "")
             )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that address or name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

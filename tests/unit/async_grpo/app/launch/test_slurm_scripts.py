@@ -130,6 +130,20 @@ def test_srun_says_which_node_this_is_and_where_node_0_is() -> None:
     assert (run.trainer.rendezvous.address, rank) == ("10.9.9.9", 0), "the user knows better"
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS"), ("RANK", "WORLD_SIZE", "MASTER_ADDR")],
+)
+def test_other_starters_say_it_in_variables_of_their_own(variables: tuple[str, ...]) -> None:
+    environment = dict(zip(variables, ("1", "2", "10.0.0.5"), strict=True))
+    run, rank = placed(two_nodes(), None, environment)
+    assert (run.trainer.rendezvous.address, rank) == ("10.0.0.5", 1)
+    three = config(trainer={"nodes": 3, "processes": 3, "rendezvous": {"address": "10.0.0.5"}})
+    assert placed(three, 2, environment)[1] == 2, "whoever says it all needs no environment"
+    with pytest.raises(ConfigError, match=rf"2 nodes of the trainer \({variables[1]}\), but trainer.nodes is 3"):
+        placed(three, None, environment)
+
+
 def test_nodes_that_could_not_meet_are_refused_before_they_wait() -> None:
     with pytest.raises(ConfigError, match=r"srun has started 2 nodes .* but trainer.nodes is 3"):
         placed(config(trainer={"nodes": 3, "processes": 3}), None, SRUN)
