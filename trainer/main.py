@@ -48,6 +48,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
         check_private_names("trainer", "trainer, torch")
         from async_grpo.algorithms import check_objective
         from trainer.checkpoint.folder import CheckpointFolder
+        from trainer.checkpoint.store import RunStore
         from trainer.coordinator import Coordinator, SharedDevices, turn_timeout_s
         from trainer.distributed import start_ranks, stop_ranks
         from trainer.loop import TrainingLoop
@@ -65,10 +66,12 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
         policy = load_policy(config, model, platform)
         logger.note("model built", attention=platform.attention)
         reference = load_reference(config, policy, model, platform)
-        checkpoints = CheckpointFolder(config.run_dir / "checkpoints", trainer.checkpoint, reference)
+        store = RunStore.open(config.runs_store, config.name) if config.runs_store else None
+        checkpoints = CheckpointFolder(config.run_dir / "checkpoints", trainer.checkpoint, reference, store)
         version = checkpoints.newest()
         if version is not None:
             checkpoints.load(policy, version)
+            checkpoints.copy_newest(version)  # before the buffer forgets what came before it
     gc.freeze()  # Megatron collects garbage at every checkpoint: what is here by now need not be searched
     coordinator = Coordinator(config, devices)
     peak_flops = platform.peak_flops(config.model.precision)

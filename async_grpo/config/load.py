@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from async_grpo.config.schema import RunConfig
 from async_grpo.errors import ConfigError
 
-MACHINE_SECTIONS = ("runs_dir", "redis", "launch", "telemetry", "weights")
+MACHINE_SECTIONS = ("runs_dir", "runs_store", "redis", "launch", "telemetry", "weights")
 """How a machine reaches the others, and where it reads and writes: nothing that is learned depends on them."""
 
 

@@ -35,6 +35,9 @@ class RunConfig(StrictModel):
     """Name of the run, of its folder in `runs_dir`, and of its keys in Redis."""
     runs_dir: Path = Path("runs")
     """Folder that holds the folders of all runs."""
+    runs_store: Annotated[str, Field(pattern=r"^((s3|gs|az)://[^/@?#]+(/[^@?#]*)?|file:///[^@?#]+)$")] | None = None
+    """Where runs are copied with their checkpoints: s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER. The same
+    command on another machine goes on from there. Credentials come from the environment."""
     seed: Annotated[int, Field(ge=0)] = 1
     """Seed of the first policy, the order of the data and the sampling."""
     steps: PositiveInt = 100

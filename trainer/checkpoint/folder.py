@@ -36,6 +36,7 @@ from async_grpo.wire.board import Evaluation
 from trainer.checkpoint.manifest import CheckpointManifest, changed, check_fits, read_manifest, seal, unreadable
 from trainer.checkpoint.snapshot import BackgroundJob, RankSnapshot, draft_of, drafts, read_part, write_part
 from trainer.checkpoint.state import fill, layout_of_ranks, live_tensors, metadata, state_of, traits_of
+from trainer.checkpoint.store import RunStore, StoredCheckpoint
 from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader, max_over_ranks
 from trainer.model.hf_folder import write_folder
 from trainer.model.policy import Policy
@@ -106,6 +107,8 @@ class CheckpointFolder:
     config: CheckpointConfig
     reference: Reference | None = None
     """Reference model that is saved and loaded with the policy."""
+    store: RunStore | None = None
+    """Where every checkpoint is copied, and the files of the run with it."""
     _saving: BackgroundJob | None = field(default=None, init=False)
     _exporting: BackgroundJob | None = field(default=None, init=False)
 
@@ -143,11 +146,22 @@ class CheckpointFolder:
                     seal(draft, manifest, {name: file for part in parts for name, file in part.files.items()})
                     self._put_in_place(draft, manifest)
                     self._prune(version, evaluations)
+                    self._copy(version, evaluations)
             except OSError:
                 self._check_not_overtaken(epoch)  # by one that has removed the draft: then that is the reason
                 raise
 
         self._saving = BackgroundJob("checkpoint", version, write)
+
+    def copy_newest(self, version: int) -> None:
+        """Copy `version` to the store unless it is there: a trainer that was killed may have left it only here.
+
+        Raises CheckpointError on all ranks if that fails.
+        """
+        if self.store is not None:
+            self._is_done(
+                BackgroundJob("copy", version, lambda: self._copy(version) if is_leader() else None), wait=True
+            )
 
     def poll_saved(self, *, wait: bool) -> int | None:
         """The version whose checkpoint has come to disk since the last call, if any; with `wait`, wait for the one in
@@ -237,7 +251,7 @@ class CheckpointFolder:
             reason = broadcast_bytes(failure.encode() if is_leader() else None).decode()
             raise CheckpointError(
                 f"{job.what} could not be written to {self.path}: {reason}. What was written before it is intact: make "
-                "room or mend the disk, and the same command resumes"
+                "room or mend the disk or the store, and the same command resumes"
             )
         return bool(done)
 
@@ -278,6 +292,20 @@ class CheckpointFolder:
         best = ranked(self._versions(), accuracies, span=span)
         if self.config.keep_best and best:
             self._mark(_BEST, best[0])
+
+    def _copy(self, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
+        """Copy a checkpoint and the files of the run to the store, and delete there what nothing keeps."""
+        if self.store is None:
+            return
+        held, newest = StoredCheckpoint.of(self._folder(version)), self.store.newest()
+        if newest is not None and newest.epoch > held.epoch:
+            raise CheckpointError(f"{self.store.url} has a checkpoint of a newer trainer (epoch {newest.epoch})")
+        self.store.push_files(self.path.parent)
+        if newest != held:
+            self.store.push_checkpoint(self._folder(version), self.path.parent)
+        stored = {found.version for found in self.store.checkpoints()}
+        unkept = self._unkept(sorted(stored), version, self.config.every_steps, _accuracies(evaluations))
+        self.store.prune(held, stored.difference(unkept))
 
     def _unkept(self, versions: list[int], saved: int, span: int, accuracies: dict[int, float]) -> list[int]:
         keep, keep_best = self.config.keep, self.config.keep_best

@@ -88,15 +88,9 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a folder that has all its files. Raises CheckpointError for a damaged one or a newer format."""
     try:
         raw = (folder / FILE).read_bytes()
-        found = msgspec.json.decode(raw, type=dict)
-        if found["format"] > FORMAT:
-            raise CheckpointError(
-                f"{folder} has format {found['format']}; this version reads up to {FORMAT}. It was written by a newer "
-                "async-grpo: install that one, or start over with --fresh"
-            )
-        manifest = msgspec.convert(found, CheckpointManifest)
-    except (OSError, KeyError, TypeError, msgspec.DecodeError) as error:
+    except OSError as error:
         raise unreadable(folder, f"its {FILE} is missing or cannot be read ({error})") from error
+    manifest = parse(raw, folder)
     for name, file in manifest.files.items():
         path = folder / name
         there = path.stat().st_size if path.is_file() else None
@@ -104,6 +98,20 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             fact = "is missing" if there is None else f"has {there} bytes"
             raise unreadable(folder, f"{name} {fact}, {file.bytes} bytes were written")
     return manifest
+
+
+def parse(raw: bytes, folder: Path | str) -> CheckpointManifest:
+    """The manifest of `folder`, whose files are not looked at. Raises CheckpointError like `read_manifest`."""
+    try:
+        found = msgspec.json.decode(raw, type=dict)
+        if found["format"] > FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {found['format']}; this version reads up to {FORMAT}. It was written by a newer "
+                "async-grpo: install that one, or start over with --fresh"
+            )
+        return msgspec.convert(found, CheckpointManifest)
+    except (KeyError, TypeError, msgspec.DecodeError) as error:
+        raise unreadable(folder, f"its {FILE} cannot be read ({error})") from error
 
 
 def check_fits(folder: Path, manifest: CheckpointManifest, *, version: int, model: Traits) -> None:
@@ -121,7 +129,7 @@ def check_fits(folder: Path, manifest: CheckpointManifest, *, version: int, mode
         )
 
 
-def unreadable(folder: Path, reason: str) -> CheckpointError:
+def unreadable(folder: Path | str, reason: str) -> CheckpointError:
     """The error for a checkpoint that does not hold what was written, or what is needed."""
     return CheckpointError(
         f"{folder} is damaged: {reason}. Nothing was loaded. Restore the folder from a copy; the buffer has forgotten "

@@ -1,4 +1,4 @@
-"""`async-grpo convert` and `async-grpo export`: convert checkpoints between Megatron and Hugging Face formats."""
+"""`async-grpo convert`, `export` and `runs pull`: checkpoints in other formats, and from another place."""
 
 from __future__ import annotations
 
@@ -85,6 +85,22 @@ def export(
             target,
             lambda progress: to_hugging_face(checkpoint, settings, target, progress, lora=lora, merge=merged),
         )
+
+    exit_with(work)
+
+
+def pull(
+    url: Annotated[str, typer.Argument(metavar="URL", help="runs_store/NAME of the run, such as s3://BUCKET/NAME.")],
+    to: Annotated[Path, typer.Option("--to", metavar="RUNS", help="Folder of runs to put it into.")] = Path("runs"),
+    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Bring its newest checkpoint too.")] = False,
+) -> None:
+    """Bring the copy of a run from its runs_store, to look at it here. To go on with a run, start it again instead."""
+    from async_grpo.app.launch.run_copy import pull_run
+
+    def work() -> int:
+        folder = pull_run(url, to, print_line, checkpoint=checkpoint)
+        print_line(f"{folder}: `async-grpo runs show {folder}` shows it")
+        return 0
 
     exit_with(work)
 

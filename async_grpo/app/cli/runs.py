@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from async_grpo.app.cli.checkpoints import pull
 from async_grpo.app.cli.common import RunFolderArgument, complete_run, exit_with, print_line
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.utils.text import escape_controls, figure
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from async_grpo.app.runs.upkeep import Removal, Wanted
 
 app = typer.Typer(help="List runs, look at them, compare them, stop them, and clean up.", no_args_is_help=True)
+app.command()(pull)
 
 Root = Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from async_grpo.app.launch.local import headline, write_results
 from async_grpo.app.launch.preflight import load_named
+from async_grpo.app.launch.run_copy import copy_results
 from async_grpo.app.launch.run_folder import RunFolder, RunState
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.config import RunConfig
@@ -155,4 +156,5 @@ class RunFollower:
         state.failure = "" if over else self._folder.role_failure()
         self._folder.write_state(state)
         summary = await write_results(plane, self._folder, state, await plane.buffer.stats())
+        await asyncio.to_thread(copy_results, self._config, self._folder, self._say)
         self._say(headline(summary, self._folder))

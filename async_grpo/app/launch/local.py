@@ -26,6 +26,7 @@ from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.monitor import Monitor
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
+from async_grpo.app.launch.run_copy import copy_results, fetch_run
 from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, write_config
 from async_grpo.app.launch.state_plane import StatePlane, check_fresh, open_state_plane
 from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
@@ -107,6 +108,7 @@ class LocalLauncher:
         adopt_orphans()
         if fresh:
             await check_fresh(config, self._confirm)
+        await asyncio.to_thread(fetch_run, config, print, fresh=fresh)
         folder = open_run(config, fresh=fresh)
         state = folder.read_state()
         interrupted = asyncio.Event()
@@ -238,6 +240,7 @@ class LocalRun:
             stats = await self._plane.buffer.stats()
             self._view.phase("writing the report")
             summary = await write_results(self._plane, self._folder, self._state, stats)
+            await asyncio.to_thread(copy_results, self._plane.config, self._folder, self._view.say)
             self._view.say(headline(summary, self._folder))
         except (BufferFault, OSError) as error:
             if not failed:

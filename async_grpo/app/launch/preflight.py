@@ -34,6 +34,7 @@ from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.weights.folder.objects import check_location
 from buffer import memory_plan
 from buffer.redis.url import parse
+from trainer.checkpoint.store import RunStore
 
 _NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
 """Reward functions that work wherever this package does."""
@@ -136,6 +137,8 @@ def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, 
         yield "redis.url", lambda: parse(url)
     if config.weights.location is not None:
         yield "weights.location", lambda: check_location(config.weights, config.local_name)
+    if (store := config.runs_store) is not None:
+        yield "runs_store", lambda: RunStore.open(store, config.name).check()
     yield "Reward functions", lambda: check_rewards(config.rewards)
     if not planning:
         yield "Trackers", lambda: check_trackers(config)

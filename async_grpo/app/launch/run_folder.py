@@ -98,10 +98,15 @@ class RunFolder:
         return f"{socket.gethostname()}:{self.path}"
 
     @property
+    def id_file(self) -> Path:
+        """What tells this run from another of its name; see `origin`."""
+        return self.path / _ID
+
+    @property
     def origin(self) -> str:
         """ID HOST:PATH, as it is stored on a shared server. The id tells this run from another of its name; it is made
         when it is first asked for, and moves and ends with the folder."""
-        file = self.path / _ID
+        file = self.id_file
         if not file.exists():
             write_atomic(file, uuid.uuid4().hex)
         return f"{file.read_text()} {self.place}"
@@ -111,7 +116,7 @@ class RunFolder:
         started one by one, with the configuration in this folder."""
         if origin is None:
             return self.config_file.exists()
-        file = self.path / _ID
+        file = self.id_file
         return file.exists() and origin.partition(" ")[0] == file.read_text()
 
     def locked(self) -> AbstractContextManager[None]:

@@ -21,6 +21,7 @@ from async_grpo.app.launch.first_policy import made_in_s, prepare_model
 from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.launch.role_specs import rollout_argv, trainer_argv, trainer_environment
+from async_grpo.app.launch.run_copy import fetch_run
 from async_grpo.app.launch.run_folder import LEADER, RunFolder, find_run, open_run, write_config, write_role
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
@@ -140,6 +141,8 @@ def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
     began_s, say = time.monotonic(), say_as(role)
     local = fetch(config, say)
     model = asyncio.run(prepare_model(local, say))
+    if role == LEADER:
+        fetch_run(config, say)
     folder = open_run(config)
     if role == LEADER:
         state = folder.read_state()

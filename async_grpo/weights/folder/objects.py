@@ -82,15 +82,15 @@ class FolderObjects:
 class BucketObjects:
     """Objects of an S3-compatible store (also gs:// and az://), by the package `obstore`."""
 
-    def __init__(self, url: str) -> None:
-        """Connects to nothing yet. Credentials and endpoint come from the environment (AWS_...). Raises
-        DependencyError, ConfigError."""
+    def __init__(self, url: str, key: str) -> None:
+        """`key` of the configuration names it. Connects to nothing yet. Credentials and endpoint come from the
+        environment (AWS_...). Raises DependencyError, ConfigError."""
         try:
             import obstore
             from obstore.store import from_url
         except ImportError as error:
             raise DependencyError(
-                "weights.transport: object_store needs the package obstore. pip install 'async-grpo[object-store]'"
+                f"{key} ({url}) needs the package obstore. pip install 'async-grpo[object-store]'"
             ) from error
         self._obstore: Any = obstore
         plain_http = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
@@ -99,7 +99,7 @@ class BucketObjects:
         try:
             self._store: Any = from_url(url, client_options=options, retry_config=retries)
         except Exception as error:
-            raise ConfigError(f"weights.location ({url}) cannot be used: {_without_secrets(error)}") from None
+            raise ConfigError(f"{key} ({url}) cannot be used: {_without_secrets(error)}") from None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Objects.read`."""
@@ -130,9 +130,14 @@ class BucketObjects:
 def open_objects(config: WeightsConfig) -> Objects:
     """The place that `weights.location` names. Raises ConfigError, DependencyError."""
     assert config.location is not None  # the configuration has been checked
-    if config.transport == "object_store":
-        return BucketObjects(config.location)
-    return FolderObjects(Path(config.location))
+    return open_place(config.location, "weights.location")
+
+
+def open_place(location: str, key: str) -> Objects:
+    """A folder (a path, or a file:// URL) or a bucket, which `key` of the configuration names. Raises ConfigError,
+    DependencyError."""
+    path = location.removeprefix("file://")
+    return FolderObjects(Path(path)) if path.startswith("/") else BucketObjects(location, key)
 
 
 def check_location(config: WeightsConfig, name: str) -> str:

@@ -1,0 +1,84 @@
+"""The copy of a run in a bucket (`runs_store`), as the launcher sees it: fetched before a run starts, completed after.
+
+bare machine --fetch_run--> run folder with its newest checkpoint --> the run resumes
+report       --copy_results--> the copy                           --pull_run--> a folder for `async-grpo runs`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from trainer.checkpoint.store import KEY, RunStore, runs_at
+
+Say = Callable[[str], None]
+
+
+def fetch_run(config: RunConfig, say: Say, *, fresh: bool = False) -> None:
+    """Bring the newest checkpoint and the files of the run into its folder if the copy is newer; `fresh` removes the
+    copy. Does nothing without `runs_store`.
+
+    Raises ConfigError if the copy is that of another run or cannot be reached, CheckpointError if it is damaged.
+    """
+    if config.runs_store is None:
+        return
+    store, folder = RunStore.open(config.runs_store, config.name), RunFolder(config.run_dir.absolute())
+    try:
+        if fresh:
+            store.remove()
+            return
+        known = store.id()
+        if known is not None and folder.id_file.exists() and known != folder.id_file.read_text():
+            raise ConfigError(
+                f"{store.url} is the copy of another run than that in {folder.path}. Nothing of either is touched. "
+                "Give this run another name (-o name=...), or start over with --fresh, which deletes both"
+            )
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with folder.locked():
+            store.pull(folder.path, say)
+    except OSError as error:
+        raise _unreachable(store.url, error) from error
+    folder.origin  # noqa: B018  (makes run.id, which goes into the copy)
+
+
+def copy_results(config: RunConfig, folder: RunFolder, say: Say) -> None:
+    """Copy the files of the run to `runs_store`. A failure is said, for the run itself has ended."""
+    if config.runs_store is None:
+        return
+    try:
+        RunStore.open(config.runs_store, config.name).push_files(folder.path)
+    except OSError as error:
+        say(f"the report could not be copied to {config.runs_store}: {error}")
+
+
+def pull_run(url: str, runs_dir: Path, say: Say, *, checkpoint: bool) -> Path:
+    """Bring the files of the run at `url` into a new folder of `runs_dir`, with its newest checkpoint if wanted.
+
+    Raises ConfigError if there is no such run, or a folder of its name.
+    """
+    place, _, name = url.rstrip("/").rpartition("/")
+    target = runs_dir / name
+    if target.exists():
+        raise ConfigError(f"{target} exists, and nothing is overwritten. Give another folder of runs (--to)")
+    store = RunStore.open(place, name)
+    try:
+        if name not in (there := runs_at(place)):
+            raise ConfigError(
+                f"there is no run at {url}. Below {place} there are: {', '.join(there) or 'none'}. Give PLACE/NAME"
+            )
+        if checkpoint:
+            store.pull(target, say)
+        store.pull_files(target)
+    except OSError as error:
+        raise _unreachable(store.url, error) from error
+    return target
+
+
+def _unreachable(url: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{url} ({KEY}) cannot be used: {error}. Nothing was started. Check the bucket and the credentials in the "
+        "environment; the same command goes on where this one ended"
+    )
