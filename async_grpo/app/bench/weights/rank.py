@@ -23,6 +23,8 @@ from async_grpo.weights.base import HeldWeights, SourceReader
 
 TENSOR_PARALLEL = 2
 ENGINE = "engine"
+PIECE_BYTES = 256 << 20
+"""More than any cache holds, and little beside the model."""
 
 
 class KeptBoard:
@@ -73,8 +75,9 @@ class RankSide:
         self._policy = policy
         self._exporter = WeightExporter(policy, config, self._board, epoch=1)  # type: ignore[arg-type]
         self._bits = [parameter.data.view(-1).view(torch.int16) for parameter in model.parameters()]
-        share = sum(bits.nbytes for bits in self._bits) * TENSOR_PARALLEL // ranks
-        self._source, self._target = np.ones(share, np.uint8), np.zeros(share, np.uint8)
+        self._share = sum(bits.nbytes for bits in self._bits) * TENSOR_PARALLEL // ranks
+        piece = min(self._share, PIECE_BYTES)
+        self._source, self._target = np.ones(piece, np.uint8), np.zeros(piece, np.uint8)
         self._run = config.local_name
 
     async def answer_touch(self) -> None:
@@ -83,9 +86,12 @@ class RankSide:
             bits.bitwise_xor_(1)
 
     async def answer_memcpy(self) -> float:
-        """Seconds of one memcpy of as many bytes as this rank copies."""
-        started_s = time.monotonic()
-        np.copyto(self._target, self._source)
+        """Seconds of one memcpy of as many bytes as this rank copies, from and to one piece of memory."""
+        started_s, left = time.monotonic(), self._share
+        while left > 0:
+            size = min(left, len(self._target))
+            np.copyto(self._target[:size], self._source[:size])
+            left -= size
         return time.monotonic() - started_s
 
     async def answer_publish(self, version: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from async_grpo.app.bench.measure import Measurement, Step
 from async_grpo.app.bench.rig import LineChild, ask_all
 from async_grpo.app.bench.weights.baselines import WAIT_S, TransferBaseline, tcp
 from async_grpo.app.bench.weights.plane import WARM_UPS
-from async_grpo.app.bench.weights.rank import ENGINE
+from async_grpo.app.bench.weights.rank import ENGINE, PIECE_BYTES
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.shared_memory import allocate, remove_stores, store_path
@@ -33,7 +33,6 @@ from async_grpo.wire.board import PublisherAddress
 
 MODULE = "async_grpo.app.bench.weights.rank"
 ENGINES = 2
-PIECE_BYTES = 256 << 20
 DENSE = WeightsConfig(encoding="dense")
 
 
