@@ -22,7 +22,7 @@ import psutil
 from pydantic import BaseModel
 
 from async_grpo.app.launch import inputs, preflight
-from async_grpo.app.launch.memory_plan import model_bytes
+from async_grpo.app.launch.memory_plan import copies_in_shared_memory, model_bytes
 from async_grpo.app.launch.run_folder import PATIENCE_S
 from async_grpo.config import RunConfig
 from async_grpo.data.arithmetic import STREAM, ProblemSet
@@ -172,14 +172,18 @@ def _reach_redis(config: RunConfig) -> str:
 
 
 def _check_plan_of_memory(config: RunConfig) -> Finding:
-    """Check /dev/shm: it holds two copies of the weights for the publisher and two for the machine's receiver."""
+    """Check /dev/shm: it holds the copies of the weights of the publisher and of the machine's receiver."""
+    copies = copies_in_shared_memory(config)
     copy, free = model_bytes(config), shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     if copy is None:
         return Finding("Shared memory", True, f"{gib(free)} GiB free; the model is made here and small, or not known")
-    found = f"{gib(free)} GiB free in /dev/shm, 4 * {gib(copy)} = {gib(4 * copy)} GiB are needed for the weights"
-    size = -(-4 * copy // GIB) + 1
+    needed = copies * copy
+    found = f"{gib(free)} GiB free in /dev/shm, {copies} * {gib(copy)} = {gib(needed)} GiB are needed for the weights"
+    size = -(-needed // GIB) + 1
     fix = f"mount -o remount,size={size}G /dev/shm, or docker run --shm-size={size}g"
-    return Finding("Shared memory", free >= 4 * copy, found, fix)
+    if copies > 3:
+        fix += "; weights.receiver_slots: 1 saves a copy"
+    return Finding("Shared memory", free >= needed, found, fix)
 
 
 def _check_memory_of(config: RunConfig) -> Finding:

@@ -38,6 +38,11 @@ class WeightsConfig(StrictModel):
     relay_advertise: Host | None = None
     """The same for the relay of this machine; set it on each machine with -o. None: the host of `relay_bind`; if that
     is 0.0.0.0, the address with which this machine reaches the publisher."""
+    receiver_slots: Literal[1, 2] = 2
+    """Copies of the model that a rollout machine keeps in shared memory. 2: the next version comes while engines load
+    this one, and a whole one is always there. 1: half the memory; the next version replaces this one in place, once
+    every engine of the machine has taken it (or after `request_timeout_s`), and an engine that starts meanwhile waits
+    for it."""
     fanout: NonNegativeInt = 2
     """Copies that the publisher and every relay send. 0: all receivers fetch from the publisher."""
     encoding: Encoding = "auto"

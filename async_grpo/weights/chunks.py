@@ -100,11 +100,11 @@ def changed_tensors(
     chunks: Sequence[Chunk],
     old_hashes: Hashes,
     new_hashes: Hashes,
-    old: memoryview,
+    old: memoryview | None,
     new: memoryview,
 ) -> list[bool]:
     """Whether each tensor of the layout changed. Exact: if a changed chunk holds several tensors, compares their
-    bytes."""
+    bytes. Without the `old` bytes, all of them count as changed."""
     differs = old_hashes != new_hashes
     starts = [chunk.start for chunk in chunks]
     flags: list[bool] = []
@@ -113,7 +113,7 @@ def changed_tensors(
         first = max(0, bisect_left(starts, begin + 1) - 1)
         touched = [index for index in range(first, bisect_left(starts, end)) if differs[index]]
         whole = any(begin <= chunks[index].start and chunks[index].stop <= end for index in touched)
-        flags.append(whole or (bool(touched) and not _equal(old[begin:end], new[begin:end])))
+        flags.append(whole or (bool(touched) and (old is None or not _equal(old[begin:end], new[begin:end]))))
     return flags
 
 

@@ -60,16 +60,16 @@ def check_room(path: Path, size: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if free < size:
         raise WeightsError(
-            f"a weight store of {size} bytes (2 slots of the whole model) does not fit into {path.parent}: "
+            f"a weight store of {size} bytes (its slots hold the whole model each) does not fit into {path.parent}: "
             f"{free} bytes are free, {size - free} too few. Free or enlarge it "
             "(mount -o remount,size=..., docker run --shm-size=...)."
         )
     available = _available_bytes()
     if available is not None and available < size:
         raise WeightsError(
-            f"a weight store of {size} bytes (2 slots of the whole model) does not fit into memory: {available} bytes "
-            f"are available, {size - available} too few. Free memory, or use a machine with more: pages of "
-            f"{path.parent} cannot be given back while they are in use."
+            f"a weight store of {size} bytes (its slots hold the whole model each) does not fit into memory: "
+            f"{available} bytes are available, {size - available} too few. Free memory, or use a machine with more: "
+            f"pages of {path.parent} cannot be given back while they are in use."
         )
 
 

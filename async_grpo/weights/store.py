@@ -1,11 +1,11 @@
-"""Two versions of the whole model in shared memory, for every process of one machine.
+"""One or two versions of the whole model in shared memory, for every process of one machine.
 
     header | layout | notes 0 | notes 1 | slot 0 | slot 1
 
-The header has, for each slot, the version in it, the length of its notes and a sequence number: even while the content
-is whole, odd while it is written (a seqlock). The writer fills a slot and then commits it. Readers ask for one version,
-read it in place, and check afterwards that the sequence number has not changed. No process waits for another while
-weights are copied.
+A store of one slot is that much shorter: whatever is written replaces the only version. The header has, for each slot,
+the version in it, the length of its notes and a sequence number: even while the content is whole, odd while it is
+written (a seqlock). The writer fills a slot and then commits it. Readers ask for one version, read it in place, and
+check afterwards that the sequence number has not changed. No process waits for another while weights are copied.
 
 Why this holds on any processor. The header is read and written only under `flock` of the store's file, for
 microseconds. The kernel's lock orders everything before an unlock before everything after the next lock, on aarch64 as
@@ -114,18 +114,18 @@ class WeightStore:
         self._notes = [block[notes_at + slot * self._notes_bytes :][: self._notes_bytes] for slot in (0, 1)]
         slot_bytes = page_up(self.layout.total_bytes)
         slots_at = notes_at + 2 * self._notes_bytes
-        self._slots = [block[slots_at + slot * slot_bytes :][: self.layout.total_bytes] for slot in (0, 1)]
+        self._slots = [block[at:][: self.layout.total_bytes] for at in range(slots_at, len(block), slot_bytes)]
 
     @classmethod
-    def create(cls, path: Path, layout: TensorLayout, *, chunks: int = 0) -> WeightStore:
+    def create(cls, path: Path, layout: TensorLayout, *, chunks: int = 0, slots: int = 2) -> WeightStore:
         """Create or replace the store at `path`, mode 600, all pages allocated, with room for notes on `chunks` chunks.
 
-        Raises WeightsError if there is no room for two copies of the model.
+        Raises WeightsError if there is no room for `slots` (1 or 2) copies of the model.
         """
         described = encode(layout)
         notes_bytes = page_up(PAGE + 8 * chunks + len(layout.tensors))
         slots_at = page_up(PAGE + len(described)) + 2 * notes_bytes
-        descriptor, memory = allocate(path, slots_at + 2 * page_up(layout.total_bytes))
+        descriptor, memory = allocate(path, slots_at + slots * page_up(layout.total_bytes))
         _PREFIX.pack_into(memory, 0, MAGIC, FORMAT, len(described), notes_bytes)
         memory[PAGE : PAGE + len(described)] = described
         return cls(path, descriptor, memory)
@@ -167,7 +167,7 @@ class WeightStore:
             return int(self._heads[slot, _SEQUENCE])
 
     def begin(self, sparing: WeightVersion | None = None) -> memoryview:
-        """A slot to write into: the one without the newest version, unless that one holds `sparing`.
+        """A slot to write into: of two the one without the newest version, unless that one holds `sparing`.
 
         Snapshots of the version that it held become invalid.
         """
@@ -176,6 +176,11 @@ class WeightStore:
             self._heads[slot, _SEQUENCE] |= 1
             self._writing = slot
         return self._slots[slot]
+
+    @property
+    def slots(self) -> int:
+        """How many versions have room: 1 or 2."""
+        return len(self._slots)
 
     @property
     def writing(self) -> int:
@@ -244,6 +249,8 @@ class WeightStore:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _next_slot(self, sparing: WeightVersion | None) -> int:
+        if self.slots == 1:
+            return 0
         if not (self._is_whole(0) and self._is_whole(1)):
             return 1 if self._is_whole(0) else 0
         older = min((0, 1), key=self._commit_number)

@@ -1,6 +1,7 @@
 """What every transport of weights promises to the trainer and to rollout servers (`async_grpo.weights.base`).
 
-A transport is one entry of TRANSPORTS. All tests of a transport share one sender, so versions rise from test to test.
+A transport is one entry of TRANSPORTS, with one or two slots in the receiver's store. All tests of a transport share
+one sender, so versions rise from test to test.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ async def through_a_damaged_copy(sender: WeightSender, board: Board, newest: Wei
 
 @dataclass(frozen=True)
 class Transport:
-    """One value of `weights.transport`, and how a test damages what travels."""
+    """One entry of PLACES, and how a test damages what travels."""
 
     name: str
     spoiling: Callable[[WeightSender, Board, WeightVersion], AbstractAsyncContextManager[None]]
@@ -73,7 +74,9 @@ class Transport:
 
 TRANSPORTS = [
     Transport("zmq", spoiling=through_a_bad_proxy),
+    Transport("zmq, one slot", spoiling=through_a_bad_proxy),
     Transport("shared_filesystem", spoiling=through_a_damaged_copy),
+    Transport("shared_filesystem, one slot", spoiling=through_a_damaged_copy, marks=(pytest.mark.slow,)),
     Transport("object_store", spoiling=through_a_damaged_copy, marks=(pytest.mark.slow,)),
 ]
 

@@ -27,9 +27,21 @@ def _in_a_bucket() -> Iterator[dict[str, Any]]:
         yield {"location": f"{url}/runs"}
 
 
+ONE_SLOT: dict[str, Any] = {"receiver_slots": 1, "request_timeout_s": 1.0}
+"""What the tests do not take is overwritten after a second."""
+
+
+@contextmanager
+def _in_a_folder_and_one_slot() -> Iterator[dict[str, Any]]:
+    with _in_a_folder() as keys:
+        yield {**keys, **ONE_SLOT, "transport": "shared_filesystem"}
+
+
 PLACES: dict[str, Place] = {
     "zmq": lambda: nullcontext({}),
+    "zmq, one slot": lambda: nullcontext({**ONE_SLOT, "transport": "zmq"}),
     "shared_filesystem": _in_a_folder,
+    "shared_filesystem, one slot": _in_a_folder_and_one_slot,
     "object_store": _in_a_bucket,
 }
 

@@ -120,6 +120,8 @@ class DevicePlan:
     """Share of the device that a rank may take."""
     sharing: Literal["off", "split", "sleep"] = "off"
     """How the two sides share a device (`launch.share_devices`)."""
+    stored_copies: int = 4
+    """Copies of the model in the shared memory of a machine that has both sides (`copies_in_shared_memory`)."""
 
     def check(self) -> None:
         """Raise ConfigError, with the arithmetic, for devices that are too small."""
@@ -172,8 +174,8 @@ class DevicePlan:
         if together := self._together():
             sums = "; ".join(f"{_sum(summands)} GiB {phase}" for phase, summands in together.items())
             found.append(("shared device", f"{sums}; of {self.trainer_gib:g} GiB"))
-        # docs/weights.md: two copies for the publisher, two for the receiver that all engines of a machine share.
-        found.append(("shared memory", f"/dev/shm: {gib(4 * self.model_bytes)} GiB = 4 * {gib(self.model_bytes)}"))
+        size = f"{gib(self.stored_copies * self.model_bytes)} GiB = {self.stored_copies} * {gib(self.model_bytes)}"
+        found.append(("shared memory", f"/dev/shm: {size}"))
         return found
 
     def _together(self) -> dict[str, dict[str, int]]:
@@ -206,6 +208,12 @@ def model_shape(config: RunConfig) -> ModelShape | None:
     return _shape(Path() if folder is None else folder / "config.json", config.model.architecture)
 
 
+def copies_in_shared_memory(config: RunConfig) -> int:
+    """Copies of the model where both sides run: two of the publisher, and those of the receiver that all engines of the
+    machine share (docs/weights.md)."""
+    return 2 + config.weights.receiver_slots
+
+
 def model_bytes(config: RunConfig) -> int | None:
     """Bytes of one copy of the weights; None for a generated model or one of unknown shape."""
     shape = None if config.model.path is None else model_shape(config)
@@ -236,6 +244,7 @@ def device_plan(config: RunConfig) -> DevicePlan | None:
         engine=engine_memory(config, shape) if generates.visible_variable else None,
         engine_gib=engine_gib,
         model_bytes=ELEMENT_BYTES[config.model.precision] * shape.parameters,
+        stored_copies=copies_in_shared_memory(config),
         trainer_share=trainer.device_memory_share,
         sharing=config.launch.share_devices,
     )

@@ -189,8 +189,8 @@ class FolderReceiver:
             self._chain, self._fetch = chain, self._slots.begin(manifest)
 
     def _chunk_reader(self, fetch: Fetch, index: int) -> Callable[[], bytearray]:
-        """A job. What it reads of the store is not overwritten before the fetch has ended."""
-        chain, before, place = self._chain, self._kept.served(self._slots.newest), fetch.served.chunks[index]
+        """A job. What it reads of the store is not overwritten before its own chunk is taken."""
+        chain, before, place = self._chain, fetch.before, fetch.served.chunks[index]
         assert chain is not None
         if before is None or not chain.reaches_held or index in self._refused:
             return partial(chain.chunk, index, place, None)
@@ -246,7 +246,7 @@ class FolderReceiver:
 
     def _commit(self, fetch: Fetch) -> None:
         assert self._chain is not None
-        before, stats = self._slots.newest, self._stats
+        before, stats = self._slots.last, self._stats
         self._slots.commit(fetch)
         stats.versions += 1
         stats.dense_bytes += fetch.manifest.layout.total_bytes

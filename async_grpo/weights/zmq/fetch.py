@@ -1,11 +1,12 @@
-"""Fetches one version into the back slot: which chunks to request, which have arrived, which are missing.
+"""Fetches one version into a slot: which chunks to request, which have arrived, which are missing.
 
     chunk unchanged since the version before?        --> copied from there
     a patch is offered, and the base is here?        --> base copied, patch applied
     otherwise                                        --> dense
 
-Every chunk must pass its hash before it counts. `ChunkSchedule` (pure) decides what to request: at most `credits`
-chunks at a time, and late ones again.
+Where the slot holds the version before itself, nothing is copied: what has not changed is there, and patches are
+applied in place. Every chunk must pass its hash before it counts. `ChunkSchedule` (pure) decides what to request: at
+most `credits` chunks at a time, and late ones again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks, delta
-from async_grpo.weights.chunks import cut, hash_chunk
+from async_grpo.weights.chunks import Chunk, cut, hash_chunk
 from async_grpo.weights.manifest import WeightManifest
 from async_grpo.weights.store import VersionNotes
 from async_grpo.weights.zmq.chunk_server import ServedVersion
@@ -138,7 +139,11 @@ class ChunkSchedule:
 
 
 class Fetch:
-    """Fills `block` with the version of `manifest`; `before` is the version in the other slot."""
+    """Fills `block` with the version of `manifest`; `before` is the version before it, of the other slot or of `block`
+    itself.
+
+    `torn`: the block holds parts of a version that never became whole. Those that belong to this one are kept.
+    """
 
     def __init__(
         self,
@@ -147,6 +152,8 @@ class Fetch:
         before: ServedVersion | None,
         config: WeightsConfig,
         stats: ReceiverStats,
+        *,
+        torn: bool = False,
     ) -> None:
         """Raises WeightsCorrupt if the manifest does not have one hash for every chunk of its layout."""
         chunks = cut(manifest.layout, manifest.chunk_bytes)
@@ -156,8 +163,10 @@ class Fetch:
         self.served = ServedVersion.of(manifest, chunks, block)
         self._arrived = self.served.arrived = bytearray(len(chunks))
         self._stats = stats
-        self._before = before if before is not None and list(before.chunks) == chunks else None
-        same = np.zeros(len(chunks), np.bool_) if self._before is None else self.served.hashes == self._before.hashes
+        self.before = before if before is not None and list(before.chunks) == chunks else None
+        """The version whose chunks may be used; None if there is none."""
+        self._in_place = torn or (self.before is not None and self.before.block is block)
+        same = np.full(len(chunks), torn) if self.before is None else self.served.hashes == self.before.hashes
         self._unchanged = deque(np.flatnonzero(same).tolist())
         missing = np.flatnonzero(~same).tolist()
         self.schedule = ChunkSchedule(
@@ -186,20 +195,21 @@ class Fetch:
         ]
 
     def copy_unchanged(self) -> list[int]:
-        """Copy a few chunks from the version before. Returns those that pass their hash; the others are fetched."""
-        assert self._before is not None
+        """Copy a few chunks from the version before, unless they lie here. Returns those that pass their hash; the
+        others are fetched."""
         copied: list[int] = []
         for _ in range(min(COPIES_AT_ONCE, len(self._unchanged))):
             index = self._unchanged.popleft()
             chunk = self.served.chunks[index]
-            chunk.of(self.served.block)[:] = chunk.of(self._before.block)
+            self._copy_base(chunk)
             if self._is_right(index, chunk.of(self.served.block)):
                 copied.append(index)
                 self._arrived[index] = 1
                 self._stats.unchanged_chunks += 1
             else:
                 self.schedule.add(index)
-                count(self._stats.fallbacks, "base damaged")
+                if self.before is not None:
+                    count(self._stats.fallbacks, "base damaged")
         return copied
 
     def accept(self, reply: ChunkReply, payload: memoryview) -> bool:
@@ -221,11 +231,12 @@ class Fetch:
 
     def notes(self) -> VersionNotes:
         """Notes to commit with the version: hashes for the next base, and which tensors changed."""
-        served, before, manifest = self.served, self._before, self.manifest
+        served, before, manifest = self.served, self.before, self.manifest
         changed = b""
         if before is not None:
+            old = None if self._in_place else before.block
             flags = chunks.changed_tensors(
-                manifest.layout, served.chunks, before.hashes, served.hashes, before.block, served.block
+                manifest.layout, served.chunks, before.hashes, served.hashes, old, served.block
             )
             changed = chunks.pack(flags)
         return VersionNotes(
@@ -241,11 +252,11 @@ class Fetch:
         base = self.manifest.base
         if base is None or not anything_missing:
             return False
-        if self._before is None:
+        if self.before is None:
             count(self._stats.fallbacks, "no base")
-        elif self._before.identity != base.identity:
+        elif self.before.identity != base.identity:
             count(self._stats.fallbacks, "another base")
-        elif self._before.digest != base.digest:
+        elif self.before.digest != base.digest:
             count(self._stats.fallbacks, "base differs")
         else:
             return True
@@ -260,11 +271,11 @@ class Fetch:
         return True
 
     def _apply_patch(self, index: int, patch: memoryview) -> bool:
-        if self._before is None:
+        if self.before is None:
             return False
         chunk = self.served.chunks[index]
         target = chunk.of(self.served.block)
-        target[:] = chunk.of(self._before.block)
+        self._copy_base(chunk)
         try:
             delta.apply(target, patch)
         except WeightsCorrupt:
@@ -276,6 +287,10 @@ class Fetch:
         self.served.patches[index] = bytes(patch)
         self._stats.patched_chunks += 1
         return True
+
+    def _copy_base(self, chunk: Chunk) -> None:
+        if self.before is not None and not self._in_place:
+            chunk.of(self.served.block)[:] = chunk.of(self.before.block)
 
     def _is_right(self, index: int, data: memoryview) -> bool:
         return hash_chunk(data) == int(self.served.hashes[index])

@@ -117,6 +117,7 @@ class _Server:
     outgoing: bytearray = field(default_factory=bytearray)
     held: WeightVersion | None = None
     held_s: float = 0.0
+    taken: WeightVersion | None = None
 
 
 class LocalClients:
@@ -157,6 +158,11 @@ class LocalClients:
         """Whether an engine is loading this version, and has not taken longer than `longest_hold_s`."""
         oldest = time.monotonic() - self._longest_hold_s
         return any(server.held == identity and server.held_s > oldest for server in self._servers.values())
+
+    @property
+    def await_newest(self) -> bool:
+        """Whether a server has not yet taken the newest version."""
+        return any(server.taken != self.newest for server in self._servers.values())
 
     def tell_all(self, message: ReceiverState | Failed) -> None:
         """Send to all servers. One that has not read its last state is left out: states replace each other."""
@@ -201,6 +207,7 @@ class LocalClients:
         match message:
             case ServerHello():
                 server.name = message.name
+                server.taken = WeightVersion(*message.has) if message.has else None
                 self.store_is_used |= message.has is not None
                 self._hold(server, WeightVersion(*message.holding) if message.holding else None)
             case FollowPublisher(address=address):
@@ -214,6 +221,7 @@ class LocalClients:
 
     def _hold(self, server: _Server, identity: WeightVersion | None) -> None:
         server.held, server.held_s = identity, time.monotonic()
+        server.taken = identity or server.taken
 
     def _send(self, server: _Server, message: Record) -> None:
         server.outgoing += frame(message)

@@ -8,7 +8,7 @@
 One thread owns every socket and waits in one poller. What each part waits for:
 
 - A fetch begins when a version is announced, the back slot is free (no engine loads from it and no receiver fetches
-  from it; both are bounded in time), and the manifest has arrived.
+  from it; both are bounded in time), and the manifest has arrived. With one slot, every server has taken what is in it.
 - It ends with the last verified chunk. A newer announcement does not end it: the newer version is fetched next. So a
   receiver that is slower than the trainer skips versions, but completes every fetch that it begins.
 - A parent that is lost (connection broken, or silent for request_timeout_s) is reported to the publisher, which assigns
@@ -250,7 +250,7 @@ class NodeReceiver:
             self._parent = None
 
     def _commit(self, fetch: Fetch) -> None:
-        before, took_s = self._slots.newest, time.monotonic() - fetch.started_s
+        before, took_s = self._slots.last, time.monotonic() - fetch.started_s
         self._slots.commit(fetch)
         self._fetch = None
         self._ask_manifest_s = 0.0

@@ -155,8 +155,9 @@ class ZmqWeightReceiver:
         return WaitTimeout(f"{wanted} from {state.publisher}, which is alive", timeout_s)
 
     async def _take_hold(self) -> WeightVersion:
-        """Ask until the process answers: it may be killed and another one started meanwhile."""
-        deadline = time.monotonic() + HOLD_TIMEOUT_S
+        """Ask until the process answers: it may be killed and another one started meanwhile, or write its only slot."""
+        started_s = time.monotonic()
+        deadline = started_s + HOLD_TIMEOUT_S
         while (remaining := deadline - time.monotonic()) > 0:
             if self._failure is not None:
                 raise self._failure
@@ -169,6 +170,7 @@ class ZmqWeightReceiver:
                         held = await self._held.get()
                     if held.identity is not None:
                         return WeightVersion(*held.identity)
+                    deadline = min(time.monotonic() + HOLD_TIMEOUT_S, started_s + self._config.update_timeout_s)
                     await asyncio.sleep(_CONNECT_RETRY_S)
         raise WaitTimeout("the receiver process to hold the newest weights", HOLD_TIMEOUT_S, "Is it alive")
 

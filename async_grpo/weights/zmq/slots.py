@@ -1,7 +1,12 @@
-"""The two slots of the receiver's store: what they hold, and when one may be overwritten with the next version."""
+"""The slots of the receiver's store: what they hold, and when one may be overwritten with the next version.
+
+With two slots (`weights.receiver_slots`), the next version is written beside the newest one. With one, it replaces the
+newest in place, as soon as every server of the machine has taken that: until the next is whole, there is none.
+"""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Protocol
 
@@ -42,22 +47,29 @@ class StoreSlots:
         self._servers = servers
         self._stats = stats
         self._store: WeightStore | None = None
+        self.last: WeightVersion | None = None
+        """The version that was whole last, whether it still is or not."""
+        self._committed_s = 0.0
+        self._torn = False
 
     @property
     def newest(self) -> WeightVersion | None:
-        """The newest whole version."""
+        """The newest whole version; None while the only slot is written."""
         return self._servers.newest
 
     def is_news(self, identity: WeightVersion | None) -> bool:
-        """Whether this version is newer than the newest one here."""
-        return identity is not None and (self.newest is None or identity > self.newest)
+        """Whether this version is newer than all that were whole here."""
+        return identity is not None and (self.last is None or identity > self.last)
 
     def slot_in_use(self) -> bool:
         """Whether an engine loads, or a receiver fetches, the version that the next one would overwrite."""
         victim = self._store.next_victim() if self._store is not None else None
         if victim is None:
             return False
-        return self._servers.holds(victim) or self._server.in_use_since(victim) is not None
+        if self._servers.holds(victim) or self._server.in_use_since(victim) is not None:
+            return True
+        waited_s = time.monotonic() - self._committed_s
+        return victim == self.newest and waited_s < self._config.request_timeout_s and self._servers.await_newest
 
     def open(self, manifest: WeightManifest) -> None:
         """Make sure that there is a store for versions like this one.
@@ -68,7 +80,8 @@ class StoreSlots:
             self._store = self._adopt(manifest)
         if self._store is None:
             chunks = cut(manifest.layout, manifest.chunk_bytes)
-            self._store = WeightStore.create(self._path, manifest.layout, chunks=len(chunks))
+            slots = self._config.receiver_slots
+            self._store = WeightStore.create(self._path, manifest.layout, chunks=len(chunks), slots=slots)
         if self._store.layout != manifest.layout:
             raise WeightsCorrupt(
                 "the publisher's tensors are not those that this receiver started with; nothing was applied. "
@@ -76,13 +89,17 @@ class StoreSlots:
             )
 
     def begin(self, manifest: WeightManifest) -> Fetch:
-        """Start to fetch this version into the back slot; chunks are served as they arrive."""
+        """Start to fetch this version into the slot that may be written; chunks are served as they arrive."""
         assert self._store is not None
+        before = self._server.served(self.newest)
         victim = self._store.next_victim()
         if victim is not None:
             self._server.withdraw(victim)
+        if victim == self.newest:
+            self._servers.newest = None
         block = self._store.begin()
-        fetch = Fetch(manifest, block, self._server.served(self.newest), self._config, self._stats)
+        fetch = Fetch(manifest, block, before, self._config, self._stats, torn=self._torn)
+        self._torn = self._store.slots == 1
         self._server.offer(fetch.served)
         return fetch
 
@@ -94,7 +111,8 @@ class StoreSlots:
         fetch.served.arrived = None
         if before is not None:
             before.patches = {}  # receivers that still fetch that version get it dense
-        self._servers.newest = fetch.identity
+        self._set_newest(fetch.identity)
+        self._torn = False
 
     def abandon(self, fetch: Fetch) -> None:
         """Stop serving a version that will not be completed."""
@@ -105,6 +123,10 @@ class StoreSlots:
         if self._store is not None:
             self._store.unlink()
         self._path.unlink(missing_ok=True)
+
+    def _set_newest(self, identity: WeightVersion | None) -> None:
+        self._servers.newest = self.last = identity
+        self._committed_s = time.monotonic()
 
     def _adopt(self, manifest: WeightManifest) -> WeightStore | None:
         """The store that a killed receiver left, which servers use; None if it cannot be used.
@@ -118,7 +140,8 @@ class StoreSlots:
                 snapshot = store.snapshot(newest)
                 if snapshot.notes.hashes and snapshot.notes.chunk_bytes == manifest.chunk_bytes:
                     self._server.offer(_served_again(snapshot, manifest))
-                self._servers.newest = newest
+                self._set_newest(newest)
+            self._torn = newest is None and store.slots == 1
             return store
         except WeightsError as error:
             log.warning("the store of an earlier receiver cannot be used", error=str(error))

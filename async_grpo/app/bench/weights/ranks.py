@@ -4,7 +4,8 @@
     baselines, same round     one memcpy of a shard, all ranks at once; a TCP loop, then both engines' copies
 
 All ranks change all values before every version, which is sent dense. The TCP loop sends the same bytes piece by piece
-into one piece of memory, because the machine would not hold another copy. Shared memory is what the stores take.
+into one piece of memory, because the machine would not hold another copy. Shared memory is what the stores take; the
+receiver's has one slot.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from async_grpo.wire.board import PublisherAddress
 
 MODULE = "async_grpo.app.bench.weights.rank"
 ENGINES = 2
-DENSE = WeightsConfig(encoding="dense")
+DENSE = WeightsConfig(encoding="dense", receiver_slots=1)
 
 
 @dataclass(frozen=True, slots=True)

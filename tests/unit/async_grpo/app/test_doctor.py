@@ -330,7 +330,9 @@ def test_what_the_run_lacks_is_named_with_what_to_type(tmp_path: Path, monkeypat
     wrong = {name: finding for name, finding in findings.items() if finding.ok is False}
     assert wrong.keys() == {"Shared memory", "Memory of the run", "Disk", "Ports of the run", "Redis"}
     assert "4 * 15.0 = 60.0 GiB are needed" in wrong["Shared memory"].found
-    assert wrong["Shared memory"].fix == "mount -o remount,size=61G /dev/shm, or docker run --shm-size=61g"
+    assert wrong["Shared memory"].fix == (
+        "mount -o remount,size=61G /dev/shm, or docker run --shm-size=61g; weights.receiver_slots: 1 saves a copy"
+    )
     assert "rollout.http.port and rollout.http.port, which 2 servers share" in wrong["Ports of the run"].found
     assert "the server at 127.0.0.1:1 has not answered" in wrong["Redis"].found
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt
-from async_grpo.weights.zmq.fetch import MAX_ATTEMPTS, ChunkSchedule, FetchInterrupted
+from async_grpo.weights import delta
+from async_grpo.weights.chunks import cut, digest, hash_chunk, pack_hashes
+from async_grpo.weights.manifest import BaseVersion, WeightManifest, layout_of
+from async_grpo.weights.zmq.chunk_server import ServedVersion
+from async_grpo.weights.zmq.fetch import MAX_ATTEMPTS, ChunkSchedule, Fetch, FetchInterrupted
+from async_grpo.weights.zmq.messages import ChunkReply, ReceiverStats
 
 
 def schedule_of(count: int, *, patched: bool = False) -> ChunkSchedule:
@@ -90,3 +97,80 @@ def test_a_chunk_can_be_added_while_others_are_under_way() -> None:
     schedule.add(7)
     assert not schedule.done
     assert schedule.take(0.0) == [(7, False)]
+
+
+LAYOUT = layout_of([("a", "bfloat16", [64]), ("b", "bfloat16", [64])])
+CHUNK_BYTES = 64
+
+
+class Block:
+    """The only slot of a store: four chunks of 64 bytes, of two tensors."""
+
+    def __init__(self, content: bytes) -> None:
+        self.memory = memoryview(bytearray(content))
+        self.stats = ReceiverStats()
+
+    def fetch(self, content: bytes, version: int, *, before: ServedVersion | None, torn: bool = False) -> Fetch:
+        chunks = cut(LAYOUT, CHUNK_BYTES)
+        base = None
+        if before is not None:
+            base = BaseVersion(epoch=before.identity.epoch, version=before.identity.version, digest=before.digest)
+        manifest = WeightManifest(
+            epoch=1,
+            version=version,
+            layout=LAYOUT,
+            chunk_bytes=CHUNK_BYTES,
+            hashes=pack_hashes([hash_chunk(chunk.of(memoryview(content))) for chunk in chunks]),
+            key=b"k" * 16,
+            base=base,
+        )
+        return Fetch(manifest, self.memory, before, WeightsConfig(), self.stats, torn=torn)
+
+
+def reply(index: int, version: int, *, patch: bool) -> ChunkReply:
+    return ChunkReply(epoch=1, version=version, index=index, patch=patch)
+
+
+def test_a_version_replaces_the_one_before_it_in_place() -> None:
+    old = np.arange(256, dtype=np.uint8).tobytes()
+    new = bytearray(old)
+    new[70] ^= 1
+    new[200] ^= 1
+    block = Block(old)
+    first = block.fetch(old, 1, before=None, torn=True)
+    first.copy_unchanged()
+    assert first.done
+    assert first.notes().digest == digest(first.manifest.hashes)
+    fetch = block.fetch(bytes(new), 2, before=first.served)
+    assert sorted(fetch.copy_unchanged()) == [0, 2]
+    assert sorted(index for index, _ in fetch.schedule.take(0.0)) == [1, 3]
+    patch = delta.encode(memoryview(old)[64:128], memoryview(new)[64:128], 2)
+    assert fetch.accept(reply(1, 2, patch=True), memoryview(patch))
+    assert fetch.accept(reply(3, 2, patch=False), memoryview(new)[192:256])
+    assert fetch.done
+    assert bytes(block.memory) == bytes(new)
+    assert fetch.notes().base == (1, 1)
+    assert block.stats.fallbacks == {}
+
+
+def test_a_patch_whose_result_is_wrong_is_made_good_by_the_dense_chunk_in_place() -> None:
+    old, new = bytes(256), bytes([7]) * 256
+    block = Block(old)
+    first = block.fetch(old, 1, before=None, torn=True)
+    first.copy_unchanged()
+    fetch = block.fetch(new, 2, before=first.served)
+    assert fetch.schedule.take(0.0) == [(index, True) for index in range(4)]
+    wrong = delta.encode(memoryview(old)[:64], memoryview(bytes([9]) * 64), 2)
+    assert not fetch.accept(reply(0, 2, patch=True), memoryview(wrong))
+    assert fetch.schedule.take(0.0) == [(0, False)]
+    assert fetch.accept(reply(0, 2, patch=False), memoryview(new)[:64])
+    assert bytes(block.memory[:64]) == new[:64]
+
+
+def test_what_a_version_that_never_became_whole_left_is_kept_where_it_fits() -> None:
+    wanted = np.arange(256, dtype=np.uint8).tobytes()
+    block = Block(bytes(64) + wanted[64:192] + bytes(64))
+    fetch = block.fetch(wanted, 3, before=None, torn=True)
+    assert sorted(fetch.copy_unchanged()) == [1, 2]
+    assert fetch.schedule.take(0.0) == [(0, False), (3, False)]
+    assert fetch.notes().base is None

@@ -17,7 +17,7 @@ from async_grpo.weights import shared_memory
 from async_grpo.weights import store as store_module
 from async_grpo.weights.chunks import pack
 from async_grpo.weights.manifest import WeightVersion, layout_of
-from async_grpo.weights.shared_memory import remove_stores, store_path
+from async_grpo.weights.shared_memory import page_up, remove_stores, store_path
 from async_grpo.weights.store import VersionNotes, WeightStore
 
 LAYOUT = layout_of([("a", "uint8", [100]), ("b", "float32", [16])])
@@ -173,3 +173,21 @@ def test_a_process_that_stops_with_the_lock_is_named(path: Path, monkeypatch: py
     with other._header(fcntl.LOCK_SH), pytest.raises(WaitTimeout, match=r"the lock of .*test\.weights"):
         store.begin()
     store.begin()
+
+
+def test_a_store_of_one_slot_replaces_its_only_version(path: Path) -> None:
+    WeightStore.create(path, LAYOUT)
+    two_slots = path.stat().st_size
+    store = WeightStore.create(path, LAYOUT, slots=1)
+    assert path.stat().st_size == two_slots - page_up(LAYOUT.total_bytes)
+    store.begin()
+    store.commit(WeightVersion(0, 1))
+    reader = WeightStore.open(path)
+    snapshot = reader.snapshot(WeightVersion(0, 1))
+    assert (reader.slots, store.next_victim()) == (1, WeightVersion(0, 1))
+    store.begin()
+    assert reader.identity is None
+    with pytest.raises(WeightsCorrupt, match="overwritten"):
+        snapshot.verify()
+    store.commit(WeightVersion(0, 2))
+    assert reader.identity == WeightVersion(0, 2)
