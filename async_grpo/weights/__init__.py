@@ -6,6 +6,7 @@ transports.
     chunks, delta   the block of a model cut and hashed; lossless patches between two versions
     store           two versions in shared memory
     zmq/            the default transport
+    collective/     the same, with versions broadcast by torch.distributed
     folder/         a folder that all machines mount, or a bucket
 
 Child processes pass through this module, so it imports nothing before a factory is called.
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSender:
     """The sender of `weights.transport`. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
     match config.weights.transport:
-        case "zmq":
+        case "zmq" | "collective":
             from async_grpo.weights.zmq.sender import ZmqWeightSender
 
             return ZmqWeightSender(layout, config.local_name, epoch, config.weights)

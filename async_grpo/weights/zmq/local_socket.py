@@ -273,7 +273,7 @@ def start_receiver(paths: ReceiverPaths, config: WeightsConfig) -> subprocess.Po
         if not try_lock(lock):
             return None
         marked = {MARK_VARIABLE: run_mark(os.environ.get(MARK_VARIABLE, ""))}
-        module = "zmq.node_receiver" if config.transport == "zmq" else "folder.receiver"
+        module = "zmq.node_receiver" if config.location is None else "folder.receiver"
         program = [sys.executable, "-m", f"async_grpo.weights.{module}"]
         return subprocess.Popen(
             [*program, str(paths.store), config.model_dump_json()],

@@ -11,6 +11,7 @@
               ---ParentAssignment (ROUTER)->             from whom to fetch
               <--ManifestRequest------------
               ---ManifestReply-------------->
+              <--GroupEntry----------------->            how a group of `collective` meets
               <--ReceiverLeaving-------------
 
     publisher | relay  <--ChunkRequest (DEALER)--  receiver
@@ -107,11 +108,32 @@ class ParentAssignment(Record, frozen=True, kw_only=True, tag="assignment"):
 class ManifestRequest(Record, frozen=True, kw_only=True, tag="manifest_request"):
     """Asks for the newest manifest."""
 
+    joins: bool = False
+    """Whether this receiver can take part in a broadcast at once: its store is there."""
+
+
+class GroupInvitation(Record, frozen=True, kw_only=True, tag="invitation"):
+    """Take part, with this rank, in the broadcast of the version that comes with it. Groups are numbered; one that a
+    receiver is in already goes on."""
+
+    number: int
+    rank: int
+    size: int
+
+
+class GroupEntry(Record, frozen=True, kw_only=True, tag="group_entry"):
+    """What a member of a group sets for the others. Without a key: why the group will not come about."""
+
+    group: int
+    key: str
+    value: bytes
+
 
 class ManifestReply(Record, frozen=True, kw_only=True, tag="manifest_reply"):
-    """The newest manifest; None before the first version."""
+    """The newest manifest; None before the first version. With a `group`, the version is broadcast."""
 
     manifest: WeightManifest | None = None
+    group: GroupInvitation | None = None
 
 
 class ChunkRequest(Versioned, frozen=True, kw_only=True, tag="chunk_request"):
@@ -146,8 +168,8 @@ class ChunkPending(Record, frozen=True, kw_only=True, tag="waiting"):
 
 
 TrainerOrder = Prepare | Publish | StatsRequest
-TrackerRequest = ReceiverHeartbeat | ReceiverLeaving | ManifestRequest
-TrackerReply = ParentAssignment | ManifestReply
+TrackerRequest = ReceiverHeartbeat | ReceiverLeaving | ManifestRequest | GroupEntry
+TrackerReply = ParentAssignment | ManifestReply | GroupEntry
 ChunkOrder = ChunkRequest | FetchDone
 ChunkAnswer = ChunkReply | VersionGone | ChunkPending
 
@@ -183,6 +205,10 @@ class PublisherStats(msgspec.Struct, kw_only=True, tag="publisher_stats", tag_fi
     """Receivers that fetch from the publisher itself."""
     most_behind: int = 0
     """Versions between the newest and the oldest that a receiver has."""
+    broadcasts: int = 0
+    """Versions that went to a group (`collective`)."""
+    failed_broadcasts: int = 0
+    """Those that did not reach all of it; the rest was fetched."""
     refused: int = 0
     """Peers without this run's key."""
     unsigned: int = 0
@@ -203,6 +229,8 @@ class ReceiverStats(msgspec.Struct, kw_only=True, tag="receiver_stats", tag_fiel
     """Length of all versions that came whole."""
     patched_chunks: int = 0
     dense_chunks: int = 0
+    broadcast_chunks: int = 0
+    """Of a group of `collective`."""
     unchanged_chunks: int = 0
     """Copied from the version before."""
     rerequests: int = 0

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import AsyncGrpoError, WeightsCorrupt
+from async_grpo.weights.collective import make_member
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer
 from async_grpo.weights.zmq.fetch import Fetch, FetchInterrupted
@@ -38,6 +39,8 @@ from async_grpo.weights.zmq.local_socket import Failed, LocalClients, ReceiverPa
 from async_grpo.weights.zmq.messages import (
     ChunkPending,
     FetchDone,
+    GroupInvitation,
+    ManifestReply,
     ManifestRequest,
     ReceiverHeartbeat,
     ReceiverLeaving,
@@ -52,6 +55,7 @@ from async_grpo.weights.zmq.sockets import (
     CurveKeys,
     Socket,
     as_seen_from,
+    host_of,
     is_loopback,
     keys_for,
     listen,
@@ -89,6 +93,7 @@ class NodeReceiver:
         self._parent: ParentConnection | None = None
         self._fetch: Fetch | None = None
         self._gone_at_relay: WeightVersion | None = None
+        self._member = make_member(config)
         self._next_heartbeat_s = self._ask_manifest_s = 0.0
         self._started_s = time.monotonic()
 
@@ -116,6 +121,8 @@ class NodeReceiver:
         address = self._locals.address
         if address is None or (self._publisher is not None and self._publisher.address == address):
             return
+        if self._broadcasts:  # its end comes soon, and until then others write into the slot
+            return
         if self._publisher is not None:
             self._publisher.close()
             self._leave_parent()
@@ -129,7 +136,14 @@ class NodeReceiver:
                 relay=self._relay_endpoint,
             )
         self._publisher = PublisherConnection(self._context, address, self._control_keys)
+        if self._member is not None:
+            self._member.connect(host_of(self._relay_endpoint), self._publisher.send)
         self._next_heartbeat_s = self._ask_manifest_s = 0.0
+
+    @property
+    def _broadcasts(self) -> bool:
+        """Whether a broadcast writes into the slot of the fetch."""
+        return self._member is not None and self._member.worker.busy
 
     def _heartbeat_if_due(self) -> None:
         now = time.monotonic()
@@ -171,12 +185,20 @@ class NodeReceiver:
         if self._slots.slot_in_use():
             return
         self._ask_manifest_s = now + self._config.request_timeout_s
-        publisher.send(ManifestRequest())
+        publisher.send(ManifestRequest(joins=self._member is not None and self._slots.has_store))
 
-    def _take_manifest(self, manifest: WeightManifest | None) -> None:
+    def _take_manifest(self, reply: ManifestReply) -> None:
+        manifest, begun = reply.manifest, self._fetch
         self._ask_manifest_s = time.monotonic() + self._config.heartbeat_s
-        if self._fetch is not None or manifest is None or not self._slots.is_news(manifest.identity):
-            return
+        if begun is None and manifest is not None and self._slots.is_news(manifest.identity):
+            self._begin(manifest, reply.group)
+        if reply.group is not None and self._member is not None:
+            if self._fetch is not None and self._fetch is not begun:
+                self._member.join(reply.group, self._fetch)
+            else:
+                self._member.decline(reply.group)
+
+    def _begin(self, manifest: WeightManifest, group: GroupInvitation | None) -> None:
         assert self._publisher is not None
         manifest.validate()
         self._slots.open(manifest)
@@ -193,10 +215,12 @@ class NodeReceiver:
         if manifest.identity == self._gone_at_relay and self._parent is not None and self._parent.is_relay:
             self._lose_parent("it does not have the newest version")
         self._gone_at_relay = None
-        self._fetch = self._slots.begin(manifest)
+        self._fetch = self._slots.begin(manifest, broadcast=group is not None)
 
     def _advance_fetch(self, publisher: PublisherConnection, fetch: Fetch) -> None:
         now = time.monotonic()
+        if self._broadcasts:
+            return
         if now - fetch.started_s > self._config.update_timeout_s:
             raise FetchInterrupted(
                 f"{fetch.identity} did not come whole in {self._config.update_timeout_s:g} s. Raise "
@@ -288,7 +312,8 @@ class NodeReceiver:
         sockets = [self._relay, *self._guard.sockets]
         sockets += self._publisher.sockets if self._publisher is not None else []
         sockets += self._parent.sockets if self._parent is not None else []
-        for waited_for in (*sockets, *self._locals.descriptors):
+        wakes: list[int] = [self._member.worker.wake] if self._member is not None else []
+        for waited_for in (*sockets, *wakes, *self._locals.descriptors):
             poller.register(waited_for, zmq.POLLIN)
         events = dict(poller.poll(self._poll_timeout_ms()))
         if self._parent is not None and self._parent.dealer in events:
@@ -298,7 +323,9 @@ class NodeReceiver:
         if self._publisher is not None and self._publisher.announcements in events:
             self._take_announcement(self._publisher)
         if self._publisher is not None and self._publisher.requests in events:
-            self._publisher.receive(self._take_manifest)
+            self._publisher.receive(self._take_manifest, self._member.worker.put if self._member else None)
+        if self._member is not None:
+            self._member.advance(self._server.arrived)
         if self._parent is not None and self._parent.monitor in events:
             self._parent.watch()
         for guarded in self._guard.sockets:
@@ -347,6 +374,8 @@ class NodeReceiver:
                     parent.ask(request)
 
     def _close(self) -> None:
+        if self._member is not None:
+            self._member.worker.close()
         self._locals.close()
         self._slots.close()
         if self._publisher is not None:

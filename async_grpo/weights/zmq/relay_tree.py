@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.messages import (
+    GroupEntry,
     ManifestRequest,
     ParentAssignment,
     PublisherStats,
@@ -130,6 +131,7 @@ class RelayTracker:
         self._silence_s = HEARTBEATS_OF_SILENCE * heartbeat_s
         self._heard_s: dict[str, float] = {}
         self._held: dict[str, WeightVersion | None] = {}
+        self._peers: dict[str, bytes] = {}
 
     def count(self, stats: PublisherStats, newest: WeightVersion | None) -> None:
         """Set the counters of receivers. Those without weights of the newest epoch are not behind."""
@@ -137,8 +139,23 @@ class RelayTracker:
         held = [identity for identity in self._held.values() if identity and newest and identity.epoch == newest.epoch]
         stats.most_behind = newest.version - min(held).version if newest and held else 0
 
-    def handle(self, frames: Sequence[bytes], manifest: bytes) -> None:
-        """Answer one request; `manifest` is the encoded reply to a request for it."""
+    @property
+    def peers(self) -> Collection[bytes]:
+        """The receivers that are heard, as the socket knows them."""
+        return self._peers.values()
+
+    def send(self, peer: bytes, message: bytes) -> None:
+        """Send to one receiver."""
+        self._router.send_multipart([peer, message], copy=False)
+
+    def handle(
+        self,
+        frames: Sequence[bytes],
+        manifest_for: Callable[[bytes, ManifestRequest], bytes | None],
+        on_entry: Callable[[bytes, GroupEntry], None],
+    ) -> None:
+        """Answer one request. `manifest_for` a receiver is the encoded reply to a request for it, None if it comes
+        later."""
         peer, payload = frames[0], frames[-1]
         try:
             request = _requests.decode(payload)
@@ -146,11 +163,15 @@ class RelayTracker:
             return  # not one of ours
         match request:
             case ReceiverHeartbeat():
-                self._router.send_multipart([peer, encode(self._register(request))])
+                self._peers[request.node] = peer
+                self.send(peer, encode(self._register(request)))
             case ReceiverLeaving(node=node):
                 self._forget(node)
             case ManifestRequest():
-                self._router.send_multipart([peer, manifest], copy=False)
+                if (manifest := manifest_for(peer, request)) is not None:
+                    self.send(peer, manifest)
+            case GroupEntry():
+                on_entry(peer, request)
 
     def forget_silent(self) -> None:
         """Forget receivers that have been silent for too long; called every heartbeat."""
@@ -171,4 +192,4 @@ class RelayTracker:
     def _forget(self, node: str) -> None:
         if node in self._tree:
             self._tree.leave(node)
-            del self._heard_s[node], self._held[node]
+            del self._heard_s[node], self._held[node], self._peers[node]

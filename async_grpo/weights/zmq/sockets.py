@@ -134,6 +134,11 @@ def is_loopback(endpoint: str) -> bool:
     return endpoint.removeprefix("tcp://").startswith(_LOOPBACKS)
 
 
+def host_of(endpoint: str) -> str:
+    """The host of an endpoint."""
+    return _host_and_port(endpoint)[0]
+
+
 def _host_and_port(endpoint: str) -> tuple[str, str]:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return host, port

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from async_grpo.weights.manifest import WeightManifest, WeightVersion
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.messages import (
     Announcement,
     ChunkAnswer,
@@ -24,6 +24,7 @@ from async_grpo.weights.zmq.messages import (
     ChunkReply,
     ChunkRequest,
     FetchDone,
+    GroupEntry,
     ManifestReply,
     ManifestRequest,
     ParentAssignment,
@@ -115,18 +116,23 @@ class PublisherConnection:
         self.announced = decode(self.announcements.recv(), Announcement).identity
         self.heard_s = time.monotonic()
 
-    def receive(self, on_manifest: Callable[[WeightManifest | None], None]) -> None:
-        """Take the reply that has come; a manifest goes to `on_manifest`."""
+    def receive(
+        self, on_manifest: Callable[[ManifestReply], None], on_entry: Callable[[GroupEntry], None] | None
+    ) -> None:
+        """Take the reply that has come; a manifest goes to `on_manifest`, an entry of the group to `on_entry`."""
         reply = _replies.decode(self.requests.recv())
         self.heard_s = time.monotonic()
         match reply:
             case ParentAssignment():
                 self.assignment = reply
-            case ManifestReply(manifest=manifest):
-                on_manifest(manifest)
+            case ManifestReply():
+                on_manifest(reply)
+            case GroupEntry() if on_entry is not None:
+                on_entry(reply)
 
-    def send(self, message: ReceiverHeartbeat | ReceiverLeaving | ManifestRequest) -> None:
-        """Send the message; it is dropped if nothing can be sent, because all of these are repeated."""
+    def send(self, message: ReceiverHeartbeat | ReceiverLeaving | ManifestRequest | GroupEntry) -> None:
+        """Send the message; it is dropped if nothing can be sent, because all of these are repeated, or waited for no
+        longer than a group is."""
         with suppress(zmq.Again):
             self.requests.send(encode(message), zmq.DONTWAIT)
 
