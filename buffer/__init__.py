@@ -2,7 +2,7 @@
 
 from buffer.base import BufferStats, CachedStats, ReplayBuffer, Resume, RunBoard
 from buffer.capacity import TASKS_AHEAD, BufferMemoryPlan, memory_plan
-from buffer.connect import attach, connect, connect_board, is_over, knows_run, open_run, wipe, wipe_run
+from buffer.connect import attach, attach_board, connect, connect_board, is_over, knows_run, open_run, wipe, wipe_run
 from buffer.memory import InMemoryBoard, InMemoryBuffer
 from buffer.redis.board import RedisBoard
 from buffer.redis.buffer import RedisBuffer
@@ -25,6 +25,7 @@ __all__ = [
     "Resume",
     "RunBoard",
     "attach",
+    "attach_board",
     "check_server",
     "connect",
     "connect_board",

@@ -40,6 +40,11 @@ def attach(redis: RedisConfig, run: str) -> RedisBuffer:
     return RedisBuffer(RetryingClient(make_client(redis, run), redis.timeout_s), run)
 
 
+def attach_board(redis: RedisConfig, run: str) -> RedisBoard:
+    """The board of a run, for reading. It checks nothing, and connects when first used."""
+    return RedisBoard(make_client(redis, run), run, timeout_s=redis.timeout_s)
+
+
 async def connect_board(redis: RedisConfig, run: str) -> RedisBoard:
     """The board of `run`. Raises ServerLost, ServerRefused."""
     return RedisBoard(await _checked_client(redis, run), run, timeout_s=redis.timeout_s)

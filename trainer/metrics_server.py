@@ -15,6 +15,7 @@ import asyncio
 import shutil
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,9 +32,10 @@ from starlette.routing import Route
 
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.metrics import METRICS, PHASES
+from async_grpo.telemetry.servers_wanted import MOST, STEPS, ServerDemand
 from async_grpo.telemetry.timeline import START
 from async_grpo.utils.http_server import HttpServer, address_of, listen
-from buffer import CachedStats, RedisBuffer, attach
+from buffer import CachedStats, RedisBuffer, RunBoard, attach, attach_board
 from buffer.base import BufferStats
 
 MAX_REQUESTS = 64
@@ -88,6 +90,8 @@ class TrainerCollector(Collector):
         """None if the buffer did not answer."""
         self.memory = (0, 0)
         """Bytes that the buffer's server uses, and its limit, when it last answered."""
+        self.servers_wanted: int | None = None
+        """None until enough has been measured."""
 
     def collect(self) -> Iterable[Metric]:
         """Yield all metric families."""
@@ -110,6 +114,8 @@ class TrainerCollector(Collector):
         for name, mean in progress.latest.get("reward_by_function", {}).items():
             rewards.add_metric([name], mean)
         yield rewards
+        if self.servers_wanted is not None:
+            yield _gauge("servers_wanted", "Rollout servers that the run can use", self.servers_wanted)
         yield from _disk_metrics(config.run_dir)
         yield from _group_metrics(self.stats)
         if self.stats is not None:
@@ -180,7 +186,11 @@ class MetricsServer:
         self._registry.register(self._collector)
         ProcessCollector(registry=self._registry)
         self._buffer: RedisBuffer | None = None
+        self._board: RunBoard | None = None
         self._recent = CachedStats()
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=STEPS)
+        self.demand = ServerDemand.of(config)
+        """Learns at each scrape; of the pages' thread."""
         # The pages need no key and show no text of samples.
         pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
         app = Starlette(routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()])
@@ -213,6 +223,7 @@ class MetricsServer:
     def step(self, row: Mapping[str, Any]) -> None:
         """Count a finished step."""
         self._progress = self._progress.after(row)
+        self._rows.append(row)
 
     def close(self) -> None:
         """Stop listening; a thread that does not end by then ends with the process."""
@@ -232,8 +243,9 @@ class MetricsServer:
         try:
             await self._server.serve(listener)
         finally:
-            if self._buffer is not None:
-                await self._buffer.aclose()
+            for opened in (self._buffer, self._board):
+                if opened is not None:
+                    await opened.aclose()
 
     async def _healthz(self, _request: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -251,7 +263,14 @@ class MetricsServer:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _ask(self) -> BufferStats:
-        if self._buffer is None:
+        if self._buffer is None or self._board is None:
             self._buffer = attach(self._config.redis, self._config.name)
+            self._board = attach_board(self._config.redis, self._config.name)
+        self.demand.beats(await self._board.servers())
+        while self._rows:
+            self.demand.step(self._rows.popleft())
+        scaled = self._config.launch
+        most = scaled.kubernetes.max_servers or scaled.autoscale.max_servers or MOST
+        self._collector.servers_wanted = self.demand.wanted(most)
         self._collector.memory = await self._buffer.memory()
         return await self._buffer.stats()

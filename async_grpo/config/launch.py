@@ -94,9 +94,18 @@ class KubernetesConfig(StrictModel):
     max_servers: PositiveInt | None = None
     """Most rollout servers that KEDA may start; rollout.servers are the fewest. None: no autoscaler."""
     prometheus: str = "http://prometheus-operated.monitoring:9090"
-    """Address of the Prometheus that the autoscaler asks; it must scrape the rollout servers."""
+    """Address of the Prometheus that the autoscaler asks; it must scrape the trainer."""
     monitoring_namespace: str = "monitoring"
     """Namespace from which metrics may be read."""
+
+
+class AutoscaleConfig(StrictModel):
+    """How many rollout servers `async-grpo run` has, by what the run can use."""
+
+    max_servers: PositiveInt | None = None
+    """Most rollout servers; rollout.servers are the fewest. None: always rollout.servers."""
+    after_s: Seconds = 120.0
+    """Seconds for which more servers must have been of use before one is started, or fewer before one is stopped."""
 
 
 class LaunchConfig(StrictModel):
@@ -106,6 +115,7 @@ class LaunchConfig(StrictModel):
     slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
     ray: RayConfig = RayConfig()
+    autoscale: AutoscaleConfig = AutoscaleConfig()
     cores: CoresConfig = CoresConfig()
     """Who computes where. With lists that have no core in common, neither side takes time from the other."""
     share_devices: Literal["off", "split", "sleep"] = "off"

@@ -99,6 +99,11 @@ class RunConfig(StrictModel):
         return self.rollout.lease_s or LEASE_SHARE * self.redis.timeout_s
 
     @property
+    def most_servers(self) -> int:
+        """The most rollout servers that `async-grpo run` may have at once."""
+        return max(self.rollout.servers, self.launch.autoscale.max_servers or 0)
+
+    @property
     def longest_sample_s(self) -> float:
         """What a sample may take at most: where it is derived, the group that takes its place still comes before the
         trainer gives up."""
@@ -133,6 +138,12 @@ class RunConfig(StrictModel):
         yield from self._clashing_lengths()
         yield from self._clashing_data()
         yield from self._clashing_reference()
+        most = self.launch.autoscale.max_servers
+        if most is not None and most < self.rollout.servers:
+            yield (
+                f"launch.autoscale.max_servers ({most}) is below rollout.servers ({self.rollout.servers}), the fewest "
+                "servers. Raise launch.autoscale.max_servers or lower rollout.servers"
+            )
         if self.launch.share_devices != "off":
             yield from self._clashing_shares()
 

@@ -324,24 +324,22 @@ def _policies(config: RunConfig, name: str) -> list[Object]:
 
 
 def _autoscaler(config: RunConfig, name: str) -> Object:
-    """More servers while less than half of the staleness window is in use, fewer while more is.
-
-    The window is full when servers have generated all that the trainer may take, so that more of them would not help.
-    """
-    site, pods = config.launch.kubernetes, f'{{pod=~"{name}-rollout-.*"}}'
-    share = f"avg_over_time(max(async_grpo_window_fill_ratio{pods})[10m:1m])"
-    servers = f"count(async_grpo_window_fill_ratio{pods})"
-    query = f"{servers} * clamp(1.5 - {share}, 0.5, 1.5)"
+    """As many servers as the trainer's gauge says the run can use (`async_grpo.telemetry.servers_wanted`), in the
+    median of ten minutes, so that neither one step nor a restart of the trainer changes their number."""
+    site = config.launch.kubernetes
+    gauge = f'async_grpo_trainer_servers_wanted{{pod=~"{name}-trainer-.*"}}'
+    query = f"round(max(quantile_over_time(0.5, {gauge}[10m])))"
     trigger = {
         "type": "prometheus",
         "metricType": "AverageValue",
         "metadata": {"serverAddress": site.prometheus, "query": query, "threshold": "1"},
     }
+    slowly = {"scaleDown": {"stabilizationWindowSeconds": 600}}
     spec = {
         "scaleTargetRef": {"name": f"{name}-rollout"},
         "minReplicaCount": config.rollout.servers,
         "maxReplicaCount": site.max_servers,
-        "cooldownPeriod": 600,
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": slowly}},
         "triggers": [trigger],
     }
     return _object(config, "keda.sh/v1alpha1", "ScaledObject", f"{name}-rollout", spec=spec)

@@ -169,7 +169,8 @@ class LocalRun:
         self._state.command, self._state.failure = command or self._state.command, ""
         self._supervisor = RoleSupervisor(
             plane.config.name,
-            specs,
+            specs[: 1 + plane.config.rollout.servers],
+            spares=specs[1 + plane.config.rollout.servers :],
             restarts=state.restarts,
             say=view.say,
             stop_timeout_s=plane.config.launch.stop_timeout_s,

@@ -1,8 +1,9 @@
 """Monitor: looks at a running job twice a second, feeds the live view, checks deadlines, keeps the server alive.
 
-It reads the buffer's counters, the run board and the newest row of metrics.jsonl; it decides nothing about training. A
-look waits for the server. A server that is away does not end the run here: the roles wait for it as long as they can,
-and the supervisor restarts them or gives up. An embedded server is started again once there is room on its disk.
+It reads the buffer's counters, the run board and the newest rows of metrics.jsonl, which the autoscaler gets too; it
+decides nothing about training. A look waits for the server. A server that is away does not end the run here: the roles
+wait for it as long as they can, and the supervisor restarts them or gives up. An embedded server is started again once
+there is room on its disk.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from async_grpo.app.launch.autoscaler import Autoscaler
 from async_grpo.app.launch.role_process import StartTimes
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
@@ -48,6 +50,8 @@ class Monitor:
         self._started_s = time.monotonic()
         self._unready_since: dict[str, float] = {}
         self._stats: BufferStats | None = None
+        scales = plane.config.launch.autoscale.max_servers is not None
+        self._autoscaler = Autoscaler(plane.config, supervisor, say) if scales else None
 
     def trained(self) -> bool:
         """Whether the last step has been published."""
@@ -74,9 +78,10 @@ class Monitor:
         published = await self._plane.board.publisher() is not None
         ready = {beat.name for beat in beats} | ({TRAINER} if published else set())
         self._check_ready(ready)
-        for row in self._metrics.new_rows():
-            if row.get("kind") == "step":
-                self._step = row
+        rows = [row for row in self._metrics.new_rows() if row.get("kind") == "step"]
+        self._step = rows[-1] if rows else self._step
+        if self._autoscaler is not None:
+            self._autoscaler.look(rows, beats)
         self._show(
             LiveState(
                 step=self._step,

@@ -102,7 +102,7 @@ def _wanted(config: RunConfig) -> dict[str, tuple[Platform, int]]:
     trains, generates = select_platform(config.trainer.platform), select_platform(config.rollout.limits.platform)
     ranks = config.trainer.processes if trains.visible_variable else 0
     workers = config.rollout.limits.devices if generates.visible_variable else 0
-    servers = {f"rollout-{index}": (generates, workers) for index in range(config.rollout.servers)}
+    servers = {f"rollout-{index}": (generates, workers) for index in range(config.most_servers)}
     return {"trainer": (trains, ranks), **servers}
 
 
@@ -152,7 +152,8 @@ def stoppable(command: str) -> str:
 
 
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
-    """Every role of a run on this machine, each with the devices that are its own. Raises ConfigError."""
+    """Every role of a run on this machine, the trainer first and spare servers last, each with the devices that are its
+    own. Raises ConfigError."""
     devices = assign_devices(config, os.environ, _devices_here(config))
     trainer_cores, rollout_cores = role_cores(config, cores_here())
     restarts = config.launch.restarts

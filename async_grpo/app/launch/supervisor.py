@@ -3,6 +3,7 @@
     watch():  starts every role at once (each waits by itself for what it needs); one task for each role waits for its
               end. Returns when the trainer has finished and the rollout servers have left, or raises RoleFailed when a
               role has died too often
+    start_spare(), retire(): one server more, or one less, which gives back what it has
     stop():   SIGTERM to all roles (rollout servers store partials, the trainer saves a checkpoint), SIGKILL to those
               that are still there at the deadline; no process is left
 
@@ -60,19 +61,24 @@ class RoleSupervisor:
         run: str,
         specs: Sequence[RoleSpec],
         *,
+        spares: Sequence[RoleSpec] = (),
         restarts: dict[str, int],
         say: Callable[[str], None],
         stop_timeout_s: float,
         trained: Callable[[], bool] = lambda: True,
         generated: Callable[[], Awaitable[bool]] = _not_yet,
     ) -> None:
-        """`restarts` counts those of earlier invocations, by role. `trained` says whether the last step has been
-        trained, `generated` whether the rollout servers have nothing left to do: then none is restarted."""
+        """`spares`: servers that are started on demand. `restarts` counts those of earlier invocations, by role.
+        `trained` says whether the last step has been trained, `generated` whether the rollout servers have nothing left
+        to do: then none is restarted."""
         self._run = run
         self._specs = {spec.name: spec for spec in specs}
         self._say = say
         self._stop_timeout_s = stop_timeout_s
         self._stopping = False
+        self._spares = {spec.name: spec for spec in spares}
+        self._retired: set[str] = set()
+        self._tasks: asyncio.TaskGroup | None = None
         self._trained = trained
         self._generated = generated
         self._running: dict[str, RoleProcess] = {}
@@ -82,10 +88,47 @@ class RoleSupervisor:
         """Start every role and wait until all have ended. Raises RoleFailed when one has died too often."""
         try:
             async with asyncio.TaskGroup() as group:
+                self._tasks = group
                 for spec in self._specs.values():
                     group.create_task(self._keep(spec), name=f"keep {spec.name}")
         except* RoleFailed as failures:
             raise failures.exceptions[0] from None
+
+    def start_spare(self) -> str:
+        """Start the first spare server that does not run; returns its name, "" if there is none or the run ends."""
+        free = [name for name in self._spares if not self.is_kept(name)]
+        if not free or self._tasks is None or self._is_ending():
+            return ""
+        name = free[0]
+        self._retired.discard(name)
+        self.states[name] = RoleState(name, "starting", self.states[name].restarts if name in self.states else 0)
+        self._tasks.create_task(self._keep(self._spares[name]), name=f"keep {name}")
+        return name
+
+    def retire(self, name: str) -> None:
+        """Stop a spare server for now: it stores its partials, gives its groups back and is not restarted."""
+        if self._tasks is not None and not self._is_ending() and name in self._spares and self.is_kept(name):
+            self._retired.add(name)
+            self._tasks.create_task(self._part_with(name), name=f"retire {name}")
+
+    def is_spare(self, name: str) -> bool:
+        """Whether the role is a server that may be retired."""
+        return name in self._spares and name not in self._retired
+
+    def is_kept(self, name: str) -> bool:
+        """Whether the role runs, or is about to."""
+        return name in self.states and self.states[name].state in ("starting", "running", "restarting")
+
+    def _is_ending(self) -> bool:
+        return self._stopping or not self.is_kept(TRAINER)
+
+    async def _part_with(self, name: str) -> None:
+        """Send SIGTERM to a retired server, and SIGKILL if it stays."""
+        if (role := self._running.get(name)) is None:
+            return  # it is between two starts; `_run_once` stops the next
+        role.ask_to_stop()
+        await asyncio.wait([asyncio.ensure_future(role.wait())], timeout=self._stop_timeout_s)
+        role.kill()
 
     async def stop(self) -> None:
         """Send SIGTERM to every role, wait, kill those that stay, and end the processes that they left. Idempotent."""
@@ -141,7 +184,7 @@ class RoleSupervisor:
             role, code = await self._run_once(spec)
             decision = decide(
                 code=code,
-                stopping=self._stopping,
+                stopping=self._stopping or spec.name in self._retired,
                 over=spec.name != TRAINER and not self._stopping and await self._generated(),
                 needed=self._needed(spec),
                 restarts=used,
@@ -161,7 +204,7 @@ class RoleSupervisor:
         role = await RoleProcess.start(spec, self._run)
         self._running[spec.name] = role
         self._mark(spec, "starting")
-        if self._stopping:  # asked for while it was being started
+        if self._stopping or spec.name in self._retired:  # asked for while it was being started
             role.ask_to_stop()
         code = await asyncio.shield(role.wait())
         self._running.pop(spec.name)  # not reached when cancelled: `stop` then still finds the role

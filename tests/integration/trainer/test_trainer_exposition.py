@@ -21,6 +21,7 @@ from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.metrics import METRICS
 from async_grpo.wire import Group, ReleaseReason
+from async_grpo.wire.board import ServerBeat
 from buffer import EmbeddedServer, knows_run, open_run, wipe_run
 from tests.support.trainer_programs.batches import make_sample, make_task
 from trainer.metrics_server import MetricsServer
@@ -186,11 +187,37 @@ def test_a_buffer_that_is_gone_is_told_and_nothing_else_changes(tmp_path: Path) 
         server.stop()
 
 
-def test_the_documented_metrics_are_the_metrics(shown: tuple[MetricsServer, str], config: RunConfig) -> None:
+def teach(exposed: MetricsServer) -> None:
+    """Heartbeats of a server that makes 1,000 tokens a second with 8 samples, whatever its number."""
+    for second in range(20):
+        beat = ServerBeat(name="rollout-0", pid=1, version=0, running=8, tokens_per_s=1000.0, time_s=float(second))
+        exposed.demand.beats([beat])
+
+
+def test_wanted_servers_are_shown_once_enough_was_measured(shown: tuple[MetricsServer, str], config: RunConfig) -> None:
     exposed, address = shown
+    teach(exposed)
     fill(config)
     exposed.joined(1, 0)
-    exposed.step(row(1, **{metric.key: 0.5 for metric in METRICS if metric.gauge}))
+    exposed.step(row(1, step_s=9.0, completion_tokens_mean=100.0, completion_tokens_max=200))
+    assert "async_grpo_trainer_servers_wanted" not in figures(address), "one step says little"
+    for step in (2, 3):
+        exposed.step(row(step, step_s=9.0, completion_tokens_mean=100.0, completion_tokens_max=200))
+    deadline = time.monotonic() + 30
+    while (found := figures(address).get("async_grpo_trainer_servers_wanted")) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert found == 1, "600 tokens take a server less than the 8.75 s for which the trainer computes"
+
+
+def test_the_documented_metrics_are_the_metrics(shown: tuple[MetricsServer, str], config: RunConfig) -> None:
+    exposed, address = shown
+    teach(exposed)
+    fill(config)
+    exposed.joined(1, 0)
+    for step in (1, 2, 3):
+        facts = {"step_s": 9.0, "completion_tokens_max": 1, **{each.key: 0.5 for each in METRICS if each.gauge}}
+        exposed.step(row(step, **facts))
     served = set(re.findall(r"^# HELP (async_grpo_\w+)", get(f"{address}/metrics")[1], re.MULTILINE))
     _, chapter = DOCS.read_text().split("\n## The trainer\n")
     assert served == set(re.findall(r"^\| `(async_grpo_\w+)", chapter, re.MULTILINE))

@@ -291,3 +291,38 @@ async def test_a_role_counts_as_running_once_it_has_been_heard_of(tmp_path: Path
         assert keeper.states["trainer"].state == "running"
         await keeper.stop()
         await watching
+
+
+async def test_spare_servers_start_leave_and_start_again_and_stop_with_the_others(tmp_path: Path) -> None:
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    said: list[str] = []
+    keeper = RoleSupervisor(
+        "run",
+        [spec(tmp_path, SLEEPER, name="trainer")],
+        spares=[spec(tmp_path, program, name=name) for name, program in (("one", SLEEPER), ("two", stubborn))],
+        restarts={},
+        say=said.append,
+        stop_timeout_s=0.5,
+    )
+    assert keeper.start_spare() == ""  # nothing runs yet
+    watching = asyncio.create_task(keeper.watch())
+
+    async def until(name: str, *, runs: bool) -> None:
+        async with asyncio.timeout(10):
+            while (keeper.pid(name) is not None) != runs or keeper.is_kept(name) != runs:
+                await asyncio.sleep(0.02)
+
+    await until("trainer", runs=True)
+    assert set(keeper.states) == {"trainer"}
+    assert [keeper.start_spare() for _ in range(3)] == ["one", "two", ""]
+    await first_line(tmp_path / "two.log")
+    for name in ("one", "two"):  # one obeys, the other is killed at the deadline
+        await until(name, runs=True)
+        keeper.retire(name)
+        await until(name, runs=False)
+    assert keeper.start_spare() == "one"
+    await until("one", runs=True)
+    assert keeper.is_spare("one") and not keeper.is_spare("two") and not keeper.is_spare("trainer")
+    await keeper.stop()
+    await asyncio.wait_for(watching, 10)
+    assert said == [] and keeper.pid("one") is None

@@ -19,6 +19,7 @@ from async_grpo.app.launch.kubernetes import apply, objects, resolve_for_cluster
 from async_grpo.app.launch.role_specs import stoppable
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError, DependencyError
+from trainer.metrics_server import TrainerCollector
 
 ROOT = Path(__file__).parents[5]
 SCHEMAS = ROOT.parent / "shared" / "upstream" / "kubernetes-schemas.tar.xz"
@@ -156,3 +157,13 @@ def test_a_role_that_was_stopped_is_told_from_one_that_is_done(at_the_end: str, 
 @pytest.mark.parametrize("code", [0, 1, 78])
 def test_a_role_that_was_not_stopped_ends_with_its_own_code(code: int) -> None:
     assert subprocess.run(["bash", "-c", stoppable(f"bash -c 'exit {code}'")], timeout=5).returncode == code
+
+
+def test_the_autoscaler_follows_the_trainers_gauge() -> None:
+    scaled = kinds(config())["ScaledObject"]["spec"]
+    (trigger,) = scaled["triggers"]
+    gauge = TrainerCollector(config())
+    gauge.servers_wanted = 1
+    assert "async_grpo_trainer_servers_wanted" in {family.name for family in gauge.collect()}
+    assert "async_grpo_trainer_servers_wanted{" in trigger["metadata"]["query"]
+    assert f"{instance(config())}-trainer-.*" in trigger["metadata"]["query"]

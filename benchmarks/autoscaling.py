@@ -1,0 +1,166 @@
+"""`python -m benchmarks.autoscaling`: the gauge of wanted servers beside the servers that simulations find enough.
+
+    workload --simulated with `present` servers--> rows, heartbeats --> ServerDemand --> the gauge
+    workload --simulated with 1 to MOST servers--> the fewest within TOLERANCE of the fastest
+
+The gauge knows what a live run would show and nothing else: the rows of its steps and its servers' heartbeats. The
+simulation (docs/simulate.md, what `async-grpo tune` searches by) knows the timings. No engine and no trainer runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from async_grpo.app.simulate.lengths import LengthModel
+from async_grpo.app.simulate.results import SimulatedFigures, figures_of
+from async_grpo.app.simulate.settings import SimulatedSettings
+from async_grpo.app.simulate.timings import EngineTimings, Timings, TrainerTimings
+from async_grpo.app.simulate.world import World, simulate
+from async_grpo.staleness import ReplayPolicy, StalenessWindow
+from async_grpo.telemetry.servers_wanted import TOLERANCE, ServerDemand
+from async_grpo.wire.board import ServerBeat
+from buffer.base import Batch
+
+MOST, STEPS, SEED = 16, 60, 1
+BEAT_S = 1.0
+PRESENT = (1, 4)
+"""Servers that a run has when the gauge is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledWorkload:
+    """A run whose best number of servers is asked for."""
+
+    name: str
+    max_staleness: int
+    trainer: TrainerTimings
+    engine: EngineTimings
+    lengths: LengthModel
+    slots: int = 64
+
+    def settings(self, servers: int) -> SimulatedSettings:
+        """16 groups of 8 samples a step."""
+        policy = ReplayPolicy(StalenessWindow(self.max_staleness, 16, STEPS * 16))
+        return SimulatedSettings(policy=policy, steps=STEPS, group_size=8, servers=servers, max_concurrency=self.slots)
+
+    @property
+    def timings(self) -> Timings:
+        """The timings of its simulation."""
+        return Timings(trainer=self.trainer, engine=self.engine, lengths=self.lengths)
+
+
+_EVEN = LengthModel(kind="lognormal", mean=400, sigma=0.4, cap=2048)
+_TAIL = LengthModel(kind="lognormal", mean=400, sigma=1.3, cap=8192)
+_GPU = EngineTimings(step_s=0.02, request_s=0.0002)
+_CPU = EngineTimings(step_s=0.004, request_s=0.002)
+WORKLOADS = (
+    ScaledWorkload("trainer-bound", 2, TrainerTimings(base_s=1, token_s=0.0005, variation=0.1), _GPU, _EVEN),
+    ScaledWorkload("rollout-bound", 4, TrainerTimings(base_s=0.5, token_s=0.00008, variation=0.1), _GPU, _EVEN, 32),
+    ScaledWorkload("window-bound (S = 0)", 0, TrainerTimings(base_s=1, token_s=0.0001), _GPU, _EVEN),
+    ScaledWorkload("long tail", 1, TrainerTimings(base_s=1, token_s=0.0001), _GPU, _TAIL),
+    ScaledWorkload("engine slowed by load", 2, TrainerTimings(base_s=1, token_s=0.0002), _CPU, _EVEN),
+)
+
+
+class WatchedWorld(World):
+    """A simulated run that notes what a live one would show."""
+
+    def __init__(self, workload: ScaledWorkload, servers: int) -> None:
+        super().__init__(workload.settings(servers), workload.timings, SEED)
+        self.demand = ServerDemand(
+            self.settings.policy,
+            started_samples=self.settings.started_samples,
+            slots=self.settings.max_concurrency,
+            streaming=self.settings.streaming,
+        )
+        self._lengths_of: list[list[float]] = []
+        self._made = [0.0] * servers
+        self.events.after(BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        now_s = self.events.now_s
+        for number, server in enumerate(self.servers):
+            server.engine.advance(now_s)
+            made, self._made[number] = server.engine.generated - self._made[number], server.engine.generated
+            rate, running = made / BEAT_S, server.engine.running
+            beat = ServerBeat(name=server.name, pid=0, version=0, running=running, tokens_per_s=rate, time_s=now_s)
+            self.demand.beats([beat])
+        self.events.after(BEAT_S, self._beat)
+
+    def release(self, batch: Batch) -> None:
+        """Note the lengths of its completions, then as always."""
+        self._lengths_of.append([sum(each.tokens.values()) for g in batch.groups for each in self.groups[g.seq].ended])
+        super().release(batch)
+
+    def learn(self) -> ServerDemand:
+        """Run to the end; what was learned."""
+        for step, lengths in zip(self.run().steps, self._lengths_of, strict=True):
+            mean, longest = sum(lengths) / len(lengths), max(lengths)
+            row = {"step_s": step.step_s, "wait_s": step.wait_s, "staleness": step.staleness}
+            self.demand.step(row | {"completion_tokens_mean": mean, "completion_tokens_max": longest})
+        return self.demand
+
+
+def gauge(workload: ScaledWorkload, servers: int) -> int | None:
+    """What the gauge says of the workload while it has so many servers."""
+    return WatchedWorld(workload, servers).learn().wanted(MOST)
+
+
+def simulated(workload: ScaledWorkload, servers: int) -> SimulatedFigures:
+    """The figures of the workload with so many servers."""
+    return figures_of(simulate(workload.settings(servers), workload.timings, seed=SEED))
+
+
+def enough(figures: Sequence[SimulatedFigures]) -> int:
+    """The fewest servers within TOLERANCE of the most, of figures with 1, 2, 3 and so on."""
+    least_s = figures[-1].step_s * (1 + TOLERANCE)
+    return next(number for number, found in enumerate(figures, start=1) if found.step_s <= least_s)
+
+
+def random_workloads(count: int, seed: int) -> list[ScaledWorkload]:
+    """Workloads that nothing was chosen for."""
+    drawn = random.Random(seed)
+    found = []
+    for number in range(count):
+        step_s, busy_s = drawn.choice([0.005, 0.01, 0.03]), drawn.choice([0.2, 1.0, 3.0, 10.0, 30.0])
+        engine = EngineTimings(step_s=step_s, request_s=step_s * drawn.choice([0.003, 0.01, 0.03, 0.1]))
+        trainer = TrainerTimings(base_s=0.2 * busy_s, token_s=0.8 * busy_s / 60_000, variation=0.1)
+        lengths = LengthModel(kind="lognormal", mean=400, sigma=drawn.choice([0.3, 0.7, 1.2]), cap=6000)
+        staleness, slots = drawn.choice([0, 1, 2, 4, 8]), drawn.choice([16, 32, 64, 128])
+        found.append(ScaledWorkload(f"random {number}: S = {staleness}", staleness, trainer, engine, lengths, slots))
+    return found
+
+
+def main() -> None:
+    """Print the table of the named workloads, or of random ones."""
+    given = argparse.ArgumentParser(description="The gauge of wanted servers beside simulations.")
+    given.add_argument("--random", type=int, default=0, metavar="N", help="so many random workloads instead")
+    given.add_argument("--seed", type=int, default=0)
+    asked = given.parse_args()
+    workloads = random_workloads(asked.random, asked.seed) if asked.random else WORKLOADS
+    table = Table(title=f"servers wanted, of 1 to {MOST}: the fewest within {TOLERANCE:.0%} of the speed of {MOST}")
+    seconds = ("step with 1", "with the gauge's", "with the simulation's", f"with {MOST}")
+    for column in ("workload", "gauge, having 1", "having 4", "simulation", *seconds):
+        table.add_column(column)
+    excess, losses = [], []
+    for workload in workloads:
+        figures = [simulated(workload, servers) for servers in range(1, MOST + 1)]
+        said, best = [gauge(workload, servers) or 1 for servers in PRESENT], enough(figures)
+        steps = [figures[servers - 1].step_s for servers in (1, said[0], best, MOST)]
+        table.add_row(workload.name, *map(str, (*said, best)), *(f"{step_s:.2f} s" for step_s in steps))
+        excess.append(said[0] - best)
+        losses.append(steps[1] / steps[3] - 1)
+    console = Console(width=120)
+    console.print(table)
+    console.print(f"{sum(map(abs, excess)) / len(excess):.1f} servers off in the mean, at most {max(map(abs, excess))}")
+    console.print(f"slower than with {MOST}: {sum(losses) / len(losses):.1%} in the mean, at most {max(losses):.1%}")
+
+
+if __name__ == "__main__":
+    main()
