@@ -103,7 +103,7 @@ class ChunkSchedule:
         silent = now_s - heard_s >= self._timeout_s
         overdue = [index for index, deadline in self._deadlines.items() if deadline <= now_s]
         late = [index for index in overdue if silent or index in self._passed_over]
-        for index in late:
+        for index in reversed(late):  # so that they are requested again in the order in which others wait for them
             self._late[index] = self._late.get(index, 0) + 1
             if self._late[index] >= MAX_ATTEMPTS:
                 raise FetchInterrupted(f"chunk {index} was asked for {MAX_ATTEMPTS} times and never came.")

@@ -64,6 +64,13 @@ def test_a_chunk_that_others_have_passed_is_late_although_the_other_side_is_hear
     assert schedule.expire(10.0, heard_s=9.9) == []
 
 
+def test_late_chunks_are_asked_for_again_in_their_order() -> None:
+    schedule = schedule_of(3)
+    assert schedule.take(0.0) == [(0, False), (1, False)]
+    assert schedule.expire(5.0, heard_s=0.0) == [0, 1]
+    assert schedule.take(5.0) == [(0, False), (1, False)]
+
+
 def test_a_wrong_patch_is_replaced_by_the_dense_chunk() -> None:
     schedule = schedule_of(2, patched=True)
     assert schedule.take(0.0) == [(0, True), (1, True)]
