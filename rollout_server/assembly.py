@@ -20,11 +20,12 @@ import buffer
 from async_grpo.config import RunConfig
 from async_grpo.data import make_source
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
-from async_grpo.errors import DependencyError
+from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race
 from async_grpo.utils.files import DeviceTurn
 from async_grpo.weights import make_receiver
+from async_grpo.wire.board import PROTOCOL, PublisherAddress
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
 from rollout_server.engines import make_engine
@@ -77,7 +78,21 @@ async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuff
     stack.push_async_callback(state.aclose)
     board = await buffer.connect_board(config.redis, config.name)
     stack.push_async_callback(board.aclose)
+    await _publisher_of(board)
     return state, board
+
+
+async def _publisher_of(board: RunBoard) -> PublisherAddress | None:
+    """Where weights are published, if they are. Raises ConfigError if that trainer is of a release with which this one
+    cannot speak."""
+    found = await board.publisher()
+    if found is not None and found.protocol != PROTOCOL:
+        raise ConfigError(
+            f"the trainer of this run speaks protocol {found.protocol}, this rollout server {PROTOCOL}: their releases "
+            "cannot work together. Start the server with the trainer's release, or stop the run, and start all roles "
+            "with this one"
+        )
+    return found
 
 
 async def _open_api(
@@ -157,7 +172,7 @@ async def _turn_on_devices(stack: AsyncExitStack, config: RunConfig) -> DeviceTu
 
 async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> WeightWatcher:
     config = context.config
-    receiver = make_receiver(config, context.board.publisher, name=context.name)
+    receiver = make_receiver(config, lambda: _publisher_of(context.board), name=context.name)
     stack.push_async_callback(receiver.close)
     return WeightWatcher(
         receiver,

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from msgspec import structs
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import TrainingError, WaitTimeout
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.files import DeviceTurn
 from async_grpo.wire import Batch, decode, encode
-from async_grpo.wire.board import Evaluation, PublisherAddress
+from async_grpo.wire.board import PROTOCOL, Evaluation, PublisherAddress
 from buffer import connect_board, open_run
 from buffer.base import BufferStats, ReplayBuffer, Resume, RunBoard
 from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader, sum_over_ranks
@@ -110,7 +111,7 @@ class Coordinator:
 
     def set_publisher(self, address: PublisherAddress) -> None:
         """Tell the servers where weights come from."""
-        self._lead(lambda: self._board.set_publisher(address))
+        self._lead(lambda: self._board.set_publisher(structs.replace(address, protocol=PROTOCOL)))
 
     def publish_version(self, version: int) -> None:
         """Let new tickets carry `version`."""

@@ -6,6 +6,10 @@ import msgspec
 
 from async_grpo.wire.records import Group, Record
 
+PROTOCOL = 1
+"""Number of what the roles of a run say to each other: records, scripts of the buffer, messages of the weights.
+Releases with the same number may meet in one run."""
+
 
 class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
     """Where the weights of one epoch are published. `zmq`: the endpoints of PUB announcements and ROUTER requests. With
@@ -14,6 +18,8 @@ class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
     epoch: int
     announce: str
     requests: str
+    protocol: int = 1
+    """`PROTOCOL` of the trainer's release."""
 
 
 class EvaluationState(msgspec.Struct, frozen=True):
