@@ -36,6 +36,38 @@ def test_a_killed_role_is_named_and_restarted_and_the_run_finishes(run: WholeRun
     check_books(run.summary(), steps=STEPS)
 
 
+WEIGHTS = {
+    "one slot": ["weights.receiver_slots=1"],
+    "broadcast": ["weights.transport=collective"],
+    "merged adapters": ["model.lora.rank=8"],
+    "adapters": ["model.lora.rank=8", "model.lora.engine=adapters"],
+}
+
+
+@pytest.mark.parametrize("ways", WEIGHTS.values(), ids=WEIGHTS)
+def test_weights_that_travel_another_way_find_a_killed_server_and_come_from_a_killed_trainer(
+    start: Callable[..., WholeRun], ways: list[str]
+) -> None:
+    run = start(*ways, steps=STEPS, max_tokens=96)
+    run.wait_for_step(3)
+    run.role("rollout_server.main").kill()
+    run.wait_for_step(5)
+    run.role("trainer.main").kill()
+    assert run.wait(400) == 0, run.printed[-3000:]
+    assert run.summary()["restarts"] == {"trainer": 1, "rollout-0": 1}
+    check_books(run.summary(), steps=STEPS)
+
+
+def test_weights_through_a_folder_find_a_killed_server_and_come_from_a_killed_trainer(
+    start: Callable[..., WholeRun], tmp_path: Path
+) -> None:
+    folder = tmp_path / "versions"
+    folder.mkdir()
+    ways = ["weights.transport=shared_filesystem", f"weights.location={folder}"]
+    test_weights_that_travel_another_way_find_a_killed_server_and_come_from_a_killed_trainer(start, ways)
+    assert not list(folder.rglob("*.dense"))
+
+
 def test_a_trainer_killed_after_the_end_costs_a_restart_of_its_own_and_none_of_the_servers(run: WholeRun) -> None:
     run.wait_for_step(STEPS)
     trainer, server = run.role("trainer.main"), run.role("rollout_server.main")
