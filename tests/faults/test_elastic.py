@@ -79,6 +79,7 @@ def kill_one_amid_its_groups(run: WholeRun, config: RunConfig) -> dict[int, Part
     """
     survivor, victim = servers_of(run)
     survivor.suspend()
+    time.sleep(0.5)  # until what it had sent is stored
     lengths: dict[int, int] = {}
 
     def has_grown() -> bool:
