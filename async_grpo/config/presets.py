@@ -121,6 +121,19 @@ def fill(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**of_loss, **preset, **raw}
 
 
+def fill_quantized(raw: Any) -> Any:
+    """The objective's section for an engine of 8-bit matrices, which samples from another distribution than the trainer
+    computes: `token_tis`, if no correction is named and neither the loss nor its ratio carries the weight pi_prox / mu.
+    """
+    if not isinstance(raw, Mapping):
+        return raw
+    filled = fill(raw)
+    rule = LOSSES.get(str(filled.get("loss")))
+    if filled.get("corrections") is not None or rule is None or rule.weighted or filled.get("prox") == "behaviour":
+        return raw
+    return {**raw, "corrections": ["token_tis"]}
+
+
 def fill_correction(raw: Any) -> Any:
     """`token_tis` or {kind: token_tis, ...} -> with the defaults of its kind."""
     given = {"kind": raw} if isinstance(raw, str) else raw

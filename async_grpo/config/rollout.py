@@ -41,11 +41,12 @@ pieces."""
 GRAPH_STEP = 16
 """vLLM captures graphs for batches of 1, 2, 4, then multiples of 8, from 256 on multiples of 16."""
 CPU_CACHE_BYTES = 256 << 20
+Quantization = Literal["none", "fp8", "int8"]
 OURS = frozenset(
     {
         *("model", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager", "skip_tokenizer_init"),
         *("logprobs_mode", "max_logprobs", "weight_transfer_config", "additional_config"),
-        *("kv_cache_memory_bytes", "gpu_memory_utilization"),
+        *("kv_cache_memory_bytes", "gpu_memory_utilization", "quantization"),
     }
 )
 """Arguments of the engine that have a key of their own, or on which its guarantees depend."""
@@ -76,6 +77,8 @@ class EngineLimits:
     """Memory of the KV cache on one device. None: on an accelerator, what is left of the engine's share."""
     batched_tokens: int
     """Tokens in one forward pass, at most."""
+    matrix_bytes: int | None
+    """Bytes of an element of the layers' matrices; None: those of model.precision."""
     captures_graphs: bool
     """Whether the engine captures graphs of its forward pass, which take memory."""
     length_key: str
@@ -104,6 +107,10 @@ class VllmConfig(StrictModel):
     not say."""
     tensor_parallel: PositiveInt = 1
     """Devices that share one engine."""
+    quantization: Quantization = "none"
+    """Matrices of the layers as 8-bit numbers with a scale for each row, activations quantised for each token. `fp8`:
+    E4M3, on CPU and on CUDA from Ada on; `int8`: on CPU, CUDA and Ascend. Weights are quantised as they enter the
+    engine; the trainer keeps model.precision. Tokens are then weighed for what the engine computes otherwise."""
     enforce_eager: bool | None = None
     """Run without compilation and captured graphs: a quicker start, slower generation. None: true on CPU, false on
     accelerators."""
@@ -146,6 +153,7 @@ class VllmConfig(StrictModel):
             cache_bytes=self.cache_bytes,
             requests=requests,
             batched_tokens=int(self.extra.get("max_num_batched_tokens", max(step, requests))),
+            matrix_bytes=None if self.quantization == "none" else 1,
             captures_graphs=self.platform != "cpu" and not self.is_eager,
             length_key="rollout.vllm.max_model_len",
             platform_key="rollout.vllm.platform",
@@ -173,10 +181,22 @@ class VllmConfig(StrictModel):
                 f"tensor_parallel ({self.tensor_parallel}) needs a process for each worker, but multiprocessing is "
                 "false. Set rollout.vllm.multiprocessing to true, or tensor_parallel to 1"
             )
+        yield from self._clashing_quantization()
         if taken := sorted(OURS & self.extra.keys()):
             yield (
                 f"extra sets {', '.join(taken)}: these have keys of their own, or exact log-probabilities and weight "
                 "updates depend on them. Take them out of rollout.vllm.extra"
+            )
+
+    def _clashing_quantization(self) -> Iterator[str]:
+        if self.quantization == "none":
+            return
+        if self.quantization == "fp8" and self.platform == "ascend":
+            yield ("quantization is fp8, which Atlas A2 and A3 do not multiply. Set rollout.vllm.quantization to int8")
+        if taken := sorted({"hf_overrides", "load_format"} & self.extra.keys()):
+            yield (
+                f"quantization is {self.quantization}, which needs {' and '.join(taken)} for itself. Take "
+                f"{'them' if len(taken) > 1 else 'it'} out of rollout.vllm.extra, or set quantization to none"
             )
 
 

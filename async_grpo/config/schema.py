@@ -18,6 +18,7 @@ from async_grpo.config.buffer import AdmissionConfig, AutoStalenessConfig, Buffe
 from async_grpo.config.data import DataConfig
 from async_grpo.config.launch import EvalConfig, LaunchConfig, TelemetryConfig
 from async_grpo.config.model import ModelConfig
+from async_grpo.config.presets import fill_quantized
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.config.rollout import RolloutConfig, SamplingConfig
 from async_grpo.config.trainer import TrainerConfig
@@ -75,6 +76,17 @@ class RunConfig(StrictModel):
         if isinstance(auto, dict):
             bound = auto.get("max", bound)
         return given | {"max_staleness": bound, "auto_staleness": auto}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_for_quantization(cls, given: Any) -> Any:
+        """An engine of 8-bit matrices has its tokens weighed (`fill_quantized`)."""
+        match given:
+            case {"rollout": {"vllm": {"quantization": "fp8" | "int8"}}}:
+                trainer = given.get("trainer", {})
+                if isinstance(trainer, dict):
+                    return given | {"trainer": trainer | {"objective": fill_quantized(trainer.get("objective", {}))}}
+        return given
 
     @property
     def run_dir(self) -> Path:
@@ -138,6 +150,7 @@ class RunConfig(StrictModel):
         yield from self._clashing_lengths()
         yield from self._clashing_data()
         yield from self._clashing_reference()
+        yield from self._clashing_quantization()
         most = self.launch.autoscale.max_servers
         if most is not None and most < self.rollout.servers:
             yield (
@@ -146,6 +159,21 @@ class RunConfig(StrictModel):
             )
         if self.launch.share_devices != "off":
             yield from self._clashing_shares()
+
+    def _clashing_quantization(self) -> Iterator[str]:
+        engine, lora = self.rollout.vllm, self.model.lora
+        if engine.quantization == "none":
+            return
+        if engine.platform != "cpu" and self.model.precision == "float32":
+            yield (
+                f"rollout.vllm.quantization is {engine.quantization}, whose products on {engine.platform} end in "
+                "16 bits, but model.precision is float32. Set model.precision to bfloat16"
+            )
+        if lora is not None and lora.engine == "adapters":
+            yield (
+                f"rollout.vllm.quantization is {engine.quantization}, and adapters beside 8-bit matrices are not "
+                "supported. Set model.lora.engine to merged, or rollout.vllm.quantization to none"
+            )
 
     def _clashing_staleness(self) -> Iterator[str]:
         auto = self.auto_staleness

@@ -79,9 +79,13 @@ class ModelShape:
         >>> SHAPES["qwen2.5-7b"].parameters
         7615616512
         """
-        embeddings = self.embedding_parameters * (1 if self.tied else 2)
         layers = self.layers * (self.shared_layer_parameters + self.expert_layer_parameters)
-        return embeddings + layers + self.hidden
+        return self.outer_parameters + layers
+
+    @property
+    def outer_parameters(self) -> int:
+        """Parameters outside the layers: embedding, output layer, last norm."""
+        return self.embedding_parameters * (1 if self.tied else 2) + self.hidden
 
     @property
     def active_parameters(self) -> int:

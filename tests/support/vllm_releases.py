@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ import msgspec
 import numpy as np
 import torch
 
-from async_grpo.config.rollout import RolloutConfig
+from async_grpo.config.rollout import Quantization, RolloutConfig
 from async_grpo.errors import LogprobsWrong
 from async_grpo.utils import private_names
 from async_grpo.utils.private_names import PRIVATE_NAMES
@@ -57,6 +59,13 @@ _COMPILED = frozenset(
 )
 
 
+@cache
+def _needs_humming() -> bool:
+    """Older releases import `humming` without asking whether it is there."""
+    (package,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
+    return not (Path(package) / "utils" / "humming.py").exists()
+
+
 class _StandIn(types.ModuleType):
     """A module in which every name is a mock."""
 
@@ -77,7 +86,8 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        stands_in = name.partition(".")[0] in _ABSENT or name in _COMPILED
+        root = name.partition(".")[0]
+        stands_in = root in _ABSENT or name in _COMPILED or (root == "humming" and _needs_humming())
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if stands_in else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -139,8 +149,14 @@ def examine(kind: str, model_dir: str, rollout: str) -> None:
     config = RolloutConfig.model_validate_json(rollout)
     set_environment(config.vllm)
     engine = VllmEngine(Path(model_dir), config, precision="bfloat16")
-    uncompiled = config.model_copy(update={"vllm": config.vllm.model_copy(update={"enforce_eager": True})})
-    eager = VllmEngine(Path(model_dir), uncompiled, precision="bfloat16")
+
+    def reloads(quantization: Quantization) -> list[str]:
+        if kind == "cpu" or (kind == "ascend" and quantization == "fp8"):
+            return []
+        settings = config.vllm.model_copy(update={"enforce_eager": True, "quantization": quantization})
+        eager = VllmEngine(Path(model_dir), config.model_copy(update={"vllm": settings}), precision="bfloat16")
+        return wrong_reloads(kind, engine_config(eager), quantization)
+
     parts: dict[str, Callable[[], Any]] = {
         "names": missing_names,
         "effective": lambda: effective(engine),
@@ -149,7 +165,9 @@ def examine(kind: str, model_dir: str, rollout: str) -> None:
         "update": lambda: unfinished_update(kind),
         "logprobs": lambda: sampled_logprobs(kind),
         "proof": lambda: asyncio.run(proven(kind)),
-        "reload": lambda: [] if kind == "cpu" else wrong_reloads(kind, engine_config(eager)),
+        "reload": lambda: reloads("none"),
+        "reload int8": lambda: reloads("int8"),
+        "reload fp8": lambda: reloads("fp8"),
         "device": lambda: unshared_device(kind, engine),
     }
     found: dict[str, Any] = {}

@@ -97,8 +97,9 @@ def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
     limits, element = config.rollout.limits, ELEMENT_BYTES[config.model.precision]
     ranks, reserved = limits.devices, RESERVED_BYTES + (GRAPH_BYTES if limits.captures_graphs else 0)
     widths = 4 * shape.hidden + (2 * shape.ffn + shape.query + 2 * shape.key) // ranks
+    in_layers = shape.parameters - shape.outer_parameters
     return EngineMemory(
-        weights=element * shape.parameters // ranks,
+        weights=(element * shape.outer_parameters + (limits.matrix_bytes or element) * in_layers) // ranks,
         work_space=limits.batched_tokens * element * widths + 4 * limits.requests * shape.vocab + reserved,
         token=2 * shape.layers * max(shape.groups // ranks, 1) * shape.head_dim * element,
         asleep=reserved,

@@ -158,6 +158,11 @@ def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, 
         )
 
 
+def _numbers(config: RunConfig) -> str:
+    quantization = config.rollout.vllm.quantization
+    return "" if quantization == "none" else f" of {quantization} matrices"
+
+
 def _check_devices(config: RunConfig) -> None:
     if plan := device_plan(config):
         plan.check()
@@ -186,7 +191,8 @@ def describe(config: RunConfig) -> Table:
     rollout = config.rollout
     table.add_row(
         "rollout servers",
-        f"{rollout.servers} x {rollout.limits.engine}, {rollout.max_concurrency} samples in flight for training",
+        f"{rollout.servers} x {rollout.limits.engine}{_numbers(config)}, {rollout.max_concurrency} samples in flight "
+        "for training",
     )
     table.add_row("trainer", f"{_ranks(config)} on {config.trainer.platform}, {config.steps} steps")
     table.add_row("objective", config.trainer.objective.summary)

@@ -336,7 +336,8 @@ class VllmEngine:
     async def _load(self, weights: HeldWeights) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        info = {"held": msgspec.json.encode(weights).decode(), "dtype": self._precision}
+        info: dict[str, str] = {"dtype": self._precision, "quantization": self._config.quantization}
+        info["held"] = msgspec.json.encode(weights).decode()
         finish = self._llm.finish_weight_update
         if self._adapters.in_engine:
             await self._adapters.load(self._llm, weights)

@@ -26,6 +26,7 @@ from async_grpo.utils.requirements import (
     installed,
     release,
 )
+from rollout_server.engines.vllm.quantization import quantization_arguments
 
 _IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
@@ -61,23 +62,20 @@ def limit_arguments(limits: EngineLimits, extra: Mapping[str, Any]) -> dict[str,
 
 
 def platform_arguments(config: VllmConfig, *, sleeps: bool = False) -> dict[str, Any]:
-    """Arguments for AsyncEngineArgs that depend on the platform. `sleeps`: the engine's memory can be freed; a CPU
-    engine, which has no such mode, only pauses."""
-    arguments: dict[str, Any]
+    """Arguments for AsyncEngineArgs that depend on the platform and on the numbers that it multiplies. `sleeps`: the
+    engine's memory can be freed; a CPU engine, which has no such mode, only pauses."""
+    arguments = quantization_arguments(config.quantization)
     if config.platform == "cpu":
         # A prompt read in pieces makes vLLM 0.32 rewind the request's random generator, which a CPU generator
         # cannot do ("CPU Generator does not use offset"), and the engine dies: so prompts are read whole.
-        arguments = {
-            "kv_cache_memory_bytes": config.cache_bytes,
-            "enable_chunked_prefill": False,
-        }
+        arguments |= {"kv_cache_memory_bytes": config.cache_bytes, "enable_chunked_prefill": False}
         if config.tensor_parallel == 1:
             # vLLM puts even a single worker of a CPU into a process of its own, because that is how it binds OpenMP to
             # cores, and polls for its answers, which takes a third of a core. Nothing is bound here. By its name, since
             # "uni" is overruled.
             arguments["distributed_executor_backend"] = _IN_ONE_PROCESS
         return arguments
-    arguments = {"gpu_memory_utilization": config.gpu_memory_utilization}
+    arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     if config.cache_bytes is not None:
         # vLLM then measures nothing. It would count what the trainer on the same device takes while it starts as its
         # own, and end with an error if the trainer gave something back.

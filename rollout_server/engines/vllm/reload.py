@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 
+from async_grpo.config.rollout import Quantization
 from async_grpo.weights.base import HeldWeights, SourceReader, TensorReader
 from async_grpo.weights.manifest import TensorSpec, WeightVersion
 from rollout_server.engines.vllm.compat import VllmCompat
+from rollout_server.engines.vllm.quantization import keep_scales, quantized_tensors, renew_packed
 
 _BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 _HEAD = "lm_head.weight"
@@ -36,10 +38,14 @@ _HEAD = "lm_head.weight"
 class LayerwiseReload:
     """Reloads the weights of one model in one worker."""
 
-    def __init__(self, api: VllmCompat, model: torch.nn.Module, model_config: Any) -> None:
+    def __init__(
+        self, api: VllmCompat, model: torch.nn.Module, model_config: Any, quantization: Quantization = "none"
+    ) -> None:
         self._api = api
         self._model = model
         self._model_config = model_config
+        self._quantization = quantization
+        keep_scales(model)
         self._source = SourceReader()
         self._loaded: WeightVersion | None = None
         self._whole: dict[torch.nn.Module, int] = {}
@@ -67,15 +73,16 @@ class LayerwiseReload:
 
     def _reload(self, reader: TensorReader, wanted: Collection[str]) -> None:
         self._api.initialize_reload(self._model)
-        self._model.load_weights(_tensors(reader, wanted))
+        self._model.load_weights(_tensors(reader, wanted, self._quantization))
         rest = {spec.name for spec in reader.layout.tensors} - set(wanted)
         if rest and self._has_partial_layer():
-            self._model.load_weights(_tensors(reader, rest))
+            self._model.load_weights(_tensors(reader, rest, self._quantization))
             rest = set()
         if not rest:
             self._remember_whole_layers()
         self._api.finalize_reload(self._model, self._model_config)
         renew_tied_head(self._model)
+        renew_packed(self._model)
 
     def _has_partial_layer(self) -> bool:
         """Whether vLLM has some but not all weights of a layer."""
@@ -120,27 +127,33 @@ def renew_tied_head(model: torch.nn.Module) -> None:
 
 
 def multiplied_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the model really multiplies with: `<module>.<parameter>` as it is; on a CPU `<module>.packed` as well.
+    """What the model really multiplies with: `<module>.<parameter>`, one row for every output; on a CPU
+    `<module>.packed` as well.
 
     There vLLM packs matrices in a form that cannot be read. They are multiplied with the unit matrix, which gives every
-    element exactly.
+    element exactly, and every 8-bit number once the scale of its row is divided out and the quotient rounded.
     """
+    dtype = next(model.parameters()).dtype
     for name, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.numel():
-                yield f"{name}.{key}", parameter.detach()
+                stored = parameter.detach()
+                yield f"{name}.{key}", stored.T if stored.dtype == torch.float8_e4m3fn else stored
+        inputs = getattr(module, "input_size_per_partition", None)
         if hasattr(module, "cpu_linear"):
-            inputs = getattr(module, "input_size_per_partition", None) or module.embedding_dim
-            dtype = next(model.parameters()).dtype
-            yield f"{name}.packed", module.cpu_linear(torch.eye(inputs, dtype=dtype), module.weight, None).T
+            unit = torch.eye(inputs or module.embedding_dim, dtype=dtype)
+            yield f"{name}.packed", module.cpu_linear(unit, module.weight, None).T
+        elif hasattr(module, "weight_scale") and module.weight is None:
+            products = module.scheme.apply_weights(module, torch.eye(inputs, dtype=dtype), None)
+            yield f"{name}.packed", (products.T.float() / module.weight_scale).round().to(torch.int8)
 
 
-def differing_weights(model: torch.nn.Module, held: HeldWeights) -> list[str]:
-    """Names of the held tensors whose bits are not those that the model multiplies with, its own copy of a tied output
-    layer included. The model must not be cut over several workers."""
+def differing_weights(model: torch.nn.Module, held: HeldWeights, quantization: Quantization = "none") -> list[str]:
+    """Names of the held tensors, quantised anew if the engine's are, whose bits are not those that the model multiplies
+    with, its own copy of a tied output layer included. The model must not be cut over several workers."""
     found = dict(multiplied_weights(model))
     reader = SourceReader().open(held)
-    tensors = dict(_tensors(reader, [spec.name for spec in reader.layout.tensors]))
+    tensors = dict(_tensors(reader, [spec.name for spec in reader.layout.tensors], quantization))
     if _HEAD not in tensors:
         tensors[_HEAD] = tensors["model.embed_tokens.weight"]
     fused = getattr(model, "packed_modules_mapping", {})
@@ -180,10 +193,12 @@ def _block(name: str) -> str:
     return match[1] if match else name
 
 
-def _tensors(reader: TensorReader, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for spec in reader.layout.tensors:
-        if spec.name in names:
-            yield spec.name, _tensor(spec, reader.read(spec))
+def _tensors(
+    reader: TensorReader, names: Collection[str], quantization: Quantization
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What vLLM is to load for the named tensors."""
+    held = ((spec.name, _tensor(spec, reader.read(spec))) for spec in reader.layout.tensors if spec.name in names)
+    return quantized_tensors(held, quantization)
 
 
 def _tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:

@@ -3,9 +3,10 @@
     update_weights --> WeightLoader.receive_weights --> layerwise reload of what changed --> verify
 
 vLLM imports this module in every worker (`worker_extension_cls`) before it loads the model, which
-registers the `zmq` weight-transfer backend there. The name says how weights reach the machine; the
-last step, from the rollout server to its workers, is a mapped file. Every worker maps the same file
-and takes its own shards; the mapping is kept, so that a later update finds its pages present.
+registers the `zmq` weight-transfer backend there, and loaders that quantise. The backend's name says
+how weights reach the machine; the last step, from the rollout server to its workers, is a mapped
+file. Every worker maps the same file and takes its own shards; the mapping is kept, so that a later
+update finds its pages present.
 
 Three hazards of vLLM on CPU are dealt with here: weights are prepacked after loading, so only a
 layerwise reload can replace them; a tied `lm_head` keeps its old packed copy through a reload; and
@@ -23,10 +24,12 @@ from typing import Any
 import msgspec
 import torch
 
+from async_grpo.config.rollout import Quantization
 from async_grpo.utils.network import keep_stores_at_their_address
 from async_grpo.utils.processes import exit_with_owner
 from async_grpo.weights.base import HeldWeights
 from rollout_server.engines.vllm.compat import VllmCompat, find_vllm_api, report_sampled_logprobs
+from rollout_server.engines.vllm.quantization import register_loaders
 from rollout_server.engines.vllm.reload import LayerwiseReload, differing_weights
 
 BACKEND = "zmq"
@@ -39,11 +42,12 @@ class StoreInit:
 
 @dataclass
 class StoreUpdate:
-    """Which weights to load, and the dtype that the model computes in."""
+    """Which weights to load, the dtype that the model computes in, and what its matrices become."""
 
     held: str
     """`HeldWeights` as JSON: vLLM sends nothing but plain values to its workers."""
     dtype: str
+    quantization: Quantization = "none"
     update_kind: str = "dense"
     """vLLM 0.23 and 0.24 ask for it."""
 
@@ -71,7 +75,8 @@ class WeightLoader:
     def receive_weights(self, update_info: StoreUpdate, load_weights: object = None) -> None:
         """Reload what changed from the named version. `load_weights` is how older releases would have it done."""
         if self._reload is None:
-            self._reload = LayerwiseReload(self.api, self.model, self._model_config(update_info.dtype))
+            config = self._model_config(update_info.dtype)
+            self._reload = LayerwiseReload(self.api, self.model, config, update_info.quantization)
         with self._vllm_context(), torch.device(next(self.model.parameters()).device):
             self._reload.load(msgspec.json.decode(update_info.held, type=HeldWeights))
 
@@ -110,9 +115,9 @@ class WorkerExtension:
         """Have the sampler of this worker report log-probabilities of the distribution that it samples from."""
         report_sampled_logprobs(self.model_runner.sampler)
 
-    def differing_weights(self, held: str) -> list[str]:
+    def differing_weights(self, held: str, quantization: Quantization = "none") -> list[str]:
         """Names of the held tensors (`HeldWeights` as JSON) that are not those with which this worker multiplies."""
-        return differing_weights(self.model_runner.model, msgspec.json.decode(held, type=HeldWeights))
+        return differing_weights(self.model_runner.model, msgspec.json.decode(held, type=HeldWeights), quantization)
 
 
 def register(api: VllmCompat) -> None:
@@ -140,3 +145,4 @@ keep_stores_at_their_address()  # releases before 0.32 have workers meet by tcp:
 _request_amx()
 _quiet_reload()
 register(find_vllm_api())
+register_loaders()

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import yaml
 
 from async_grpo.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, PROXIMALS
 from async_grpo.algorithms.objective import ESTIMATORS
@@ -139,3 +140,47 @@ def test_a_line_shows_the_resolved_values() -> None:
         "areal: grpo advantages, decoupled (prox recompute, clip_low 0.2, clip_high 0.28, behaviour_cap 5, "
         "behaviour_cap_mode mask) + geo_rs, token_mean"
     )
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("objective", "corrections"),
+    [
+        ({"preset": "dapo", "prox": "recompute"}, ["token_tis"]),
+        ({"preset": "dapo"}, []),  # its ratio is the weight
+        ({}, []),  # decoupled carries it
+        ({"preset": "icepop"}, ["icepop"]),
+        ({"preset": "dapo", "prox": "recompute", "corrections": []}, []),
+        ({"loss": "mine:loss", "prox": "recompute"}, []),
+    ],
+)
+def test_tokens_of_an_engine_of_8_bit_matrices_are_weighed_unless_they_are_already(
+    quantization: str, objective: dict[str, Any], corrections: list[str]
+) -> None:
+    raw: dict[str, Any] = {"name": "test", "model": {"random": {}}, "trainer": {"objective": objective}}
+    plain = validate(raw, "test.yaml").trainer.objective
+    config = validate(raw | {"rollout": {"vllm": {"quantization": quantization}}}, "test.yaml")
+    assert [each.kind for each in config.trainer.objective.corrections] == corrections
+    if corrections != ["token_tis"]:
+        assert config.trainer.objective == plain
+    assert validate(yaml.safe_load(dump(config)), "resolved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("vllm", "model", "said"),
+    [
+        (
+            {"quantization": "fp8", "platform": "ascend"},
+            {"precision": "bfloat16"},
+            "Set rollout.vllm.quantization to int8",
+        ),
+        ({"quantization": "fp8", "platform": "cuda"}, {"precision": "float32"}, "Set model.precision to bfloat16"),
+        ({"quantization": "int8"}, {"lora": {"engine": "adapters"}}, "Set model.lora.engine to merged"),
+        ({"quantization": "int8", "extra": {"load_format": "dummy"}}, {}, "needs load_format for itself"),
+        ({"extra": {"quantization": "fp8"}}, {}, "extra sets quantization"),
+    ],
+)
+def test_what_8_bit_matrices_do_not_go_with_is_refused(vllm: Any, model: Any, said: str) -> None:
+    raw = {"name": "test", "model": {"random": {}, **model}, "rollout": {"vllm": vllm}}
+    with pytest.raises(ConfigError, match=said):
+        validate(raw, "test.yaml")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,8 @@ from async_grpo.weights.base import HeldWeights
 from rollout_server.engines.vllm.compat import accepted, find_vllm_api
 
 TRANSFER = "vllm.distributed.weight_transfer"
-RELOAD = "vllm.model_executor.model_loader.reload"
+LOADER = "vllm.model_executor.model_loader"
+RELOAD = f"{LOADER}.reload"
 
 
 class OldTransferEngine(ABC):
@@ -64,17 +65,29 @@ class NewTransferEngine(ABC):
     def shutdown(self) -> None: ...
 
 
+class DefaultModelLoader:
+    def __init__(self, load_config: Any) -> None:
+        self.load_format = load_config.load_format
+
+    def get_all_weights(self, model_config: object, model: object) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "model.layers.0.mlp.up_proj.weight", torch.tensor([[1.0, -2.0]])
+        yield "model.norm.weight", torch.tensor([3.0])
+
+
 class FakeVllm:
     """Modules of a release, and what they were asked to do."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, transfer_engine: type) -> None:
         self.registered: dict[str, type] = {}
+        self.loaders: dict[str, type] = {}
         factory = SimpleNamespace(_registry=self.registered, register_engine=self.registered.__setitem__)
         self.modules = {
             "vllm": {},
             "vllm.config": {"set_current_vllm_config": self._entered},
             f"{TRANSFER}.base": {"WeightTransferEngine": transfer_engine},
             f"{TRANSFER}.factory": {"WeightTransferEngineFactory": factory},
+            LOADER: {"register_model_loader": lambda name: lambda loader: self.loaders.setdefault(name, loader)},
+            f"{LOADER}.default_loader": {"DefaultModelLoader": DefaultModelLoader},
             RELOAD: {"initialize_layerwise_reload": print, "finalize_layerwise_reload": print},
             f"{RELOAD}.layerwise": {"get_layerwise_info": id},
         }
@@ -161,7 +174,7 @@ def test_an_old_release_is_given_a_whole_update_in_receive_weights(
     update = engine.update_info_cls(held=HELD.format(2), dtype="bfloat16")
     assert update.update_kind == "dense"
     engine.receive_weights(update, load_weights=print)
-    assert loads == [(model, torch.bfloat16, "/x", (1, 2))]
+    assert loads == [(model, torch.bfloat16, "none", "/x", (1, 2))]
     assert old.contexts == []
 
 
@@ -174,10 +187,20 @@ def test_a_new_release_is_given_its_own_configuration_around_the_update(
     engine = new.registered["zmq"](None, config, torch.device("cpu"), model)
     engine.start_weight_update()
     for version in (2, 3):
-        engine.receive_weights(engine.update_info_cls(held=HELD.format(version), dtype="bfloat16"))
+        update = engine.update_info_cls(held=HELD.format(version), dtype="bfloat16", quantization="int8")
+        engine.receive_weights(update)
     engine.finish_weight_update()
-    assert loads == [(model, torch.float16, "/x", (1, 2)), (model, torch.float16, "/x", (1, 3))]
+    assert loads == [(model, torch.float16, "int8", "/x", (1, 2)), (model, torch.float16, "int8", "/x", (1, 3))]
     assert new.contexts == [config, config]
+
+
+def test_a_worker_knows_loaders_that_quantise_what_vllm_reads(old: FakeVllm) -> None:
+    old.import_worker()
+    loader = old.loaders["async_grpo_int8"](SimpleNamespace(load_format="async_grpo_int8"))
+    assert loader.load_format == "auto"
+    numbers, scales, norm = [tensor.tolist() for _, tensor in loader.get_all_weights(None, None)]
+    assert (numbers, norm) == ([[64, -127]], [3.0])
+    assert scales == [[pytest.approx(2 / 127)]]
 
 
 def test_registering_twice_keeps_the_first(new: FakeVllm) -> None:
@@ -192,12 +215,12 @@ HELD = '{{"kind":"held_weights","epoch":1,"version":{},"source":{{"kind":"store_
 
 
 def record_loads(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Calls of `LayerwiseReload.load`: model, dtype, store, identity."""
+    """Calls of `LayerwiseReload.load`: model, dtype, quantization, store, identity."""
     recorded: list[tuple[Any, ...]] = []
 
     class Recorder:
-        def __init__(self, api: object, model: object, model_config: Any) -> None:
-            self._facts = (model, model_config.dtype)
+        def __init__(self, api: object, model: object, model_config: Any, quantization: str) -> None:
+            self._facts = (model, model_config.dtype, quantization)
 
         def load(self, weights: HeldWeights) -> None:
             recorded.append((*self._facts, weights.source.path, weights.identity))

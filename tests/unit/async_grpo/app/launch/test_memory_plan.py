@@ -202,6 +202,15 @@ def test_a_token_in_the_cache_is_its_keys_and_values_in_every_layer() -> None:
     assert engine_memory(run_config(vllm={"tensor_parallel": 8}), QWEN_7B).token == 2 * 28 * 1 * 128 * 2
 
 
+def test_an_8_bit_engine_holds_the_layers_in_a_byte_an_element() -> None:
+    whole, small = (
+        engine_memory(run_config(vllm={"quantization": kind}), QWEN_7B).weights for kind in ("none", "int8")
+    )
+    outside = 2 * 152064 * 3584 + 3584
+    assert whole == 2 * QWEN_7B.parameters
+    assert small == 2 * outside + (QWEN_7B.parameters - outside)
+
+
 def test_the_cache_gets_what_weights_and_work_space_leave_of_the_engines_share() -> None:
     memory = engine_memory(run_config(vllm={"gpu_memory_utilization": 0.5}), QWEN_7B)
     assert memory.weights == 2 * 7_615_616_512

@@ -1,0 +1,95 @@
+"""An engine of 8-bit matrices multiplies, after its start and after every update, with what a fresh quantisation of the
+version gives, and computes what a model with such matrices does, written out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from async_grpo.config.rollout import Quantization
+from async_grpo.weights.base import HeldWeights
+from rollout_server.engines.base import Generation
+from tests.support.vllm_lab import FAR, FIRST_PROMPT, Lab, started_lab
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
+
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+WORKER = "rollout_server.engines.vllm.worker.WorkerExtension"
+
+
+@pytest_asyncio.fixture(params=["int8", "fp8"], loop_scope="session", scope="module")
+async def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    folder = tmp_path_factory.mktemp(request.param)
+    extra = {"worker_extension_cls": WORKER}
+    async with started_lab(folder, tied=False, quantization=request.param, extra=extra) as started:
+        yield started
+
+
+async def test_the_checkpoint_is_quantised_as_an_update_is(lab: Lab) -> None:
+    before = await lab.engine.vocabulary_logprobs(FIRST_PROMPT)
+    await lab.update("keep", moved=())
+    assert await differing(lab, 0) == []
+    assert (await lab.engine.vocabulary_logprobs(FIRST_PROMPT) == before).all()
+
+
+async def test_every_number_is_that_of_a_fresh_quantisation_after_updates_of_all_and_of_some(lab: Lab) -> None:
+    version = await lab.update("keep")
+    assert await differing(lab, version) == []
+    for moved in (
+        {"model.layers.1.mlp.gate_proj.weight"},
+        {"model.layers.0.self_attn.v_proj.weight", "model.layers.0.self_attn.v_proj.bias", "lm_head.weight"},
+    ):
+        version = await lab.update("keep", moved=moved, told=moved)
+        assert await differing(lab, version) == []
+
+
+async def test_a_number_that_is_another_one_is_found(lab: Lab) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    await lab.update("keep")
+    held = await lab.update("keep", moved={name}, told=set())  # told that nothing is another, so nothing is loaded
+    assert {found.removesuffix("_scale") for found in await differing(lab, held)} == {name}
+    await lab.update("keep")
+
+
+async def test_it_computes_what_a_model_with_such_matrices_does(lab: Lab) -> None:
+    version = await lab.update("keep")
+    found = [await lab.generate(FIRST_PROMPT, 40) for _ in range(6)]
+    unlike = mean_error(lab, found)
+    lab.models[version] = with_rounded_matrices(lab.models[version], lab.engine._config.quantization)
+    assert mean_error(lab, found) < unlike / 100
+    assert unlike > FAR
+
+
+def mean_error(lab: Lab, found: Sequence[Generation]) -> float:
+    """Of log-probabilities. The engine rounds activations after other sums than the model written out, so a number that
+    lies between two sometimes becomes the other one."""
+    errors = [np.abs(each.logprobs - lab.reference(FIRST_PROMPT, each)) for each in found]
+    return float(np.concatenate(errors).mean())
+
+
+async def differing(lab: Lab, version: int) -> list[str]:
+    held = msgspec.json.encode(HeldWeights.in_store(lab.store.path, epoch=0, version=version)).decode()
+    args = (held, lab.engine._config.quantization)
+    (names,) = await lab.engine.async_llm.collective_rpc("differing_weights", args=args)
+    return names
+
+
+def with_rounded_matrices(model: Any, kind: Quantization) -> Any:
+    """Weights rounded for each row, inputs for each token, and multiplied in float32."""
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        scale = values.abs().amax(-1, keepdim=True) / LARGEST[kind]
+        numbers = values / scale
+        return (numbers.round() if kind == "int8" else numbers.to(torch.float8_e4m3fn).float()) * scale
+
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = rounded(layer.weight.data)
+            layer.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+    return model
