@@ -4,6 +4,7 @@ version gives, and computes what a model with such matrices does, written out.""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -66,6 +67,17 @@ async def test_it_computes_what_a_model_with_such_matrices_does(lab: Lab) -> Non
     assert unlike > FAR
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+async def test_two_workers_take_their_shards_of_numbers_and_scales(tmp_path: Path, kind: Quantization) -> None:
+    settings = {"quantization": kind, "tensor_parallel": 2, "multiprocessing": True}
+    async with started_lab(tmp_path, tied=False, extra={"worker_extension_cls": WORKER}, **settings) as lab:
+        version = await lab.update("keep")
+        found = [await lab.generate(FIRST_PROMPT, 40) for _ in range(3)]
+        unlike = mean_error(lab, found)
+        lab.models[version] = with_rounded_matrices(lab.models[version], kind, workers=2)
+        assert mean_error(lab, found) < unlike / 100
+
+
 def mean_error(lab: Lab, found: Sequence[Generation]) -> float:
     """Of log-probabilities. The engine rounds activations after other sums than the model written out, so a number that
     lies between two sometimes becomes the other one."""
@@ -80,16 +92,21 @@ async def differing(lab: Lab, version: int) -> list[str]:
     return names
 
 
-def with_rounded_matrices(model: Any, kind: Quantization) -> Any:
-    """Weights rounded for each row, inputs for each token, and multiplied in float32."""
+def with_rounded_matrices(model: Any, kind: Quantization, workers: int = 1) -> Any:
+    """Weights rounded for each row, inputs for each token, and multiplied in float32. Of several workers, each rounds
+    the part of a token that it has."""
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
         scale = values.abs().amax(-1, keepdim=True) / LARGEST[kind]
         numbers = values / scale
         return (numbers.round() if kind == "int8" else numbers.to(torch.float8_e4m3fn).float()) * scale
 
-    for layer in model.model.layers.modules():
+    def of_each_worker(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rounded(part) for part in values.chunk(workers, -1)], -1)
+
+    for name, layer in model.model.layers.named_modules():
         if isinstance(layer, torch.nn.Linear):
             layer.weight.data = rounded(layer.weight.data)
-            layer.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+            of_token = of_each_worker if name.endswith(("o_proj", "down_proj")) else rounded
+            layer.register_forward_pre_hook(lambda _, inputs, of_token=of_token: (of_token(inputs[0]),))
     return model
