@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config.rollout import EngineLimits, VllmConfig
+from async_grpo.config.rollout import EngineLimits, Quantization, VllmConfig
 from async_grpo.errors import EngineError
 from async_grpo.utils.network import LOOPBACK, card_environment
 from async_grpo.utils.requirements import (
@@ -26,8 +26,12 @@ from async_grpo.utils.requirements import (
     installed,
     release,
 )
-from rollout_server.engines.vllm.quantization import quantization_arguments
 
+LOAD_FORMAT = "async_grpo_"
+"""Beginning of the names of vLLM's loaders that quantise; `register_loaders` makes them known."""
+ROUTERS = r"\.(gate|shared_expert_gate)"
+"""Modules, as a regular expression, that choose experts."""
+_FORMATS = {"int8": ("int", "int-quantized"), "fp8": ("float", "float-quantized")}
 _IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -59,6 +63,31 @@ def limit_arguments(limits: EngineLimits, extra: Mapping[str, Any]) -> dict[str,
     if limits.captures_graphs and not extra.keys() & {"compilation_config", "cudagraph_capture_sizes"}:
         arguments["max_cudagraph_capture_size"] = limits.requests
     return arguments
+
+
+def quantization_arguments(kind: Quantization) -> dict[str, Any]:
+    """Arguments of vLLM's engine: the scheme, as a checkpoint of it would have it, and the loader that makes one."""
+    if kind == "none":
+        return {}
+    number, stored = _FORMATS[kind]
+    args = {"num_bits": 8, "type": number, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**args, "strategy": "channel", "dynamic": False},
+        "input_activations": {**args, "strategy": "token", "dynamic": True},
+    }
+    scheme = {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", f"re:.*{ROUTERS}$"],
+    }
+    return {
+        "quantization": "compressed-tensors",
+        "hf_overrides": {"quantization_config": scheme},
+        "load_format": f"{LOAD_FORMAT}{kind}",
+    }
 
 
 def platform_arguments(config: VllmConfig, *, sleeps: bool = False) -> dict[str, Any]:

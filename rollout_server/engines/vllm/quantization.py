@@ -21,40 +21,12 @@ from typing import Any
 import torch
 
 from async_grpo.config.rollout import Quantization
+from rollout_server.engines.vllm.platform import LOAD_FORMAT, ROUTERS
 
-LOAD_FORMAT = "async_grpo_"
-"""Beginning of the names by which vLLM finds the loaders of `register_loaders`."""
 _MATRIX = re.compile(r"\.\d+\..*\.weight$")
-_ROUTERS = r"\.(gate|shared_expert_gate)"
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 _DTYPES: dict[Quantization, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_FORMATS = {"int8": ("int", "int-quantized"), "fp8": ("float", "float-quantized")}
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
-
-
-def quantization_arguments(kind: Quantization) -> dict[str, Any]:
-    """Arguments of vLLM's engine: the scheme, as a checkpoint of it would have it, and the loader that makes one."""
-    if kind == "none":
-        return {}
-    number, stored = _FORMATS[kind]
-    args = {"num_bits": 8, "type": number, "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**args, "strategy": "channel", "dynamic": False},
-        "input_activations": {**args, "strategy": "token", "dynamic": True},
-    }
-    scheme = {
-        "quant_method": "compressed-tensors",
-        "format": stored,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", f"re:.*{_ROUTERS}$"],
-    }
-    return {
-        "quantization": "compressed-tensors",
-        "hf_overrides": {"quantization_config": scheme},
-        "load_format": f"{LOAD_FORMAT}{kind}",
-    }
 
 
 def quantized_tensors(
@@ -78,7 +50,7 @@ def is_quantized(name: str, dimensions: int) -> bool:
     >>> is_quantized("lm_head.weight", 2), is_quantized("model.layers.3.input_layernorm.weight", 1)
     (False, False)
     """
-    return dimensions == 2 and bool(_MATRIX.search(name)) and not re.search(_ROUTERS + r"\.weight$", name)
+    return dimensions == 2 and bool(_MATRIX.search(name)) and not re.search(ROUTERS + r"\.weight$", name)
 
 
 def quantized_matrix(matrix: torch.Tensor, kind: Quantization) -> tuple[torch.Tensor, torch.Tensor]:

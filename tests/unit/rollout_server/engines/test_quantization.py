@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from async_grpo.config.rollout import Quantization
-from rollout_server.engines.vllm.quantization import quantization_arguments, quantized_matrix, quantized_tensors
+from rollout_server.engines.vllm.platform import quantization_arguments
+from rollout_server.engines.vllm.quantization import quantized_matrix, quantized_tensors
 
 MATRIX = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
 
