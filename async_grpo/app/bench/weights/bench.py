@@ -3,10 +3,9 @@
 - transfer   a whole model to one receiver, beside a plain TCP loop, gloo and a file (`baselines`); and by broadcast
              (`weights.transport: collective`), beside gloo
 - stall      how long the trainer stands still, beside one memcpy of the weights
-- patches    what Adam leaves to send, and what encoding and decoding it costs. The weights are an fp32 master under
-             torch's AdamW, rounded to bfloat16. The moments come from steps before the measured ones. Gradients are
-             noise, which is the hard case: real ones agree more from step to step, and many are zero. Rates are of one
-             core: bytes of the whole chunks by CPU time. A memcpy of the same chunks is timed in the same way
+- patches    what Adam leaves to send (`training`), and what encoding and decoding it costs. Rates are of one core:
+             bytes of the whole chunks by CPU time. A memcpy of the same chunks is timed in the same way
+- locations  versions through a folder, and a bucket if one is given, dense and as differences (`locations`)
 - ranks      a model that several ranks publish to two engines, and the trainer's stall (`ranks`)
 - fanout     four and eight receivers, through relays and straight from the trainer: what the trainer sends, and how
              long it takes until all of them have it. Both planes are up at once and publish in turns, so that a busy
@@ -40,21 +39,20 @@ from rich.progress import Progress
 
 from async_grpo.app.bench.measure import Measurement, Step, Stopwatch, progress_bar
 from async_grpo.app.bench.weights.baselines import TransferBaseline, disk, gloo, tcp
+from async_grpo.app.bench.weights.locations import through_locations
 from async_grpo.app.bench.weights.plane import WARM_UPS, BenchPlane, Moved, TinyModelSize, Weights, bench_plane
 from async_grpo.app.bench.weights.ranks import publish_from_ranks
-from async_grpo.config.trainer import OptimizerConfig
+from async_grpo.app.bench.weights.training import TIMED_LR, Training
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.errors import DependencyError, WeightsCorrupt
+from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights import delta
 from async_grpo.weights.chunks import cut
-from async_grpo.weights.manifest import TensorLayout, WeightVersion
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.shared_memory import allocate
 from async_grpo.weights.store import WeightStore
 
-INITIAL_STD = 0.02
 WARM_UP_STEPS = 10
-LEARNING_RATES = (1e-6, 3e-6, 1e-5)
-"""The first, which is the default of `trainer.optimizer.lr`, is the one whose steps are timed."""
+LEARNING_RATES = (TIMED_LR, 3e-6, 1e-5)
 DELTA = WeightsConfig(encoding="delta")
 DENSE = WeightsConfig(encoding="dense")
 COLLECTIVE = WeightsConfig(transport="collective")
@@ -93,13 +91,15 @@ QUICK = WeightsBenchSize(
 )
 
 
-async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
-    """All figures; `quick` only shows that the bench works."""
+async def measure(progress: Progress, *, quick: bool, bucket: str | None = None) -> list[Measurement]:
+    """All figures; `quick` only shows that the bench works. `bucket`: its URL, to send versions through it, too."""
     effort = QUICK if quick else FULL
     step = progress_bar(progress, "a whole model to one receiver", WARM_UPS + effort.rounds)
     figures = await transfer(effort.whole, effort.rounds, step)
     step = progress_bar(progress, "patches", WARM_UP_STEPS + effort.part_rounds)
     figures += await patches(effort.part, effort.part_rounds, step)
+    step = progress_bar(progress, "through a folder or a bucket", (1 + bool(bucket)) * (WARM_UPS + effort.part_rounds))
+    figures += await through_locations(Training(effort.part.layout()), bucket, effort.part_rounds, step)
     for ranks in RANKS:
         step = progress_bar(progress, f"published by {ranks} ranks", WARM_UPS + effort.ranks_rounds)
         figures += await publish_from_ranks(ranks, effort.layers, effort.ranks_rounds, step)
@@ -107,40 +107,6 @@ async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
         step = progress_bar(progress, f"to {receivers} receivers", WARM_UPS + effort.part_rounds)
         figures += await fanout(effort.part, receivers, effort.part_rounds, step)
     return figures
-
-
-class Training:
-    """A flat fp32 master under AdamW with noise as gradients; `weights` is its bfloat16 image."""
-
-    def __init__(self, layout: TensorLayout) -> None:
-        """Raises DependencyError without torch."""
-        try:
-            import torch
-        except ImportError as error:
-            raise DependencyError(
-                "the bench of the weights trains with torch. Type: pip install 'async-grpo[trainer]'"
-            ) from error
-        self.weights = Weights(layout)
-        self._generator = torch.Generator().manual_seed(0)
-        self._image = torch.from_numpy(self.weights.flat).view(torch.bfloat16)
-        self._master = INITIAL_STD * torch.randn(self._image.shape, generator=self._generator)
-        self._master.grad = torch.empty_like(self._master)
-        config = OptimizerConfig()
-        self._adam = torch.optim.AdamW(
-            [self._master],
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            foreach=False,
-        )
-
-    def step(self, lr: float) -> None:
-        """One optimizer step; the image follows."""
-        assert self._master.grad is not None
-        self._master.grad.normal_(generator=self._generator)
-        self._adam.param_groups[0]["lr"] = lr
-        self._adam.step()
-        self._image.copy_(self._master)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +123,7 @@ class Codec:
 async def patches(size: TinyModelSize, rounds: int, step: Step) -> list[Measurement]:
     """The sizes of patches at several learning rates; speeds, and the time to one receiver, at the first of them."""
     training = Training(size.layout())
-    weights, timed_lr = training.weights, LEARNING_RATES[0]
+    weights, timed_lr = training.weights, TIMED_LR
     for _ in range(WARM_UP_STEPS):
         training.step(timed_lr)
         step()

@@ -15,9 +15,11 @@ import pytest
 
 from async_grpo.app.launch.role_process import cores_here
 from async_grpo.config.buffer import RedisConfig
+from async_grpo.weights.folder.objects import open_place
 from async_grpo.weights.shared_memory import SHARED_MEMORY
 from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
+from tests.support.s3_server import s3_server
 
 TRANSITIONS = ("put_tasks", "admit", "heartbeat", "progress", "insert", "take", "release", "discard", "stats")
 TO_ONE = [f"beside {way}" for way in ("tcp", "gloo", "disk")] + ["from manifest to commit", "processor time, both ends"]
@@ -25,6 +27,11 @@ COMPARED = [
     *(f"dense, 0.01 GB to one receiver, {what}" for what in TO_ONE),
     "trainer's stall for one version",
     *(f"AdamW, lr 1e-06: {what}" for what in ("encoding, one core", "decoding, one core", "0.01 GB to one receiver")),
+    *(
+        f"0.01 GB through {place}, {how}"
+        for place in ("a folder", "a bucket")
+        for how in ("dense", "AdamW, lr 1e-06, as differences")
+    ),
     *(
         f"0.01 GB to {n} receivers, fanout 2: {what}"
         for n in (4, 8)
@@ -93,7 +100,9 @@ def test_bench_buffer_names_a_server_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bench_weights_measures_every_figure(tmp_path: Path) -> None:
-    done = bench("weights", tmp_path)
+    with s3_server() as bucket:
+        done = bench("weights", tmp_path, "--bucket", f"{bucket}/bench")
+        assert open_place(bucket, "bucket").names("") == []
     assert done.code == 0, done.error
     assert not list(SHARED_MEMORY.glob(f"async-grpo-bench-{done.pid}-*"))
     for name in COMPARED:
