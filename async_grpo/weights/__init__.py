@@ -5,6 +5,8 @@ transports.
     manifest        versions, layouts of tensors, manifests of chunks
     chunks, delta   the block of a model cut and hashed; lossless patches between two versions
     store           two versions in shared memory
+    encoder         hashes and patches a version, on threads
+    node/           the rollout machine's side of every transport
     zmq/            the default transport
     collective/     the same, with versions broadcast by torch.distributed
     folder/         a folder that all machines mount, or a bucket
@@ -38,8 +40,8 @@ def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSe
 def make_receiver(config: RunConfig, resolve: Resolve, *, name: str) -> WeightReceiver:
     """The receiver of `weights.transport` for the rollout server `name`; needs a running event loop. Raises
     ConfigError."""
+    from async_grpo.weights.node.receiver import SharedWeightReceiver
     from async_grpo.weights.shared_memory import store_path
-    from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 
     # Every server of the run on this machine shares the store, and the process that fills it: of any transport.
-    return ZmqWeightReceiver(resolve, store_path(config.local_name, "node"), config.weights, name=name)
+    return SharedWeightReceiver(resolve, store_path(config.local_name, "node"), config.weights, name=name)

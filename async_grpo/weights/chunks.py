@@ -5,12 +5,14 @@
 
 Both sides cut a layout in the same way, so a number names a chunk. All items of a chunk have one size, because a patch
 counts in items; otherwise chunks are as long as allowed. `changed_tensors` lets an engine reload only what changed.
+`ServedVersion` is a block with its chunks and their hashes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from async_grpo.errors import WeightsCorrupt
-from async_grpo.weights.manifest import TensorLayout, WeightManifest, item_bytes_of
+from async_grpo.weights.manifest import TensorLayout, WeightManifest, WeightVersion, item_bytes_of
 
 Hashes = npt.NDArray[np.uint64]
 _HASH_DTYPE = np.dtype("<u8")
@@ -129,3 +131,28 @@ def unpack(packed: bytes, tensors: int) -> list[bool]:
 
 def _equal(old: memoryview, new: memoryview) -> bool:
     return bool(np.array_equal(np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)))
+
+
+@dataclass(slots=True)
+class ServedVersion:
+    """One version as it lies in a slot."""
+
+    identity: WeightVersion
+    key: bytes
+    chunks: Sequence[Chunk]
+    hashes: Hashes
+    digest: bytes
+    block: memoryview
+    patches: dict[int, bytes] = field(default_factory=dict)
+    arrived: bytearray | None = None
+    """A byte for each chunk, 1 once it is verified; None: all are."""
+
+    @classmethod
+    def of(cls, manifest: WeightManifest, chunks: Sequence[Chunk], block: memoryview) -> ServedVersion:
+        """The version of `manifest`, in `block`. Raises WeightsCorrupt unless there is a hash for every chunk."""
+        hashes = hashes_of(manifest, chunks)
+        return cls(manifest.identity, manifest.key, chunks, hashes, digest(manifest.hashes), block)
+
+    def has(self, index: int) -> bool:
+        """Chunk `index` can be served."""
+        return self.arrived is None or bool(self.arrived[index])

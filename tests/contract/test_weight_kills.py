@@ -20,8 +20,8 @@ from async_grpo.weights import make_receiver, make_sender
 from async_grpo.weights.base import SourceReader, WeightReceiver
 from async_grpo.weights.folder.objects import open_objects
 from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import remove_stores, store_path
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.wire import decode
 from async_grpo.wire.board import PublisherAddress
 from tests.support.weight_plane import LAYOUT, Arrays, Board, random_weights
@@ -127,7 +127,7 @@ async def test_a_receiver_is_killed_in_the_middle_of_a_version(transport: str, m
     random, board = np.random.default_rng(moments), Board()
     with run_through(transport) as config:
         receiver = make_receiver(config, board.publisher, name="server")
-        assert isinstance(receiver, ZmqWeightReceiver)
+        assert isinstance(receiver, SharedWeightReceiver)
         trainer = Trainer(config, 0)
         try:
             board.address = trainer.address
@@ -155,10 +155,10 @@ def small_steps(version: int) -> Arrays:
 
 
 @asynccontextmanager
-async def joining(config: RunConfig, board: Board, store: str) -> AsyncIterator[ZmqWeightReceiver]:
+async def joining(config: RunConfig, board: Board, store: str) -> AsyncIterator[SharedWeightReceiver]:
     """A receiver of another machine."""
     path = store_path(config.local_name, store)
-    receiver = ZmqWeightReceiver(board.publisher, path, config.weights, name=store)
+    receiver = SharedWeightReceiver(board.publisher, path, config.weights, name=store)
     try:
         yield receiver
     finally:

@@ -71,7 +71,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     "first_number_counts: if len(numbers) == 1 else None --> if numbers else None",
     ("async_grpo/utils/frames.py", "tests/unit/async_grpo/utils/test_frames.py"),
     "frame_length_unbounded: if length > max_bytes: --> if length < 0:",
-    ("async_grpo/weights/zmq/fetch.py", "tests/integration/async_grpo/weights/test_weight_delta_plane.py"),
+    ("async_grpo/weights/node/fetch.py", "tests/integration/async_grpo/weights/test_weight_delta_plane.py"),
     "chunk_hash_not_compared: return hash_chunk(data) == int(self.served.hashes[index]) --> return True",
     ("async_grpo/weights/store.py", "tests/unit/async_grpo/weights/test_weight_store.py"),
     "held_slot_overwritten: return 1 - older if self._identity(older) == sparing else older --> return older",
@@ -80,7 +80,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     "gap_of_255_in_one_byte: np.flatnonzero(distances >= _SKIP) --> np.flatnonzero(distances > _SKIP)",
     ("async_grpo/weights/zmq/chunk_server.py", "tests/unit/async_grpo/weights/test_weight_chunk_server.py"),
     "unsigned_request_served: elif not request.is_signed(served.key) or not --> elif not",
-    ("async_grpo/weights/zmq/fetch.py", "tests/unit/async_grpo/weights/test_weight_fetch.py"),
+    ("async_grpo/weights/node/fetch.py", "tests/unit/async_grpo/weights/test_weight_fetch.py"),
     "credits_not_counted: free = self._credits - len(self._deadlines) --> free = self._credits",
     (
         "async_grpo/staleness.py",

@@ -16,10 +16,10 @@ import zmq.asyncio
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
 from async_grpo.weights.zmq.messages import ParentAssignment, TrackerReply
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
@@ -97,9 +97,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 @asynccontextmanager
 async def receiving(
     board: Board, config: WeightsConfig = CONFIG, *, store: str = "node", name: str = ""
-) -> AsyncIterator[ZmqWeightReceiver]:
+) -> AsyncIterator[SharedWeightReceiver]:
     """A rollout server's receiver; those of one `store` share a process."""
-    receiver = ZmqWeightReceiver(board.publisher, store_path(RUN, store), config, name=name)
+    receiver = SharedWeightReceiver(board.publisher, store_path(RUN, store), config, name=name)
     try:
         yield receiver
     finally:

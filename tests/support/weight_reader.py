@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.base import HeldWeights, MergeBase, SourceReader
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.wire import decode
 from async_grpo.wire.board import PublisherAddress
 from tests.support.speech import Speech
@@ -32,7 +32,7 @@ async def follow(store: Path, address: Path, config: WeightsConfig, last: int, b
         return decode(address.read_bytes(), PublisherAddress) if address.exists() else None
 
     speech = Speech()
-    receiver = ZmqWeightReceiver(resolve, store, config)
+    receiver = SharedWeightReceiver(resolve, store, config)
     seen: WeightVersion | None = None
     while seen is None or seen.version < last:
         await receiver.next_version(seen, PATIENCE_S)

@@ -8,7 +8,7 @@ import structlog
 
 from async_grpo.weights.collective.worker import BroadcastOver, BroadcastWorker, BytesCame
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq.fetch import Fetch
+from async_grpo.weights.node.fetch import Fetch
 from async_grpo.weights.zmq.messages import GroupEntry, GroupInvitation
 
 log = structlog.get_logger()

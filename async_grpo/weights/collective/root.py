@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection
 
 import structlog
 
+from async_grpo.weights.chunks import ServedVersion
 from async_grpo.weights.collective.worker import BroadcastOver, BroadcastWorker
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
-from async_grpo.weights.zmq.chunk_server import ServedVersion
 from async_grpo.weights.zmq.messages import GroupEntry, GroupInvitation, ManifestReply
 from async_grpo.wire import encode
 

@@ -32,14 +32,14 @@ from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import AsyncGrpoError, WeightsCorrupt
+from async_grpo.weights.chunks import ServedVersion
 from async_grpo.weights.folder.chain import Chain, Head, unseal
 from async_grpo.weights.folder.objects import open_objects
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq.chunk_server import ServedVersion
-from async_grpo.weights.zmq.fetch import MAX_ATTEMPTS, Fetch
-from async_grpo.weights.zmq.local_socket import Failed, LocalClients, ReceiverPaths, ReceiverState
-from async_grpo.weights.zmq.messages import ChunkReply, ReceiverStats, count
-from async_grpo.weights.zmq.slots import StoreSlots
+from async_grpo.weights.node.fetch import MAX_ATTEMPTS, Fetch
+from async_grpo.weights.node.local_socket import Failed, LocalClients, ReceiverPaths, ReceiverState
+from async_grpo.weights.node.records import ChunkReply, ReceiverStats, count
+from async_grpo.weights.node.slots import StoreSlots
 from async_grpo.wire.board import PublisherAddress
 
 FIRST_SERVER_S = 5.0

@@ -29,14 +29,13 @@ from msgspec.structs import replace
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
 from async_grpo.weights.base import Publication, fill
-from async_grpo.weights.chunks import cut
+from async_grpo.weights.chunks import ServedVersion, cut
+from async_grpo.weights.encoder import Encoded, WeightEncoder
 from async_grpo.weights.folder.chain import KINDS, Entry, Head, VersionRecord, folder_of, object_name, seal
 from async_grpo.weights.folder.objects import open_objects
 from async_grpo.weights.manifest import BaseVersion, TensorLayout, WeightManifest, WeightVersion
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq.chunk_server import ServedVersion
-from async_grpo.weights.zmq.encoder import Encoded, WeightEncoder
 from async_grpo.wire.board import PublisherAddress
 
 _STOP_TIMEOUT_S = 10.0

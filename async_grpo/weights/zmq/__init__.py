@@ -2,8 +2,6 @@
 
 sender        copies the trainer's weights into shared memory, and goes on
 publisher     the publisher process: announces, tracks the receivers, serves
-encoder       hashes and patches chunks, on threads
 relay_tree    who fetches from whom
 node_receiver the receiver process of a machine, which relays to others
-receiver      a rollout server's handle on it
 """

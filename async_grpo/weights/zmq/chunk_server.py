@@ -12,21 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 
-from async_grpo.weights.chunks import Chunk, Hashes, digest, hashes_of
-from async_grpo.weights.manifest import WeightManifest, WeightVersion
-from async_grpo.weights.zmq.messages import (
-    ChunkOrder,
-    ChunkPending,
-    ChunkReply,
-    ChunkRequest,
-    FetchDone,
-    VersionGone,
-)
+from async_grpo.weights.chunks import ServedVersion
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.node.records import ChunkReply, ChunkRequest
+from async_grpo.weights.zmq.messages import ChunkOrder, ChunkPending, FetchDone, VersionGone
 from async_grpo.weights.zmq.sockets import Socket
 from async_grpo.wire import encode
 
@@ -39,31 +33,6 @@ MAX_PARKED = 4096
 _SERVED_AT_ONCE = 16
 
 _orders = msgspec.msgpack.Decoder(ChunkOrder)
-
-
-@dataclass(slots=True)
-class ServedVersion:
-    """One version as it lies in a slot."""
-
-    identity: WeightVersion
-    key: bytes
-    chunks: Sequence[Chunk]
-    hashes: Hashes
-    digest: bytes
-    block: memoryview
-    patches: dict[int, bytes] = field(default_factory=dict)
-    arrived: bytearray | None = None
-    """A byte for each chunk, 1 once it is verified; None: all are."""
-
-    @classmethod
-    def of(cls, manifest: WeightManifest, chunks: Sequence[Chunk], block: memoryview) -> ServedVersion:
-        """The version of `manifest`, in `block`. Raises WeightsCorrupt unless there is a hash for every chunk."""
-        hashes = hashes_of(manifest, chunks)
-        return cls(manifest.identity, manifest.key, chunks, hashes, digest(manifest.hashes), block)
-
-    def has(self, index: int) -> bool:
-        """Chunk `index` can be served."""
-        return self.arrived is None or bool(self.arrived[index])
 
 
 @dataclass(slots=True)

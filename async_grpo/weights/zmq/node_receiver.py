@@ -33,9 +33,11 @@ from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import AsyncGrpoError, WeightsCorrupt
 from async_grpo.weights.collective import make_member
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
+from async_grpo.weights.node.fetch import Fetch, FetchInterrupted
+from async_grpo.weights.node.local_socket import Failed, LocalClients, ReceiverPaths, ReceiverState
+from async_grpo.weights.node.records import ReceiverStats
+from async_grpo.weights.node.slots import StoreSlots
 from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer
-from async_grpo.weights.zmq.fetch import Fetch, FetchInterrupted
-from async_grpo.weights.zmq.local_socket import Failed, LocalClients, ReceiverPaths, ReceiverState
 from async_grpo.weights.zmq.messages import (
     ChunkPending,
     FetchDone,
@@ -44,10 +46,8 @@ from async_grpo.weights.zmq.messages import (
     ManifestRequest,
     ReceiverHeartbeat,
     ReceiverLeaving,
-    ReceiverStats,
     VersionGone,
 )
-from async_grpo.weights.zmq.slots import StoreSlots
 from async_grpo.weights.zmq.sockets import (
     HEARTBEATS_OF_SILENCE,
     Context,

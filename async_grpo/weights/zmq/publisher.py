@@ -25,12 +25,13 @@ import structlog
 import zmq
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.chunks import cut
+from async_grpo.weights.chunks import ServedVersion, cut
 from async_grpo.weights.collective import make_root
+from async_grpo.weights.encoder import Encoded, WeightEncoder
 from async_grpo.weights.manifest import BaseVersion, WeightManifest, WeightVersion
+from async_grpo.weights.node.records import count
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer, ServedVersion
-from async_grpo.weights.zmq.encoder import Encoded, WeightEncoder
+from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer
 from async_grpo.weights.zmq.messages import (
     Announcement,
     Cleared,
@@ -44,7 +45,6 @@ from async_grpo.weights.zmq.messages import (
     PublisherStats,
     StatsRequest,
     TrainerOrder,
-    count,
 )
 from async_grpo.weights.zmq.relay_tree import RelayTracker
 from async_grpo.weights.zmq.sockets import Context, CurveGuard, CurveKeys, host_of, is_loopback, keys_for, listen

@@ -17,12 +17,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.node.records import ChunkReply, ChunkRequest
 from async_grpo.weights.zmq.messages import (
     Announcement,
     ChunkAnswer,
     ChunkPending,
-    ChunkReply,
-    ChunkRequest,
     FetchDone,
     GroupEntry,
     ManifestReply,

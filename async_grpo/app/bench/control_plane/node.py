@@ -33,8 +33,8 @@ from async_grpo.config import RunConfig
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.telemetry.logging import configure_logging
 from async_grpo.utils.aio import cancel_and_wait
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import store_path
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server import heartbeat
 from rollout_server.context import ServerContext
@@ -179,7 +179,7 @@ class VirtualServers:
             logger=logger,
         )
         path = store_path(config.local_name, f"node-{node}")
-        receiver = ZmqWeightReceiver(board.publisher, path, config.weights, name=name)
+        receiver = SharedWeightReceiver(board.publisher, path, config.weights, name=name)
         stack.push_async_callback(receiver.close)
         watcher = WeightWatcher(
             receiver,

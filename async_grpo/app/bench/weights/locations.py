@@ -24,8 +24,8 @@ from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.folder.objects import Objects, open_objects
 from async_grpo.weights.folder.sender import FolderWeightSender
 from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import remove_stores, store_path
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 
 _BASELINE = "baseline"
 
@@ -33,7 +33,7 @@ _BASELINE = "baseline"
 class LocationPlane:
     """A sender, one receiver, and the place between them."""
 
-    def __init__(self, sender: FolderWeightSender, receiver: ZmqWeightReceiver, objects: Objects) -> None:
+    def __init__(self, sender: FolderWeightSender, receiver: SharedWeightReceiver, objects: Objects) -> None:
         self._sender = sender
         self._receiver = receiver
         self._objects = objects
@@ -66,7 +66,7 @@ async def location_plane(name: str, training: Training, config: WeightsConfig) -
     async def resolve() -> object:
         return sender.address
 
-    receiver = ZmqWeightReceiver(resolve, store_path(run, "machine"), config)  # type: ignore[arg-type]
+    receiver = SharedWeightReceiver(resolve, store_path(run, "machine"), config)  # type: ignore[arg-type]
     try:
         yield LocationPlane(sender, receiver, objects)
     finally:

@@ -22,8 +22,8 @@ from async_grpo.errors import WaitTimeout
 from async_grpo.weights.base import Publication
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import remove_stores, store_path
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire.board import PublisherAddress
 
@@ -96,7 +96,7 @@ class Moved:
 class BenchPlane:
     """Publishes version after version, and waits for each."""
 
-    def __init__(self, publisher: ZmqWeightSender, receivers: list[ZmqWeightReceiver]) -> None:
+    def __init__(self, publisher: ZmqWeightSender, receivers: list[SharedWeightReceiver]) -> None:
         self.publisher = publisher
         self.receivers = receivers
         self.version = -1
@@ -136,7 +136,7 @@ async def bench_plane(
 
             made = []
             for number in range(receivers):
-                receiver = ZmqWeightReceiver(resolve, store_path(run, f"machine-{number}"), config)
+                receiver = SharedWeightReceiver(resolve, store_path(run, f"machine-{number}"), config)
                 stack.push_async_callback(receiver.close)
                 made.append(receiver)
             await _until_joined(publisher, receivers)

@@ -27,9 +27,9 @@ from async_grpo.app.bench.weights.plane import WARM_UPS
 from async_grpo.app.bench.weights.rank import ENGINE, PIECE_BYTES
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import allocate, remove_stores, store_path
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.wire.board import PublisherAddress
 
 MODULE = "async_grpo.app.bench.weights.rank"
@@ -82,7 +82,7 @@ class RanksBench:
         async def resolve() -> PublisherAddress:
             return address
 
-        self._receiver = ZmqWeightReceiver(resolve, store_path(self._run, "node"), DENSE)
+        self._receiver = SharedWeightReceiver(resolve, store_path(self._run, "node"), DENSE)
         stack.push_async_callback(self._receiver.close)
         await self._apply(0)
         self._store = WeightStore.open(store_path(self._run, "trainer"))

@@ -58,7 +58,7 @@ STARTER_OF_A_RECEIVER_THAT_STOPS = """
 import os, signal, sys, time
 from pathlib import Path
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.zmq.local_socket import ReceiverPaths, start_receiver
+from async_grpo.weights.node.local_socket import ReceiverPaths, start_receiver
 receiver = start_receiver(ReceiverPaths(Path({store!r})), WeightsConfig())
 os.kill(receiver.pid, signal.SIGSTOP)
 print(receiver.pid, flush=True)

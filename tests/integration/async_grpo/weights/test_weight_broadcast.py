@@ -16,8 +16,8 @@ from async_grpo.errors import WaitTimeout, WeightsError
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.collective.worker import RelayedStore
 from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.zmq.messages import GroupEntry
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from tests.support.weight_plane import RUN, Board, assert_holds, random_weights, receiving, until, with_
 
@@ -27,7 +27,7 @@ CONFIG = with_(transport="collective", chunk_bytes=1 << 20)
 
 
 @asynccontextmanager
-async def machines(board: Board, publisher: ZmqWeightSender, count: int) -> AsyncIterator[list[ZmqWeightReceiver]]:
+async def machines(board: Board, publisher: ZmqWeightSender, count: int) -> AsyncIterator[list[SharedWeightReceiver]]:
     """Receivers of as many machines."""
     async with AsyncExitStack() as stack:
         receivers = [
@@ -37,7 +37,7 @@ async def machines(board: Board, publisher: ZmqWeightSender, count: int) -> Asyn
         yield receivers
 
 
-async def have(receivers: list[ZmqWeightReceiver], version: int) -> None:
+async def have(receivers: list[SharedWeightReceiver], version: int) -> None:
     """All of them have exactly this version, which may be later than the next."""
     for receiver in receivers:
         seen = WeightVersion(0, -1)

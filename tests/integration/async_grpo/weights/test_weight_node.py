@@ -14,9 +14,9 @@ import pytest
 
 from async_grpo.errors import ConfigError, WeightsError
 from async_grpo.utils.child_process import MARK_VARIABLE
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from tests.support.weight_plane import (
     CONFIG,
@@ -119,9 +119,9 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 from tests.support.weight_plane import Board, CONFIG
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 async def main():
-    receiver = ZmqWeightReceiver(Board().publisher, Path(sys.argv[1]), CONFIG)
+    receiver = SharedWeightReceiver(Board().publisher, Path(sys.argv[1]), CONFIG)
     while receiver._writer is None:
         await asyncio.sleep(0.01)
     print("connected", flush=True)
@@ -148,7 +148,7 @@ async def test_when_the_last_server_is_killed_the_process_ends_and_leaves_nothin
 
 async def test_a_process_that_cannot_start_is_an_error(board: Board) -> None:
     taken = with_(relay_bind="tcp://203.0.113.1:0")  # an address that this machine does not have
-    receiver = ZmqWeightReceiver(board.publisher, store_path(RUN, "node"), taken)
+    receiver = SharedWeightReceiver(board.publisher, store_path(RUN, "node"), taken)
     with pytest.raises(WeightsError, match="ended with code 1 before it was ready"):
         await receiver.next_version(None, 30)
     await receiver.close()
@@ -159,6 +159,6 @@ async def test_a_missing_secret_is_said_before_anything_is_started(
 ) -> None:
     monkeypatch.delenv("ASYNC_GRPO_WEIGHTS_SECRET", raising=False)
     with pytest.raises(ConfigError, match=r"weights.encrypt is 'all', but ASYNC_GRPO_WEIGHTS_SECRET has 0 characters"):
-        ZmqWeightReceiver(board.publisher, store_path(RUN, "node"), with_(encrypt="all"))
+        SharedWeightReceiver(board.publisher, store_path(RUN, "node"), with_(encrypt="all"))
     with pytest.raises(ConfigError, match="ASYNC_GRPO_WEIGHTS_SECRET"):
         ZmqWeightSender(LAYOUT, RUN, 0, with_(encrypt="control"))

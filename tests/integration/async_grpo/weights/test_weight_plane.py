@@ -12,13 +12,13 @@ import zmq.asyncio
 
 from async_grpo.errors import PublisherLost, WaitTimeout
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from tests.support.weight_plane import Board, assert_holds, proxy_to, publish, receiving, until, with_
 
 
 @pytest.fixture
-async def receiver(board: Board) -> AsyncIterator[ZmqWeightReceiver]:
+async def receiver(board: Board) -> AsyncIterator[SharedWeightReceiver]:
     async with receiving(board) as receiver:
         yield receiver
 
@@ -80,7 +80,7 @@ async def test_a_fetch_that_takes_too_long_is_given_up_and_the_newest_version_fe
 
 
 async def test_a_request_too_large_to_be_one_ends_its_connection_and_not_the_publisher(
-    publisher: ZmqWeightSender, receiver: ZmqWeightReceiver
+    publisher: ZmqWeightSender, receiver: SharedWeightReceiver
 ) -> None:
     with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
         stranger.connect(publisher.address.requests)

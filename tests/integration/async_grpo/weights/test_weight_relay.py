@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from tests.support.weight_plane import (
     LAYOUT,
@@ -30,9 +30,9 @@ from tests.support.weight_plane import (
 
 async def join_all(
     stack: AsyncExitStack, board: Board, publisher: ZmqWeightSender, count: int, **changes: object
-) -> list[ZmqWeightReceiver]:
+) -> list[SharedWeightReceiver]:
     """Receivers of as many machines, which join one after the other."""
-    receivers: list[ZmqWeightReceiver] = []
+    receivers: list[SharedWeightReceiver] = []
     for number in range(count):
         config = with_(**changes)
         receivers.append(await stack.enter_async_context(receiving(board, config, store=f"node-{number}")))
@@ -40,7 +40,7 @@ async def join_all(
     return receivers
 
 
-def process_of(receiver: ZmqWeightReceiver) -> psutil.Process:
+def process_of(receiver: SharedWeightReceiver) -> psutil.Process:
     assert receiver.process_id is not None
     return psutil.Process(receiver.process_id)
 

@@ -8,18 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_grpo.weights.chunks import Chunk
+from async_grpo.weights.chunks import Chunk, ServedVersion
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq.chunk_server import ChunkServer, ServedVersion
-from async_grpo.weights.zmq.messages import (
-    ChunkAnswer,
-    ChunkPending,
-    ChunkReply,
-    ChunkRequest,
-    FetchDone,
-    VersionGone,
-    sign,
-)
+from async_grpo.weights.node.records import ChunkReply, ChunkRequest, sign
+from async_grpo.weights.zmq.chunk_server import ChunkServer
+from async_grpo.weights.zmq.messages import ChunkAnswer, ChunkPending, FetchDone, VersionGone
 from async_grpo.wire import encode
 
 KEY = b"k" * 16

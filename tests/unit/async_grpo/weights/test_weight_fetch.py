@@ -8,11 +8,10 @@ import pytest
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights import delta
-from async_grpo.weights.chunks import cut, digest, hash_chunk, pack_hashes
+from async_grpo.weights.chunks import ServedVersion, cut, digest, hash_chunk, pack_hashes
 from async_grpo.weights.manifest import BaseVersion, WeightManifest, layout_of
-from async_grpo.weights.zmq.chunk_server import ServedVersion
-from async_grpo.weights.zmq.fetch import MAX_ATTEMPTS, ChunkSchedule, Fetch, FetchInterrupted
-from async_grpo.weights.zmq.messages import ChunkReply, ReceiverStats
+from async_grpo.weights.node.fetch import MAX_ATTEMPTS, ChunkSchedule, Fetch, FetchInterrupted
+from async_grpo.weights.node.records import ChunkReply, ReceiverStats
 
 
 def schedule_of(count: int, *, patched: bool = False) -> ChunkSchedule:

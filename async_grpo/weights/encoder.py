@@ -19,9 +19,8 @@ import numpy as np
 
 from async_grpo.config.weights import Encoding
 from async_grpo.weights import delta
-from async_grpo.weights.chunks import Chunk, Hashes, hash_chunk, pack_hashes
+from async_grpo.weights.chunks import Chunk, Hashes, ServedVersion, hash_chunk, pack_hashes
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq.chunk_server import ServedVersion
 
 WORTH = 0.9
 """Under `auto`, a version whose patches take more than this share of the dense bytes goes dense."""

@@ -27,7 +27,7 @@ from async_grpo.utils.aio import root_cause
 from async_grpo.utils.frames import FrameReader
 from async_grpo.weights.base import HeldWeights, Resolve
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq.local_socket import (
+from async_grpo.weights.node.local_socket import (
     MAX_FRAME_BYTES,
     Failed,
     FollowPublisher,
@@ -41,7 +41,7 @@ from async_grpo.weights.zmq.local_socket import (
     frame,
     start_receiver,
 )
-from async_grpo.weights.zmq.messages import ReceiverStats
+from async_grpo.weights.node.records import ReceiverStats
 from async_grpo.weights.zmq.sockets import HEARTBEATS_OF_SILENCE, keys_for
 from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
@@ -55,7 +55,7 @@ _messages = msgspec.msgpack.Decoder(ToServer)
 log = structlog.get_logger()
 
 
-class ZmqWeightReceiver:
+class SharedWeightReceiver:
     """The newest weights, in the weight store at `store_path`. Several of one path share a receiver process."""
 
     def __init__(self, resolve: Resolve, store_path: Path, config: WeightsConfig, *, name: str = "") -> None:

@@ -20,11 +20,10 @@ import numpy as np
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks, delta
-from async_grpo.weights.chunks import Chunk, cut, hash_chunk
+from async_grpo.weights.chunks import Chunk, ServedVersion, cut, hash_chunk
 from async_grpo.weights.manifest import WeightManifest
+from async_grpo.weights.node.records import ChunkReply, ChunkRequest, ReceiverStats, count, sign
 from async_grpo.weights.store import VersionNotes
-from async_grpo.weights.zmq.chunk_server import ServedVersion
-from async_grpo.weights.zmq.messages import ChunkReply, ChunkRequest, ReceiverStats, count, sign
 
 MAX_ATTEMPTS = 4
 """The fetch ends when a chunk has failed its hash, or gone unanswered, this many times."""

@@ -34,7 +34,7 @@ from async_grpo.utils.child_process import MARK_VARIABLE, run_mark
 from async_grpo.utils.files import try_lock
 from async_grpo.utils.frames import pack_frame, take_frame
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq.messages import ReceiverStats
+from async_grpo.weights.node.records import ReceiverStats
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record

@@ -15,13 +15,12 @@ from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
-from async_grpo.weights.chunks import cut
+from async_grpo.weights.chunks import ServedVersion, cut
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
+from async_grpo.weights.node.fetch import Fetch
+from async_grpo.weights.node.local_socket import LocalClients
+from async_grpo.weights.node.records import ReceiverStats
 from async_grpo.weights.store import StoreSnapshot, WeightStore
-from async_grpo.weights.zmq.chunk_server import ServedVersion
-from async_grpo.weights.zmq.fetch import Fetch
-from async_grpo.weights.zmq.local_socket import LocalClients
-from async_grpo.weights.zmq.messages import ReceiverStats
 
 log = structlog.get_logger()
 
