@@ -34,7 +34,7 @@ class SweepCommand(CommandInFolder):
     def run_of(self, name: str) -> psutil.Process:
         """The `async-grpo run` of a point, once it has trained a step."""
         deadline, metrics = time.monotonic() + 300, self.out / "runs" / name / "metrics.jsonl"
-        while not (metrics.exists() and '"kind": "step"' in metrics.read_text()):
+        while not (metrics.exists() and '"kind":"step"' in metrics.read_text()):
             assert self.process.poll() is None and time.monotonic() < deadline, self.printed[-3000:]
             time.sleep(0.02)
         children = psutil.Process(self.process.pid).children()
