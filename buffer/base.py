@@ -9,7 +9,8 @@
 Who waits for what:
 
 - `admit` waits for a task and for room in the staleness window, and where the ratio of uses to inserts is limited
-  also for the trainer. `release`, `discard`, `put_tasks`, `take` and an expiring lease unblock it.
+  also for the trainer, under a quota also for memory. `release`, `discard`, `put_tasks`, `take`, `commit_checkpoint`
+  and an expiring lease unblock it.
 - `take` waits until the groups that its selector wants are READY. `insert` and `discard` unblock it.
 
 Guarantees (S, P, selector, on_stale, max_uses: `ReplayPolicy`):
@@ -39,6 +40,7 @@ from async_grpo.errors import AsyncGrpoError
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
 from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
+from buffer.capacity import MemoryQuota
 
 STATS_MAX_AGE_S = 1.0
 STATS_TIMEOUT_S = 2.0
@@ -74,6 +76,12 @@ class BufferStats:
     ended: bool = False
     kept: int = 0
     """Groups whose payload is kept: READY, TAKEN, and those that no committed checkpoint contains."""
+    stored_bytes: int = 0
+    """Size of their payloads. The buffer of one process knows it only with a quota."""
+    room_bytes: int = 0
+    """What the run's quota leaves for payloads; 0: it has no quota."""
+    group_bytes: int = 0
+    """The most that a group is expected to take; 0 without a quota."""
 
     @property
     def released_total(self) -> int:
@@ -89,6 +97,11 @@ class BufferStats:
     def capacity(self) -> int:
         """(S in force + 1) * P: groups that may be active."""
         return (self.staleness + 1) * self.groups_per_step
+
+    @property
+    def held_by_quota(self) -> bool:
+        """Whether the quota leaves no room for one more group."""
+        return not MemoryQuota(0, self.room_bytes, self.group_bytes).admits(self.stored_bytes, self.inflight)
 
     @property
     def balanced(self) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 
 from async_grpo.config import RunConfig
 from async_grpo.config.buffer import RedisConfig
+from async_grpo.errors import ServerRefused
 from async_grpo.staleness import ReplayPolicy
 from buffer.base import ReplayBuffer, RunBoard
-from buffer.capacity import memory_plan
+from buffer.capacity import NO_QUOTA, MemoryQuota, memory_plan
 from buffer.redis.board import RedisBoard
 from buffer.redis.buffer import RedisBuffer
 from buffer.redis.client import check_server, make_client
@@ -21,13 +22,25 @@ _LOOK_AT_ONCE = 1000
 
 
 async def connect(
-    redis: RedisConfig, run: str, *, policy: ReplayPolicy, lease_s: float, max_attempts: int
+    redis: RedisConfig,
+    run: str,
+    *,
+    policy: ReplayPolicy,
+    lease_s: float,
+    max_attempts: int,
+    quota: MemoryQuota = NO_QUOTA,
 ) -> RedisBuffer:
     """Open the buffer of `run`, new or as it was left. Raises ServerLost, ServerRefused."""
     client = await _checked_client(redis, run)
     try:
         return await RedisBuffer.open(
-            client, run, policy=policy, lease_s=lease_s, max_attempts=max_attempts, timeout_s=redis.timeout_s
+            client,
+            run,
+            policy=policy,
+            lease_s=lease_s,
+            max_attempts=max_attempts,
+            quota=quota,
+            timeout_s=redis.timeout_s,
         )
     except BaseException:
         await close(client)
@@ -50,11 +63,31 @@ async def connect_board(redis: RedisConfig, run: str) -> RedisBoard:
     return RedisBoard(await _checked_client(redis, run), run, timeout_s=redis.timeout_s)
 
 
-async def memory_limit(redis: RedisConfig, run: str) -> int:
-    """The server's maxmemory in bytes, or else the memory of its machine; 0 if it reports neither."""
-    async with _checked_link(redis, run) as link:
+async def check_memory(config: RunConfig) -> None:
+    """Raises ConfigError if the server has too little memory for this run beside the other runs on it. A run that has
+    reserved its share already is not asked again."""
+    plan, run = memory_plan(config), config.name
+    async with _checked_link(config.redis, run) as link:
         about = await link.call(lambda: link.client.info("memory"))
-        return int(about.get("maxmemory") or about.get("total_system_memory") or 0)
+        known = await link.call(lambda: link.client.hget(RunKeys(run).of("meta"), "reserved_bytes"))
+        others = {} if int(known or 0) >= plan.quota.reserved_bytes else await _reserved_by_others(link, run)
+    plan.check(int(about.get("maxmemory") or about.get("total_system_memory") or 0), "the server at redis.url", others)
+
+
+async def _reserved_by_others(link: RetryingClient, run: str) -> dict[str, int]:
+    """Run -> bytes, of the runs that this user may see: what they reserve, or what is left of those that have ended."""
+    fields, found, cursor = ["reserved_bytes", "stored_bytes", "ended"], {}, -1
+    try:
+        while cursor:
+            cursor, names = await link.call(
+                lambda at=max(0, cursor): link.client.scan(at, match=RunKeys("*").of("meta"), count=_LOOK_AT_ONCE)  # type: ignore[misc]
+            )
+            for name in names:
+                reserved, stored, ended = await link.call(lambda key=name: link.client.hmget(key, fields))  # type: ignore[misc]
+                found[RunKeys.run_of(name.decode())] = int((stored if ended == b"1" else reserved) or 0)
+    except ServerRefused:  # a user that may see nothing but its own run
+        return {}
+    return {other: size for other, size in found.items() if other != run and size}
 
 
 async def knows_run(redis: RedisConfig, run: str) -> bool:
@@ -95,13 +128,14 @@ async def _wipe_once(link: RetryingClient, run: str) -> int:
 async def open_run(config: RunConfig) -> RedisBuffer:
     """Open the buffer of the run, new or as it was left. Raises ServerLost, ServerRefused, and ConfigError if the
     server has too little memory for the run."""
-    memory_plan(config).check(await memory_limit(config.redis, config.name), "the server at redis.url")
+    await check_memory(config)
     return await connect(
         config.redis,
         config.name,
         policy=config.replay_policy,
         lease_s=config.lease_s,
         max_attempts=config.rollout.max_attempts,
+        quota=memory_plan(config).quota,
     )
 
 

@@ -27,7 +27,7 @@ from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
 from buffer.redis.scripts import RunKeys, script
 
-BOOKS_FORMAT = 3
+BOOKS_FORMAT = 4
 """Format of the state keys that this file can read: FORMAT of lua/parts/policy.lua."""
 SIZES_AT_ONCE = 512
 GROUPS_AT_ONCE = 4

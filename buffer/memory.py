@@ -18,6 +18,7 @@ from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
 from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
 from buffer.base import BufferStats, Resume
+from buffer.capacity import NO_QUOTA, MemoryQuota
 from buffer.errors import groups_of_step
 from buffer.state import BufferState
 
@@ -28,9 +29,15 @@ class InMemoryBuffer:
     """`ReplayBuffer` of one event loop. `clock` returns the time in seconds, against which leases expire."""
 
     def __init__(
-        self, policy: ReplayPolicy, *, lease_s: float, max_attempts: int, clock: Callable[[], float] = time.time
+        self,
+        policy: ReplayPolicy,
+        *,
+        lease_s: float,
+        max_attempts: int,
+        quota: MemoryQuota = NO_QUOTA,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._state = BufferState(policy, lease_s, max_attempts)
+        self._state = BufferState(policy, lease_s, max_attempts, quota=quota)
         self._clock = clock
         self._changed = asyncio.Event()
 

@@ -11,48 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.staleness import ReplayPolicy
-from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
+from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, encode
 from buffer.base import BufferStats, Resume
+from buffer.capacity import NO_QUOTA, MemoryQuota
 from buffer.errors import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended
+from buffer.groups import ActiveGroup, TakenStep, length_bucket
 from buffer.selection import select, too_old_to_finish, too_old_to_train
 
 ENDINGS_KEPT = 4096
 """Number of endings for which a repeated insert or discard is recognised."""
-
-
-@dataclass(slots=True)
-class ActiveGroup:
-    """An active group, INFLIGHT while `group` is None. `deadline_s` is 0 if it was given back and has no holder."""
-
-    task: Task
-    begun: int
-    """While INFLIGHT, no reported token is older than this version."""
-    attempt: int = 0
-    expired_leases: int = 0
-    deadline_s: float = 0.0
-    partial: Partial | None = None
-    group: Group | None = None
-    longest: int = 0
-    """Tokens of the longest completion reported so far."""
-    uses: int = 0
-    """Number of times that it was taken."""
-
-
-@dataclass(slots=True)
-class TakenStep:
-    """The batch taken for a step, kept until a checkpoint contains it."""
-
-    epoch: int
-    mask_below: int
-    size: int
-    """Number of groups of the complete batch."""
-    groups: dict[int, Group] = field(default_factory=dict)
-    settled: bool = False
-
-    @property
-    def missing(self) -> int:
-        """Number of groups still to come."""
-        return self.size - len(self.groups)
 
 
 @dataclass(slots=True)
@@ -83,6 +50,9 @@ class BufferState:
     """Number of READY groups."""
     _no_lease_ends_before_s: float = 0.0
     """A lower bound on the deadlines of all leases; groups without a holder have deadline 0."""
+    quota: MemoryQuota = NO_QUOTA
+    _sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of the payload of each finished group that is kept. Empty without a quota."""
 
     @property
     def tasks_put(self) -> int:
@@ -93,6 +63,18 @@ class BufferState:
     def ready(self) -> dict[int, Group]:
         """READY groups, by sequence."""
         return {seq: slot.group for seq, slot in sorted(self.open.items()) if slot.group is not None}
+
+    @property
+    def kept(self) -> set[int]:
+        """Groups whose payload is kept."""
+        return set(self.ready).union(*(step.groups for step in self.steps.values()))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the payloads that are kept."""
+        kept = self.kept if self._sizes else ()
+        self._sizes = {seq: self._sizes[seq] for seq in kept}
+        return sum(self._sizes.values())
 
     def put_tasks(self, tasks: Sequence[Task]) -> int:
         checked_stream([task.index for task in tasks])
@@ -135,6 +117,8 @@ class BufferState:
             slot.group, slot.partial, slot.longest = group, None, group.longest
             self.inserted += 1
             self.ready_count += 1
+            if self.quota.room_bytes:
+                self._sizes[ticket.seq] = len(encode(group))
         elif not self._inserted_before(ticket):
             raise lease_lost(ticket)
 
@@ -151,7 +135,7 @@ class BufferState:
         self._fence(epoch)
         step = self.steps.get(version)
         if step and (not step.missing or (not whole and len(step.groups) > have)):
-            return _batch(step, epoch, version, have)
+            return step.batch(epoch, version, have)
         if self.ended:
             raise run_ended()
         self.unheld(now_s)
@@ -195,7 +179,7 @@ class BufferState:
         self.policy = self.policy.with_staleness(staleness)
 
     def stats(self) -> BufferStats:
-        ready, window = self.ready, self.policy.window
+        window = self.policy.window
         return BufferStats(
             epoch=self.epoch,
             version=self.version,
@@ -216,7 +200,10 @@ class BufferState:
             inserted=self.inserted,
             used=self.used,
             ended=self.ended,
-            kept=len(set(ready).union(*(step.groups for step in self.steps.values()))),
+            kept=len(self.kept),
+            stored_bytes=self.stored_bytes,
+            room_bytes=self.quota.room_bytes,
+            group_bytes=self.quota.group_bytes,
         )
 
     def unheld(self, now_s: float) -> list[int]:
@@ -249,6 +236,8 @@ class BufferState:
         if not self.tasks or not rate.insertable(
             inserts=inserts, uses=self.used, size=active, needed_size=self.policy.size_to_take
         ):
+            return False
+        if not self.quota.admits(self.stored_bytes, len(self.open) - self.ready_count):
             return False
         if rate.limits:
             return active < window.capacity or self._evict_oldest()
@@ -308,7 +297,7 @@ class BufferState:
             assert slot.group is not None
             step.groups[seq] = slot.group
         self.used += len(seqs)
-        return _batch(step, epoch, version, have)
+        return step.batch(epoch, version, have)
 
     def _holds(self, ticket: Ticket) -> bool:
         """Whether the ticket's holder has the lease; an expired lease counts until another holder takes over."""
@@ -368,19 +357,3 @@ class BufferState:
     def _fence(self, epoch: int) -> None:
         if epoch != self.epoch:
             raise fenced(epoch, self.epoch)
-
-
-def length_bucket(tokens: int) -> int:
-    """The smallest power of two that is at least `tokens` (which is at least 1)."""
-    return 1 << (tokens - 1).bit_length()
-
-
-def _batch(step: TakenStep, epoch: int, version: int, have: int) -> Batch:
-    return Batch(
-        epoch=epoch,
-        version=version,
-        groups=list(step.groups.values())[have:],
-        replayed=step.epoch < epoch,
-        mask_below=step.mask_below,
-        missing=step.missing,
-    )

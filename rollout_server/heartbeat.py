@@ -102,5 +102,7 @@ class Heartbeat:
         since_s = self._dispatcher.asking_since_s
         if since_s is not None and time.time() - since_s > SHORT_WAIT_S:
             stats = await self._context.buffer.stats()
-            return "tasks" if stats.waiting == 0 else "staleness window"
+            if stats.waiting == 0:
+                return "tasks"
+            return "room under redis.quota_bytes" if stats.held_by_quota else "staleness window"
         return "weights" if len(self._dispatcher.leases) and not load.running + load.waiting else ""

@@ -31,7 +31,7 @@ def verifiers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def redis_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisConfig]:
     """The configuration of a server that lives as long as the test session."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("valkey"), RedisConfig())
+    server = EmbeddedServer(tmp_path_factory.mktemp("valkey"), RedisConfig(max_memory_bytes=16 << 30))
     yield RedisConfig(url=server.start(), timeout_s=5.0)
     server.stop()
 

@@ -155,6 +155,9 @@ def _group_metrics(stats: BufferStats | None) -> Iterable[Metric]:
     yield _counts("async_grpo_run_released_groups", "Groups released, by reason", "reason", stats.released)
     yield GaugeMetricFamily("async_grpo_run_active_groups", "Groups admitted and not released", value=stats.active)
     yield GaugeMetricFamily("async_grpo_run_ready_groups", "Finished groups, not yet taken", value=stats.ready)
+    stored, room = "Bytes of the finished groups on the server", "What redis.quota_bytes leaves for them; 0: no quota"
+    yield GaugeMetricFamily("async_grpo_run_stored_bytes", stored, value=stats.stored_bytes)
+    yield GaugeMetricFamily("async_grpo_run_room_bytes", room, value=stats.room_bytes)
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

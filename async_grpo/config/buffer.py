@@ -104,6 +104,9 @@ class RedisConfig(StrictModel):
     lose the latest changes."""
     max_memory_bytes: PositiveInt = 1 << 30
     """Memory limit of the embedded server."""
+    quota_bytes: PositiveInt | None = None
+    """Memory that this run may take on the server of `url`, which other runs use too. New groups are held back at it.
+    None: what the run can need at worst."""
     fsync: Literal["everysec", "always"] = "always"
     """When the embedded server syncs its append-only file. always: a crash of the server loses nothing that it
     acknowledged. everysec: a crash loses up to two seconds, for about a third more small groups per second."""
@@ -124,6 +127,11 @@ class RedisConfig(StrictModel):
             yield (
                 f"replicas_to_wait_for is {self.replicas_to_wait_for}, but redis.url is not set and the embedded "
                 "server has no replicas: every change would fail. Set redis.url, or leave it 0"
+            )
+        if self.quota_bytes is not None and self.url is None:
+            yield (
+                "quota_bytes is set, but redis.url is not, and the embedded server is this run's alone. "
+                "Set redis.max_memory_bytes instead"
             )
         given = [name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(self, name) is not None]
         if given and not (self.url or "").startswith("rediss"):

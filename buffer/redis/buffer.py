@@ -13,12 +13,14 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from async_grpo.errors import BufferFault
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, decode, encode
 from buffer.base import BufferStats, Resume
+from buffer.capacity import NO_QUOTA, MemoryQuota
 from buffer.errors import (
     checked_reason,
     checked_stream,
@@ -37,6 +39,7 @@ from buffer.redis.scripts import RunKeys, script
 _COUNTERS = (
     *("epoch", "version", "tasks_put", "admitted", "inserted", "used"),
     *("max_staleness", "staleness", "groups_per_step", "horizon", "selector_window"),
+    *("stored_bytes", "room_bytes", "group_bytes"),
 )
 
 
@@ -57,6 +60,7 @@ class RedisBuffer:
         policy: ReplayPolicy,
         lease_s: float,
         max_attempts: int,
+        quota: MemoryQuota = NO_QUOTA,
         timeout_s: float = 30.0,
     ) -> RedisBuffer:
         """Begin the run, or attach to what is stored of it. `aclose` closes `client`.
@@ -66,7 +70,9 @@ class RedisBuffer:
         another format.
         """
         buffer = cls(RetryingClient(client, timeout_s), run)
-        status, *formats = await buffer._script("open", *_dials(policy), round(1000 * lease_s), max_attempts)
+        status, *formats = await buffer._script(
+            "open", *_dials(policy), *astuple(quota), round(1000 * lease_s), max_attempts
+        )
         if status == b"format":
             raise BufferFault(
                 f"the run {run} is stored in format {formats[0]}, and this release writes format {formats[1]}. "

@@ -3,7 +3,7 @@
 All keys have one hash tag, so that a cluster keeps them on one node. Every script gets the state keys in the order of
 `_STATE_KEYS`:
 
-- `meta`        hash    epoch, head version, counters, the policy
+- `meta`        hash    epoch, head version, counters, the policy, the quota
 - `released`    hash    reason -> groups that ended with it
 - `lengths`     hash    reason:n -> those whose longest completion had at most n tokens (and more than n / 2)
 - `open`        zset    INFLIGHT and READY groups, scored by sequence
@@ -59,6 +59,11 @@ class RunKeys:
     def group(self, seq: int, attempt: int) -> str:
         """The key of a finished group."""
         return f"{self.prefix}group:{seq}:{attempt}"
+
+    @staticmethod
+    def run_of(key: str) -> str:
+        """The run that a key belongs to."""
+        return key.removeprefix("agrpo:{").rpartition("}:")[0]
 
     @property
     def pattern(self) -> str:

@@ -92,6 +92,7 @@ ROWS: dict[str, list[Panel]] = {
             {
                 "async_grpo_run_redis_memory_bytes": "used",
                 "async_grpo_run_redis_memory_limit_bytes": "limit",
+                "async_grpo_run_stored_bytes": "finished groups of this run",
             },
         ),
     ],

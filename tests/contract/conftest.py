@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
@@ -25,15 +26,14 @@ async def open_buffer(implementation: str, redis_config: RedisConfig) -> AsyncIt
     async with AsyncExitStack() as stack:
 
         async def opened(
-            dials: ReplayPolicy | None = None, *, lease_s: float = 30.0, max_attempts: int = 3, put: int = 100
+            dials: ReplayPolicy | None = None, *, lease_s: float = 30.0, put: int = 100, **options: Any
         ) -> ReplayBuffer:
-            dials = dials or policy()
+            dials, options = dials or policy(), {"max_attempts": 3, "lease_s": lease_s, **options}
             buffer: ReplayBuffer
             if implementation == "memory":
-                buffer = InMemoryBuffer(dials, lease_s=lease_s, max_attempts=max_attempts)
+                buffer = InMemoryBuffer(dials, **options)
             else:
-                run = uuid.uuid4().hex
-                buffer = await connect(redis_config, run, policy=dials, lease_s=lease_s, max_attempts=max_attempts)
+                buffer = await connect(redis_config, uuid.uuid4().hex, policy=dials, **options)
             stack.push_async_callback(buffer.aclose)
             if put:
                 await buffer.put_tasks(tasks(0, put))

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from async_grpo.errors import Fenced, RunEnded, StreamGap, WaitTimeout
-from async_grpo.wire import ReleaseReason
+from async_grpo.wire import ReleaseReason, encode
+from buffer.capacity import MemoryQuota
 from tests.support.buffer_cases import (
     LONG_S,
     NO_WAIT_S,
@@ -218,3 +219,35 @@ async def test_work_in_flight_can_still_be_handed_in_after_the_end(open_buffer: 
     assert ((await buffer.stats()).ready, (await buffer.stats()).ended) == (1, True)
     with pytest.raises(RunEnded):
         await buffer.admit(1, holder="server-0", timeout_s=LONG_S)
+
+
+async def test_a_quota_holds_new_groups_back_until_a_checkpoint_frees_finished_ones(open_buffer: Open) -> None:
+    """Room for six groups, of which a batch of two is logged for every step until the checkpoint."""
+    (ticket,) = await admit(await open_buffer(policy(S=3, P=2)), 1)
+    size = len(encode(group_of(ticket)))
+    buffer = await open_buffer(policy(S=3, P=2), quota=MemoryQuota(100 * size, 6 * size + 12, size + 1))
+    for version in range(2):
+        await generate_and_train(buffer, version)
+    tickets = await admit(buffer, 100)
+    stats = await buffer.stats()
+    assert (len(tickets), stats.active, stats.capacity, stats.held_by_quota) == (2, 2, 8, True)
+    assert stats.stored_bytes == pytest.approx(4 * size, abs=8)
+    with pytest.raises(WaitTimeout):
+        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+    waiting = asyncio.create_task(admit(buffer, 100))
+    await asyncio.sleep(0.05)
+    await buffer.commit_checkpoint(epoch=1, version=2)
+    assert len(await waiting) == 4
+    await buffer.discard(tickets[0], ReleaseReason.FILTERED)
+    assert len(await admit(buffer, 100)) == 1, "the slot of a group that ended, and its memory"
+    assert (await buffer.stats()).stored_bytes == 0
+
+
+async def test_a_group_that_is_larger_than_expected_counts_as_what_it_is(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=3, P=1), quota=MemoryQuota(10_000, room_bytes=4_000, group_bytes=1_000))
+    (ticket,) = await admit(buffer, 1)
+    await buffer.insert(ticket, group_of(ticket, length=400))
+    stored = (await buffer.stats()).stored_bytes
+    assert 3_000 < stored < 4_000
+    with pytest.raises(WaitTimeout):
+        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)

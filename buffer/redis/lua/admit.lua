@@ -7,11 +7,11 @@ local limit, now = tonumber(ARGV[2]), now_ms()
 local grant, dials = payload('grant', ARGV[3]), {}
 for i, value in ipairs(redis.call('HMGET', META, 'lease_ms', 'version', 'staleness', 'groups_per_step', 'horizon',
     'min_size', 'samples_per_insert', 'max_diff', 'used', 'inserted', 'tasks_put', 'admitted', 'ended', 'epoch',
-    'used_active')) do
+    'used_active', 'stored_bytes', 'room_bytes', 'group_bytes')) do
   dials[i] = tonumber(value) or 0
 end
 local lease_ms, version, staleness, size, horizon, min_size, samples_per_insert, max_diff, used, inserted, tasks_put,
-  admitted, ended, epoch, used_active = unpack(dials)
+  admitted, ended, epoch, used_active, stored_bytes, room_bytes, group_bytes = unpack(dials)
 local answer, leases = {'ok', epoch, lease_ms}, {}
 
 local function add(seq, attempt, begun, task, partial)
@@ -74,10 +74,11 @@ local inflight = redis.call('ZCARD', LEASES)
 local active = redis.call('ZCARD', OPEN) + redis.call('SCARD', TAKEN)
 
 -- Whether one more group may be admitted, and whether a READY one must be evicted for it: as
--- Ledger._make_room, with the arithmetic of RateLimit in staleness/rate.py.
+-- BufferState._make_room, with the arithmetic of RateLimit in staleness.py and of MemoryQuota in capacity.py.
 local function room()
   local by_ratio = math.floor((max_diff + used) / samples_per_insert) - (inserted + inflight)
   if tasks_put <= admitted or not (math.max(min_size, size) > active or by_ratio > 0) then return false end
+  if room_bytes > 0 and stored_bytes + (inflight + 1) * group_bytes > room_bytes then return false end
   local full = active >= (staleness + 1) * size
   if max_diff < 1e15 then return not full or redis.call('ZCARD', READY) > 0, full end
   return not full and used + active - used_active < horizon, false

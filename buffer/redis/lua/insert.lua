@@ -5,7 +5,8 @@
 -- oldest and of the newest token, tokens of the longest completion.
 local seq, attempt = ARGV[2], ARGV[3]
 local record = held(seq, attempt)
-if record and redis.call('EXISTS', group_payload(seq, attempt)) == 1 then
+local size = redis.call('STRLEN', group_payload(seq, attempt))
+if record and size > 0 then
   redis.call('UNLINK', payload('task', seq), payload('partial', seq))
   redis.call('ZREM', LEASES, seq)
   redis.call('ZREM', BEGUN, seq)
@@ -13,6 +14,7 @@ if record and redis.call('EXISTS', group_payload(seq, attempt)) == 1 then
   record.oldest, record.newest, record.longest = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
   redis.call('HSET', GROUPS, seq, printed(record))
   redis.call('HINCRBY', META, 'inserted', 1)
+  redis.call('HINCRBY', META, 'stored_bytes', size)
   redis.call('ZADD', READY, seq, seq)
   redis.call('ZADD', AGES, age_of(record, dial('on_stale')), seq)
   wake_take_if_ready()

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.config import RunConfig
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerLost, ServerRefused
-from buffer import make_client
+from buffer import make_client, open_run
 from tests.support.buffer_cases import admit, finish
 from tests.support.redis_life import attach, begin, live_through
 from tests.support.redis_proxies import Authority, Proxy
@@ -54,6 +55,14 @@ async def test_the_keys_of_another_run_are_refused_by_name(server: Server, run: 
     with pytest.raises(ServerRefused, match=r"permit.*(access|permissions).*ACL.*~agrpo:\{RUN\}:\*"):
         await attach(config, "somebody-elses")
     assert not list(server.admin.scan_iter(match="*somebody-elses*"))
+
+
+async def test_a_user_that_sees_its_own_run_alone_shares_a_server_with_others(
+    server: Server, run: str, password: None
+) -> None:
+    server.admin.hset("agrpo:{other}:meta", "reserved_bytes", 1 << 60)
+    redis = {"url": f"redis://{permit(server, run)}@127.0.0.1:{server.port}"}
+    await (await open_run(RunConfig.model_validate({"name": run, "model": {"path": "model"}, "redis": redis}))).aclose()
 
 
 async def test_a_right_that_is_taken_from_a_live_run_is_named(server: Server, run: str, password: None) -> None:

@@ -9,8 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import yaml
@@ -42,7 +41,8 @@ def test_every_metric_of_a_query_is_one_that_the_code_shows(tmp_path: Path) -> N
     collector = TrainerCollector(
         RunConfig.model_validate({"name": "run", "runs_dir": tmp_path, "model": {"random": {}}})
     )
-    collector.stats = cast(BufferStats, SimpleNamespace(admitted=0, released={}, active=0, ready=0))
+    counters = ("epoch", "version", "tasks_put", "waiting", "inflight", "ready", "taken", "admitted")
+    collector.stats = BufferStats(**dict.fromkeys(counters, 0))
     row: dict[str, Any] = {metric.key: 1.0 for metric in METRICS} | {"replayed": False, "reward_by_function": {}}
     collector.progress = TrainerProgress().after(row)
     trainer = [family.name for family in collector.collect()]

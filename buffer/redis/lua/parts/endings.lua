@@ -1,8 +1,8 @@
 local ENDINGS_KEPT, TRIM_EVERY = 4096, 64
 
--- One reason less to keep these finished groups.
+-- One reason less to keep these finished groups. What goes makes room under a quota.
 local function unpin(seqs, records)
-  local kept, kept_records, gone, payloads = {}, {}, {}, {}
+  local kept, kept_records, gone, payloads, size = {}, {}, {}, {}, 0
   for i, seq in ipairs(seqs) do
     local record = records[i]
     record.pins = record.pins - 1
@@ -10,11 +10,16 @@ local function unpin(seqs, records)
       kept[#kept + 1], kept_records[#kept + 1] = seq, record
     else
       gone[#gone + 1], payloads[#gone + 1] = seq, group_payload(seq, record.attempt)
+      size = size + redis.call('STRLEN', payloads[#payloads])
     end
   end
   store(kept, kept_records)
   call_with('HDEL', GROUPS, gone)
   unlink(payloads)
+  if #gone > 0 then
+    redis.call('HINCRBY', META, 'stored_bytes', -size)
+    wake(WAKE_ADMIT)
+  end
 end
 
 local function leave_ready(seqs)

@@ -1,5 +1,5 @@
 -- The format of the books. Another release may read them differently.
-local FORMAT = 3
+local FORMAT = 4
 
 -- ReplayPolicy, from ARGV[first] on.
 local function write_policy(first)

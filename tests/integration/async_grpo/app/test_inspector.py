@@ -131,7 +131,7 @@ async def test_a_look_counts_windows_ages_and_leases(buffer: RedisBuffer, inspec
     assert (overview.held, overview.expired, overview.given_back) == (1, 0, 1)
     assert overview.oldest_lease is not None and overview.oldest_lease.seq == 5
     assert overview.policy == policy(S=3, P=2)
-    assert overview.memory.used_bytes > 0 and overview.memory.limit_bytes == 1 << 30
+    assert overview.memory.used_bytes > 0 and overview.memory.limit_bytes == 16 << 30
     assert not overview.drained
 
 
