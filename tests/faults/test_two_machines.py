@@ -1,5 +1,5 @@
-"""A trainer of two nodes on two machines that only a cable joins, started by hand and by srun: it trains as one node
-does, and goes on by itself after a rank was killed."""
+"""A trainer of two nodes on two machines that only a cable joins, started by hand, by srun and by Ray: it trains as one
+node does, and goes on by itself after a rank was killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from tests.support.trainer_programs.supply import Supply, supply, trained, until
 
 STEPS, GROUPS, KILL_AT = 4, 2, 3
 PATIENCE_S = 400.0
-TRAINER = [sys.executable, "-m", "async_grpo.app.cli.main", "trainer"]
+COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main"]
+TRAINER = [*COMMAND, "trainer"]
+RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--num-cpus", "1"]
 
 pytestmark = [
     pytest.mark.faults,
@@ -52,7 +54,7 @@ class Run:
     @classmethod
     def read(cls, config: Path) -> Run:
         folder = config.parent / "exported"
-        export = [sys.executable, "-m", "async_grpo.app.cli.main", "export", str(config.parent), str(folder)]
+        export = [*COMMAND, "export", str(config.parent), str(folder)]
         subprocess.run(export, check=True, timeout=PATIENCE_S, capture_output=True)
         losses: dict[int, list[float]] = {}
         norms: dict[int, list[float]] = {}
@@ -114,7 +116,7 @@ async def delivered(run: Supply, steps: int) -> AsyncIterator[None]:
 async def started(prefix: Prefix, config: Path, log: str, *command: str) -> AsyncIterator[Process]:
     """A command on one of the machines, which has ended after the block."""
     with (config.parent / log).open("ab") as said:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
         process = await asyncio.create_subprocess_exec(*prefix, *command, stdout=said, stderr=said, env=environment)
     try:
         yield process
@@ -202,4 +204,36 @@ async def test_two_nodes_that_srun_starts(
         cluster.stop()
     (log,) = folder.glob("trainer-*.log")
     assert "requeued after exit code 1 (1 of 3 failures)" in log.read_text()
+    check_trained_as_on(one_node, config)
+
+
+async def test_two_nodes_that_ray_starts(
+    one_node: Run, machines: list[Prefix], tmp_path: Path, redis_config: RedisConfig
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'async-grpo[ray]')")
+    config = two_nodes(tmp_path, redis_config)
+    head = f"{ADDRESSES[0]}:{two_free_ports('127.0.0.1')}"
+    here = [["--head", "--port", head.split(":")[1], "--include-dashboard", "false"], ["--address", head]]
+
+    def node(index: int) -> contextlib.AbstractAsyncContextManager[Process]:
+        command = [*RAY, "--node-ip-address", ADDRESSES[index], *here[index]]
+        return started(machines[index], config, f"ray-{index}.log", *command)
+
+    def said(log: str, words: str) -> bool:
+        return words in (config.parent / log).read_text()
+
+    launch = [*COMMAND, "launch", "ray", str(config), "--servers", "0", "-o", f"launch.ray.address={head}"]
+    # Node 0, where the publisher of the weights is, is of Ray's choice.
+    launch += ["-o", "weights.bind=tcp://0.0.0.0:0"]
+    async with supply(load(config)) as run, node(0):
+        await run.evaluate()
+        await until(lambda: said("ray-0.log", "Ray runtime started"), PATIENCE_S)
+        async with node(1), started(machines[0], config, "launch.log", *launch) as job:
+            async with delivered(run, KILL_AT):
+                await rank_is_killed(config, "1")
+            async with delivered(run, STEPS - KILL_AT):
+                assert await ended(job) == 0, logs(config)
+    assert said("launch.log", f"trainer: started on {', '.join(ADDRESSES)}"), "one node on each machine"
+    assert said("launch.log", "restart 1 of 3")
+    assert (config.parent / "report.md").exists()
     check_trained_as_on(one_node, config)

@@ -57,7 +57,9 @@ def ray(
     steps: Steps = None,
     servers: Annotated[
         int | None,
-        typer.Option("--servers", min=1, metavar="N", help="Servers to start; with a trainer there, servers to add."),
+        typer.Option(
+            "--servers", min=0, metavar="N", help="Servers to start; with a trainer there, servers to add. 0: none."
+        ),
     ] = None,
     remove: Annotated[
         str | None, typer.Option("--remove", metavar="NAME", help="Stop this rollout server, and do nothing else.")
@@ -76,7 +78,7 @@ def ray(
     def work() -> int:
         run = resolve(config, override or [], steps=steps, planning=dry_run)
         if dry_run:
-            for role, bundles in plan(run, servers or run.rollout.servers).items():
+            for role, bundles in plan(run, run.rollout.servers if servers is None else servers).items():
                 typer.echo(f"{role}: {json.dumps(bundles)}")
         elif remove is not None:
             remove_server(run, remove)

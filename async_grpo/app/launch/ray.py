@@ -63,7 +63,8 @@ def plan(config: RunConfig, servers: int) -> dict[str, Bundles]:
 
 
 def launch(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> int:
-    """Start or resume the run and wait for its end; or, beside its trainer, keep `servers` more rollout servers.
+    """Start or resume the run and wait for its end; or, beside its trainer, keep `servers` more rollout servers. 0
+    keeps the trainer alone: its servers are started elsewhere.
 
     Returns 0, or 130 after SIGTERM or Ctrl-C. Raises ConfigError before anything is started, DependencyError without
     Ray, RoleFailed or WaitTimeout when the trainer, or every server, was given up.
@@ -71,7 +72,7 @@ def launch(config: RunConfig, servers: int | None, say: Callable[[str], None]) -
     groups = plan(config, config.rollout.servers if servers is None else servers)
     with _connected(config) as ray:
         there = _actor(ray, config, f"{TRAINER}-0") is not None
-        if there and servers is None:
+        if there and not servers:
             raise ConfigError(
                 f"the trainer of {config.name} is on this cluster already. Pass --servers N to add N rollout servers, "
                 "or stop the run first: Ctrl-C, or SIGTERM, to the command that has started it"

@@ -162,6 +162,7 @@ class RunFolder:
     def hold(self, role: str) -> None:
         """Lock a file for a role that was started on its own, until this process and the program that replaces it have
         ended. Of two processes that have the role, the first holds the lock."""
+        (self.path / "roles").mkdir(exist_ok=True)
         file = os.open(self.path / "roles" / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try_lock(file)
         os.set_inheritable(file, True)

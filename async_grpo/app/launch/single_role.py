@@ -72,13 +72,14 @@ async def _prepare_to_join(config: RunConfig, name: str) -> Path:
 
 def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> int:
     """Become the trainer, or its node `node_rank`. Raises ConfigError without redis.url or for a wrong rank."""
-    config, node = placed(_resolve(path, overrides, "trainer"), node_rank, os.environ)
-    file, model = _make_ready(config, f"trainer-{node}")
+    config = _resolve(path, overrides, "trainer")
+    address, node = placed(config, node_rank, os.environ)
+    file, model = _make_ready(config, f"trainer-{node}", address)
     return _become(trainer_argv(file, model, node), trainer_environment(config, os.environ))
 
 
-def placed(config: RunConfig, given: int | None, environment: Mapping[str, str]) -> tuple[RunConfig, int]:
-    """The configuration with the address of node 0, and the rank of this node.
+def placed(config: RunConfig, given: int | None, environment: Mapping[str, str]) -> tuple[str | None, int]:
+    """The address of node 0, and the rank of this node.
 
     A rank that is given and a configured address come before those of the environment. Raises ConfigError for a wrong
     rank, for none, without an address, and if another number of nodes was started.
@@ -97,16 +98,13 @@ def placed(config: RunConfig, given: int | None, environment: Mapping[str, str])
             f"--node-rank is {rank}, but trainer.nodes is {nodes}, so that nodes are numbered from 0 to {nodes - 1}. "
             "Correct it, or set trainer.nodes (and trainer.processes) to what there is"
         )
-    where = config.trainer.rendezvous
-    if nodes == 1 or where.address is not None:
-        return config, rank
-    if address is None:
+    address = config.trainer.rendezvous.address or address
+    if address is None and nodes > 1:
         raise ConfigError(
             f"trainer.nodes is {nodes}, but trainer.rendezvous.address is not set, so that they would not find each "
             "other. Set it to an address of node 0 that every node reaches, or start them by srun, which says it"
         )
-    where = where.model_copy(update={"address": address})
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"rendezvous": where})}), rank
+    return address, rank
 
 
 def _from_environment(nodes: int, environment: Mapping[str, str]) -> tuple[int | None, str | None]:
@@ -136,8 +134,11 @@ def _resolve(path: Path, overrides: Sequence[str], role: str) -> RunConfig:
     return config
 
 
-def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
-    """The configuration file of this role and the folder of the first policy."""
+def _make_ready(config: RunConfig, role: str, node_0: str | None = None) -> tuple[Path, Path]:
+    """The configuration file of this role and the folder of the first policy.
+
+    The address of node 0 is in the file of this start alone: after a restart, another machine may be node 0.
+    """
     began_s, say = time.monotonic(), say_as(role)
     local = fetch(config, say)
     model = asyncio.run(prepare_model(local, say))
@@ -149,6 +150,10 @@ def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
         state.prepare_s = max(state.prepare_s, time.monotonic() - began_s, made_in_s(model))
         folder.write_state(state)
     write_config(folder, config, for_roles=local)
+    if node_0 is not None:
+        where = local.trainer.rendezvous.model_copy(update={"address": node_0})
+        trainer = local.trainer.model_copy(update={"rendezvous": where})
+        local = local.model_copy(update={"trainer": trainer})
     file = write_role(folder, role, local)
     folder.begin(role)
     return file, model

@@ -10,7 +10,7 @@ import pytest
 
 from async_grpo.app.launch import single_role
 from async_grpo.app.launch.role_specs import trainer_environment
-from async_grpo.config import load, validate
+from async_grpo.config import RunConfig, load, validate
 
 QUICKSTART = Path(__file__).parents[5] / "configs" / "quickstart.yaml"
 TWO_NODES = ["trainer.nodes=2", "trainer.processes=2", "trainer.rendezvous.address=10.0.0.5"]
@@ -55,6 +55,21 @@ def test_every_role_reads_what_its_own_machine_has_though_all_share_the_folder(
         (tmp_path / "runs", "redis://10.0.0.5:6379", None),
         (tmp_path / "mount", "redis://192.168.0.5:6379", "10.0.0.7"),
     ] * 2
+
+
+def test_node_0_may_be_another_machine_after_a_restart(
+    tmp_path: Path, become: Callable[[Callable[[], int]], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(path: Path, *given: str) -> RunConfig:
+        return load(become(lambda: single_role.run_trainer(path, given, None)))
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.5")
+    first = started(QUICKSTART, *TWO_NODES[:2], SERVER, f"runs_dir={tmp_path}")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.6")
+    second = started(first.run_dir)  # as the jobs of Slurm and Ray name it
+    assert [config.trainer.rendezvous.address for config in (first, second)] == ["10.0.0.5", "10.0.0.6"]
 
 
 def own_values(file: Path) -> tuple[Path, str | None, str | None]:
