@@ -216,6 +216,7 @@ class TransferRound:
     tcp_cpu_s: float
     broadcast_s: float
     """The move of the same weights by `collective`."""
+    broadcast_fetch_s: float
 
 
 async def transfer(size: TinyModelSize, rounds: int, step: Step) -> list[Measurement]:
@@ -255,8 +256,10 @@ async def _round(
     took_s["gloo"] = await baselines["gloo"].seconds(block)
     broadcast_s = (await broadcast.move(weights)).seconds
     took_s["disk"] = await baselines["disk"].seconds(block)  # last: what it wrote goes to the disk afterwards
-    fetch_s = plane.receivers[0].stats.last_transfer_s
-    return TransferRound(moved, fetch_s, ours.seconds, memcpy_s, took_s, theirs.seconds, broadcast_s)
+    fetches_s = [each.receivers[0].stats.last_transfer_s for each in (plane, broadcast)]
+    return TransferRound(
+        moved, fetches_s[0], ours.seconds, memcpy_s, took_s, theirs.seconds, broadcast_s, fetches_s[1]
+    )
 
 
 async def _wait_for_the_encoder(plane: BenchPlane, weights: Weights) -> float:
@@ -292,6 +295,7 @@ def _figures(total_bytes: int, rounds: Sequence[TransferRound], waits_s: Sequenc
     moves_s = [each.moved.seconds for each in rounds]
     fetches = speeds([each.fetch_s for each in rounds], "tcp")
     broadcasts = speeds([each.broadcast_s for each in rounds], "gloo")
+    broadcast_fetches = speeds([each.broadcast_fetch_s for each in rounds], "gloo")
     costs = [(each.cpu_s / gigabytes, each.tcp_cpu_s / gigabytes) for each in rounds]
     stalls_ms = [(1e3 * each.moved.publication.stall_s, 1e3 * each.memcpy_s) for each in rounds]
     waits_inside_s = median(each.moved.publication.waited_s for each in rounds)
@@ -299,6 +303,7 @@ def _figures(total_bytes: int, rounds: Sequence[TransferRound], waits_s: Sequenc
         *(paired(f"{name}, beside {other}", "GB/s", speeds(moves_s, other), is_) for other, is_ in BASELINES.items()),
         paired(f"{name}, from manifest to commit", "GB/s", fetches, BASELINES["tcp"]),
         paired(f"{name}, broadcast by collective", "GB/s", broadcasts, BASELINES["gloo"]),
+        paired(f"{name}, broadcast, from manifest to commit", "GB/s", broadcast_fetches, BASELINES["gloo"]),
         paired(f"{name}, processor time, both ends", "s/GB", costs, BASELINES["tcp"]),
         paired("trainer's stall for one version", "ms", stalls_ms, "one memcpy of the weights"),
         Measurement("of it, waiting for the encoder", 1e3 * waits_inside_s, "ms"),
