@@ -100,6 +100,13 @@ def broadcast_ints(values: list[int] | None, count: int) -> list[int]:
     return shared
 
 
+def gather_ints(values: list[int]) -> list[list[int]]:
+    """The integers of every rank, by rank; each gives as many."""
+    found = [torch.empty(len(values), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor(values, dtype=torch.int64))
+    return [each.tolist() for each in found]
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Element-wise sum of a tensor of the host over all ranks, in place and exact to the digits of its dtype."""
     return _reduce(values, dist.ReduceOp.SUM)

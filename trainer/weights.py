@@ -1,8 +1,8 @@
 """Exports new weights from the trainer, to the weight sender of rank 0.
 
-    on one node      every rank --its own shards--> slot of the sender's store --when all are there--> commit
-                     in a thread, beside the next step; whoever changes the weights waits for it (`Policy.reading`)
-    on several       all ranks --gathered--> rank 0 --> publish
+    in shards     every rank --its own shards--> slot of the sender's store --when all are there--> commit
+                  in a thread, beside the next step; whoever changes the weights waits for it (`Policy.reading`)
+    gathered      all ranks --> rank 0 --> publish, where the ranks on its node do not have the whole model
 
 With `model.lora` the adapters alone are exported, gathered, with the digest of the weights that they are for.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ from async_grpo.weights.lora import DIGEST
 from async_grpo.weights.manifest import layout_of
 from async_grpo.weights.store import WeightStore
 from trainer.coordinator import Coordinator
-from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader
-from trainer.model.hf_weights import find_positions
+from trainer.distributed import broadcast_bytes, broadcast_ints, gather_ints, is_leader
+from trainer.model.hf_weights import RankPosition, find_positions
+from trainer.model.host_copy import HostCopy
 from trainer.model.lora import adapter_shapes
 from trainer.model.policy import Policy
-from trainer.model.shards import own_shards
+from trainer.model.shards import local_replicas, own_shards
 from trainer.model.weight_map import model_tensors
 
 
@@ -51,9 +52,12 @@ class WeightExporter:
             layout = layout_of(_tensor_kinds(policy))
             self._sender = make_sender(config, layout, epoch)
         self._shards: SharedSlots | None = None
-        if config.trainer.nodes == 1 and policy.adapters is None:
-            store = broadcast_bytes(bytes(self._sender.store) if self._sender else None)
-            self._shards = SharedSlots(policy, Path(store.decode()), config.weights.update_timeout_s)
+        if policy.adapters is None:
+            store = Path(broadcast_bytes(bytes(self._sender.store) if self._sender else None).decode())
+            local = [rank for rank, (sees,) in enumerate(gather_ints([store.exists()])) if sees]
+            positions = find_positions()
+            if local_replicas(positions, local):
+                self._shards = SharedSlots(policy, store, positions, local, config.weights.update_timeout_s)
 
     def publish(self, version: int) -> None:
         """Weights first, then the version that tickets carry: they are there, or on their way.
@@ -89,6 +93,9 @@ class WeightExporter:
     def _publish_shards(self, shards: SharedSlots, version: int) -> None:
         self._policy.reading.wait()
         (slot,) = broadcast_ints([self._sender.begin(version)] if self._sender else None, 1)
+        if not shards.is_local:
+            return
+        shards.host_copy.allow()
 
         def copy() -> None:
             shards.fill(slot)
@@ -98,7 +105,6 @@ class WeightExporter:
                 shards.wait_for_others(version)
                 self._sender.commit()
 
-        # A thread of its own needs no care with the streams of CUDA: what it copies is queued between two updates.
         if self._announced and self._policy.device.type in ("cpu", "cuda"):
             self._policy.reading.start(copy)
         else:
@@ -106,20 +112,16 @@ class WeightExporter:
 
 
 class SharedSlots:
-    """The slots of the sender's store, which all ranks of a node fill together."""
+    """The slots of the sender's store, which the ranks on its node fill together. All ranks make it together."""
 
-    def __init__(self, policy: Policy, store: Path, timeout_s: float) -> None:
-        self._hf, self._timeout_s = policy.hf, timeout_s
-        self._shards = list(own_shards(policy.model, policy.hf, find_positions(), dist.get_rank()))
-        shared = WeightStore.adopt(store)
-        flat = [torch.frombuffer(shared.slot(number), dtype=torch.uint8) for number in (0, 1)]
-        self._tensors = [
-            {
-                spec.name: slot[spec.offset : spec.offset + spec.nbytes].view(policy.dtype).view(spec.shape)
-                for spec in shared.layout.tensors
-            }
-            for slot in flat
-        ]
+    def __init__(
+        self, policy: Policy, store: Path, positions: Sequence[RankPosition], local: Sequence[int], timeout_s: float
+    ) -> None:
+        self._hf, self._timeout_s, self._local = policy.hf, timeout_s, local
+        if self.is_local:
+            self.host_copy = HostCopy(policy.device)
+            self._shards = list(own_shards(policy.model, policy.hf, positions, dist.get_rank(), local))
+            self._tensors = _slots_of(store, policy.dtype)
         own = bytes(store.with_name(f"all-{os.getpid()}"))  # short: a socket's path has 107 bytes at most
         self._path = Path(broadcast_bytes(own if is_leader() else None).decode())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -129,10 +131,15 @@ class SharedSlots:
             self._socket.bind(str(self._path))
         dist.barrier()  # before anybody sends to it
 
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank is on the node of the store."""
+        return dist.get_rank() in self._local
+
     def fill(self, slot: int) -> None:
         """Copy the shards of this rank."""
-        for shard in self._shards:
-            shard.copy_into(self._tensors[slot], self._hf)
+        full = self._tensors[slot]
+        self.host_copy.run(pair for shard in self._shards for pair in shard.pairs(full, self._hf))
 
     def tell(self, version: int) -> None:
         """Tell rank 0 that the shards of this rank are in the slot. Raises WaitTimeout if it does not listen."""
@@ -143,7 +150,7 @@ class SharedSlots:
 
     def wait_for_others(self, version: int) -> None:
         """Wait, on rank 0, until the shards of all other ranks are in the slot. Raises WaitTimeout."""
-        missing, deadline = set(range(1, dist.get_world_size())), time.monotonic() + self._timeout_s
+        missing, deadline = set(self._local) - {dist.get_rank()}, time.monotonic() + self._timeout_s
         while missing:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
@@ -159,6 +166,19 @@ class SharedSlots:
         self._socket.close()
         if is_leader():
             self._path.unlink(missing_ok=True)
+
+
+def _slots_of(store: Path, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    """The tensors of both slots, by name."""
+    shared = WeightStore.adopt(store)
+    flat = [torch.frombuffer(shared.slot(number), dtype=torch.uint8) for number in (0, 1)]
+    return [
+        {
+            spec.name: slot[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
+            for spec in shared.layout.tensors
+        }
+        for slot in flat
+    ]
 
 
 def _tensor_kinds(policy: Policy) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -26,6 +26,7 @@ from tests.integration.trainer.test_trainer_model import (
 from tests.support.trainer_programs.launching import Outcome, Run, adamw, run_all
 from tests.support.trainer_programs.models import make_model
 from tests.support.trainer_programs.plain import plain_steps
+from trainer.model.host_copy import HostCopy
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = {"platform": "cuda"}
@@ -100,3 +101,18 @@ def test_the_trainers_bench_runs_beside_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads((tmp_path / "figures.json").read_text())
+
+
+def test_weights_come_to_the_host_while_the_stream_of_the_training_is_busy() -> None:
+    weights = torch.randn(1024, 4096, device="cuda").bfloat16()
+    matrix = torch.randn(8192, 8192, device="cuda")
+    copy = HostCopy(weights.device, buffer_bytes=1 << 20)
+    target = torch.zeros(4096, 1024, dtype=torch.bfloat16)
+    weights.mul_(2)
+    copy.allow()
+    for _ in range(200):
+        matrix = matrix @ matrix
+    end = torch.cuda.current_stream().record_event()
+    copy.run([(target, weights.t())])
+    assert not end.query(), "the copy has waited for the kernels behind it"
+    assert torch.equal(target, weights.t().cpu())

@@ -28,7 +28,8 @@ def can_be_made() -> bool:
 
 @contextmanager
 def two_machines() -> Iterator[list[Prefix]]:
-    """Both machines, each with one of ADDRESSES and a loopback of its own; they see the same files and processes."""
+    """Both machines, each with one of ADDRESSES and a loopback of its own; they see the same processes and files, but
+    every command has a /dev/shm of its own."""
     names = [f"async-grpo-{os.getpid()}-{index}" for index in (0, 1)]
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -40,7 +41,8 @@ def two_machines() -> Iterator[list[Prefix]]:
             for card in ("lo", "cable"):
                 _ip("-n", name, "link", "set", card, "up")
         # `ip netns exec` would also mount another /sys, without the cgroups that slurmd looks for.
-        yield [["nsenter", f"--net=/run/netns/{name}"] for name in names]
+        own_memory = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+        yield [["nsenter", f"--net=/run/netns/{name}", *own_memory] for name in names]
 
 
 def _ip(*words: str) -> None:

@@ -1,25 +1,26 @@
 """What this rank holds of the Hugging Face tensors, in place: every rank copies its own parts, and none gathers.
 
-    parameter of this rank --part_of_parameter: views--> copy_ --> views <--part_of_tensor-- full tensors of a slot
+    parameter of this rank --part_of_parameter: views--> HostCopy --> views <--part_of_tensor-- full tensors of a slot
 
 Replicas (data and context parallel) hold the same values. So each of them copies some of the tensors: a tensor is given
-to the one with the fewest bytes so far.
+to the one with the fewest bytes so far. Of a trainer on several nodes, the replicas on the node of rank 0 copy, if it
+has one of every tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from trainer.model.families import head_dim
 from trainer.model.hf_weights import RankPosition
+from trainer.model.host_copy import CopyPair
 from trainer.model.weight_map import ShardRule, WeightRule, parameter_of, stage_weights
 
 
@@ -33,24 +34,40 @@ class OwnShard:
     ranks: int
     """Of how many tensor-parallel ranks this is the one."""
 
-    @torch.no_grad()
-    def copy_into(self, full: Mapping[str, Tensor], hf: PretrainedConfig) -> None:
-        """Copy into the tensors of `full`, by their Hugging Face names."""
+    def pairs(self, full: Mapping[str, Tensor], hf: PretrainedConfig) -> Iterator[CopyPair]:
+        """The parts of the tensors of `full`, by their Hugging Face names, and what is to be copied into them."""
         rule, groups = self.weight.rule, hf.num_key_value_heads
         sources = part_of_parameter(rule, self.parameter.detach(), groups // self.ranks, head_dim(hf))
         for name, source in zip(self.weight.hf, sources, strict=True):
-            part_of_tensor(rule, full[name], groups, self.rank, self.ranks).copy_(source)
+            yield part_of_tensor(rule, full[name], groups, self.rank, self.ranks), source
+
+
+Replicas = dict[tuple[int, int | None], dict[int, int]]
+"""(stage, holder) -> replica -> bytes that it copies. Without a holder: of the tensors that are not experts."""
+
+
+def local_replicas(positions: Sequence[RankPosition], local: Collection[int]) -> Replicas:
+    """The replicas that are whole among the ranks `local`. Empty if some tensor has none there."""
+    tensor_ranks = 1 + max(each.tensor for each in positions)
+    parts = Counter((each.stage, each.replica) for each in (positions[rank] for rank in local))
+    found: Replicas = {(each.stage, holder): {} for each in positions for holder in (None, each.expert)}
+    for each in (positions[rank] for rank in local):
+        found[each.stage, each.expert][each.expert_replica] = 0
+        if parts[each.stage, each.replica] == tensor_ranks:
+            found[each.stage, None][each.replica] = 0
+    return found if all(found.values()) else {}
 
 
 def own_shards(
-    model: GPTModel, hf: PretrainedConfig, positions: Sequence[RankPosition], rank: int
+    model: GPTModel, hf: PretrainedConfig, positions: Sequence[RankPosition], rank: int, local: Collection[int]
 ) -> Iterator[OwnShard]:
-    """The parameters that rank `rank` copies. Over all ranks every byte of the model is copied once."""
+    """The parameters that rank `rank`, one of those in `local`, copies. Over all of these every byte of the model is
+    copied once."""
     parameters, own = dict(model.named_parameters()), positions[rank]
     stages = 1 + max(each.stage for each in positions)
     expert_ranks = 1 + max(each.expert for each in positions)
     tensor_ranks = 1 + max(each.tensor for each in positions)
-    for weight, stage, replica in _assigned(hf, positions, stages, expert_ranks):
+    for weight, stage, replica in _assigned(hf, local_replicas(positions, local), stages, expert_ranks):
         if own.stage != stage:
             continue
         if weight.holder is not None:
@@ -64,13 +81,9 @@ def own_shards(
 
 
 def _assigned(
-    hf: PretrainedConfig, positions: Sequence[RankPosition], stages: int, expert_ranks: int
+    hf: PretrainedConfig, loads: Replicas, stages: int, expert_ranks: int
 ) -> Iterator[tuple[WeightRule, int, int]]:
     """Every exported parameter with its stage, and the replica that copies it."""
-    loads: dict[tuple[int, int | None], dict[int, int]] = defaultdict(dict)
-    for each in positions:
-        loads[each.stage, None][each.replica] = 0
-        loads[each.stage, each.expert][each.expert_replica] = 0
     for stage in range(stages):
         for weight in stage_weights(hf, stage, stages, expert_ranks):
             if weight.exported:

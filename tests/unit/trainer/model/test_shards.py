@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from trainer.model.hf_weights import RankPosition, shard
-from trainer.model.shards import own_shards
+from trainer.model.shards import local_replicas, own_shards
 from trainer.model.weight_map import model_tensors, stage_weights
 
 SIZES: dict[str, Any] = {
@@ -28,6 +28,7 @@ LAYOUTS = {
     "tensor 4": (DENSE, [RankPosition(0, rank, 0, 0, 0) for rank in range(4)]),
     "data 3": (DENSE, [RankPosition(0, 0, rank, 0, rank) for rank in range(3)]),
     "pipeline 2, tensor 2": (DENSE, [RankPosition(rank // 2, rank % 2, 0, 0, 0) for rank in range(4)]),
+    "tensor 2, data 2": (DENSE, [RankPosition(0, rank % 2, rank // 2, 0, rank) for rank in range(4)]),
     "experts 2, data 4": (EXPERTS, [RankPosition(0, 0, rank, rank % 2, rank // 2) for rank in range(4)]),
     "experts 2, tensor 2": (EXPERTS, [RankPosition(0, rank, 0, rank, 0) for rank in range(2)]),
 }
@@ -59,9 +60,9 @@ def test_the_shards_of_all_ranks_are_the_model_and_none_is_copied_twice(name: st
     elements = []
     for rank, position in enumerate(positions):
         model: Any = StageModel(hf, positions, position, full)
-        shards = list(own_shards(model, hf, positions, rank))
-        for each in shards:
-            each.copy_into(copied, hf)
+        shards = list(own_shards(model, hf, positions, rank, range(len(positions))))
+        for target, source in (pair for each in shards for pair in each.pairs(copied, hf)):
+            target.copy_(source.detach())
         elements.append(sum(each.parameter.numel() for each in shards))
     for name, tensor in full.items():
         assert torch.equal(copied[name], tensor), name
@@ -75,5 +76,44 @@ def test_replicas_share_the_copying() -> None:
     counts = []
     for rank, position in enumerate(positions):
         model: Any = StageModel(hf, positions, position, full)
-        counts.append(sum(each.parameter.numel() for each in own_shards(model, hf, positions, rank)))
+        counts.append(
+            sum(each.parameter.numel() for each in own_shards(model, hf, positions, rank, range(len(positions))))
+        )
     assert max(counts) - min(counts) <= largest
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "copy"),
+    [
+        ("data 3", [0, 1], [0, 1]),
+        ("tensor 2, data 2", [0, 1], [0, 1]),
+        ("tensor 2, data 2", [1, 2, 3], [2, 3]),
+        ("experts 2, data 4", [0, 1], [0, 1]),
+    ],
+)
+def test_the_ranks_of_one_node_copy_the_whole_model_where_they_have_it(
+    name: str, local: list[int], copy: list[int]
+) -> None:
+    hf, positions = LAYOUTS[name]
+    full = {name: torch.randn(shape) for name, shape in model_tensors(hf, 1)}
+    copied = {name: torch.full_like(tensor, torch.nan) for name, tensor in full.items()}
+    for rank in local:
+        model: Any = StageModel(hf, positions, positions[rank], full)
+        shards = list(own_shards(model, hf, positions, rank, local))
+        assert bool(shards) == (rank in copy)
+        for target, source in (pair for each in shards for pair in each.pairs(copied, hf)):
+            target.copy_(source.detach())
+    assert all(torch.equal(copied[name], tensor) for name, tensor in full.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [
+        ("tensor 4", [0, 1]),
+        ("pipeline 2, tensor 2", [0, 1]),
+        ("experts 2, data 4", [0, 2]),
+        ("tensor 2, data 2", [1, 2]),
+    ],
+)
+def test_a_node_without_a_whole_replica_of_every_tensor_copies_nothing(name: str, local: list[int]) -> None:
+    assert not local_replicas(LAYOUTS[name][1], local)
