@@ -257,9 +257,7 @@ async def _round(
     broadcast_s = (await broadcast.move(weights)).seconds
     took_s["disk"] = await baselines["disk"].seconds(block)  # last: what it wrote goes to the disk afterwards
     fetches_s = [each.receivers[0].stats.last_transfer_s for each in (plane, broadcast)]
-    return TransferRound(
-        moved, fetches_s[0], ours.seconds, memcpy_s, took_s, theirs.seconds, broadcast_s, fetches_s[1]
-    )
+    return TransferRound(moved, fetches_s[0], ours.seconds, memcpy_s, took_s, theirs.seconds, broadcast_s, fetches_s[1])
 
 
 async def _wait_for_the_encoder(plane: BenchPlane, weights: Weights) -> float:
