@@ -33,11 +33,14 @@ from async_grpo.errors import AsyncGrpoError, Fenced
 from async_grpo.staleness import SELECTORS, RateLimit, ReplayPolicy, age
 from async_grpo.wire import Batch, Group, ReleaseReason, Ticket
 from buffer import InMemoryBuffer, ReplayBuffer, connect, make_client, wipe
+from buffer.capacity import MemoryQuota
 from buffer.redis.scripts import RunKeys
 from tests.support.buffer_cases import group_of, partial_of, policy, tasks
 
 LEASE_S = 1000.0
 STEPS = 6
+GROUP_BYTES = 1000
+"""More than any group of this machine takes."""
 POLICIES = [
     policy(S=1, P=2, steps=STEPS),
     policy(S=0, P=1, steps=2 * STEPS),
@@ -70,15 +73,18 @@ class BufferMachine(RuleBasedStateMachine):
 
     config: RedisConfig
 
-    @initialize(first=st.sampled_from(POLICIES))
-    def begin(self, first: ReplayPolicy) -> None:
+    @initialize(first=st.sampled_from(POLICIES), room=st.sampled_from([12, 1000]))
+    def begin(self, first: ReplayPolicy, room: int) -> None:
+        """`room`: groups for which the quota is large enough."""
         self.loop = asyncio.new_event_loop()
         self.run = uuid.uuid4().hex
         self.now_s = 1000.0
         self.policy, self.policies, self.most_active = first, [first], first.window.capacity
         self.client = make_client(self.config)
-        self.memory = InMemoryBuffer(first, lease_s=LEASE_S, max_attempts=2, clock=lambda: self.now_s)
-        self.redis = self.do(connect(self.config, self.run, policy=first, lease_s=LEASE_S, max_attempts=2))
+        dials: dict[str, Any] = {"lease_s": LEASE_S, "max_attempts": 2}
+        dials["quota"] = MemoryQuota(0, room_bytes=room * GROUP_BYTES, group_bytes=GROUP_BYTES)
+        self.memory = InMemoryBuffer(first, clock=lambda: self.now_s, **dials)
+        self.redis = self.do(connect(self.config, self.run, policy=first, **dials))
         self.tickets: list[Ticket] = []
         self.taken: dict[int, Batch] = {}
         """Whole batches, by version."""
@@ -304,6 +310,8 @@ class BufferMachine(RuleBasedStateMachine):
         assert stats.balanced
         self.most_active = max(self.policy.window.capacity, min(self.most_active, stats.active))
         assert 0 <= stats.active <= self.most_active
+        assert 0 <= stats.stored_bytes <= stats.room_bytes
+        assert bool(stats.stored_bytes) == bool(stats.kept)
         assert sum(stats.released_by_length.values()) <= stats.released_total
         assert stats.used == sum(self.uses.values())
         assert stats.version == self.head
@@ -324,6 +332,7 @@ class BufferMachine(RuleBasedStateMachine):
             before = self.version
             self.train_a_step()
             self.train_a_step()
+            self.commit_checkpoint()
             self.guarantees()
             assert self.version > before or self.do(self.memory.stats()).used > stats.used or self.moved(stats)
         raise AssertionError("60 rounds of healthy servers and a healthy trainer did not finish the run")
