@@ -79,7 +79,7 @@ async def test_chunks_are_passed_on_before_the_version_is_whole(board: Board) ->
             assert proxy.chunks == publisher.stats().served_chunks
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_a_relay_that_dies_or_hangs_amid_a_transfer_is_replaced_and_no_chunk_is_fetched_twice(
     number: signal.Signals, board: Board
 ) -> None:

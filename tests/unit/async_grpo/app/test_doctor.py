@@ -47,6 +47,7 @@ def type_in(*words: str) -> Result:
     return CliRunner().invoke(app, list(words), env={"COLUMNS": "220"})
 
 
+@pytest.mark.slow
 def test_this_machine_is_in_order_for_the_cpu() -> None:
     result = type_in("doctor", "--json")
     document = json.loads(result.output)
