@@ -143,4 +143,4 @@ def memory_plan(config: RunConfig) -> BufferMemoryPlan:
 
 
 def _mib(count: int) -> str:
-    return f"{count >> 20} MiB"
+    return f"{count / 2**20:,.1f} MiB"

@@ -52,7 +52,7 @@ def least_quota(run: RunConfig) -> int:
     """The least that is not refused; the error names it."""
     small = run.model_copy(update={"redis": run.redis.model_copy(update={"quota_bytes": 1})})
     with pytest.raises(
-        ConfigError, match=r"redis\.quota_bytes allows 0 MiB, but a step of .*\(\(2 active \+ 4 logged"
+        ConfigError, match=r"redis\.quota_bytes allows 0\.0 MiB, but a step of .*\(\(2 active \+ 4 logged"
     ) as error:
         memory_plan(small).check(0, "the server")
     return int(str(error.value).partition("Raise redis.quota_bytes to ")[2].partition(",")[0])
