@@ -56,7 +56,7 @@ OURS = frozenset(
 class EngineLimits:
     """What the rest of the system reads of the chosen engine's section, whatever its keys are called.
 
-    `length_key`, `platform_key` and `devices_key` name the keys in error texts; `memory_advice` says how an engine that
+    `length_key`, `staging_key` and their like name the keys in error texts; `memory_advice` says how an engine that
     does not fit on its devices is made to fit.
     """
 
@@ -88,6 +88,9 @@ class EngineLimits:
     memory_share_key: str
     cache_key: str
     memory_advice: str
+    staging_bytes: int = 0
+    """Memory of one device, beside the engine's share, for the next version."""
+    staging_key: str = ""
 
 
 class VllmConfig(StrictModel):
@@ -111,6 +114,10 @@ class VllmConfig(StrictModel):
     """Matrices of the layers as 8-bit numbers with a scale for each row, activations quantised for each token. `fp8`:
     E4M3, on CPU and on CUDA from Ada on; `int8`: on CPU, CUDA and Ascend. Weights are quantised as they enter the
     engine; the trainer keeps model.precision. Tokens are then weighed for what the engine computes otherwise."""
+    staging_gib: Annotated[float, Field(ge=0)] = 0.0
+    """Memory of every device, beside gpu_memory_utilization, for the next version: it is copied there while the engine
+    generates, so that the pause only moves it into place. What finds no room is read from the host in the pause; the
+    whole model has room with its size in bfloat16 (7B: 15), whatever tensor_parallel is. 0: nothing is staged."""
     enforce_eager: bool | None = None
     """Run without compilation and captured graphs: a quicker start, slower generation. None: true on CPU, false on
     accelerators."""
@@ -126,6 +133,11 @@ class VllmConfig(StrictModel):
     """Passed to AsyncEngineArgs unchanged. `max_num_seqs` (default: all requests that a server lets in) and
     `max_num_batched_tokens` (2048 on CPU, 8192 on accelerators, or more if a prompt needs it) also enter the memory
     plan."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of every device for the next version."""
+        return int(self.staging_gib * (1 << 30))
 
     @property
     def is_eager(self) -> bool:
@@ -163,6 +175,8 @@ class VllmConfig(StrictModel):
             cache_key="rollout.vllm.kv_cache_bytes",
             memory_advice="Raise rollout.vllm.tensor_parallel or gpu_memory_utilization, or lower "
             "rollout.vllm.max_model_len",
+            staging_bytes=self.staging_bytes,
+            staging_key="rollout.vllm.staging_gib",
         )
 
     def problems(self) -> Iterator[str]:

@@ -52,8 +52,14 @@ class Lab:
     async def update(
         self, interruption: Interruption, *, moved: Collection[str] | None = None, told: Collection[str] | None = None
     ) -> int:
-        """Make a new version by moving the tensors `moved` (None: all), publish it, tell the engine that
-        `told` differ from the version before (None: nothing is known), and load it."""
+        """Publish a new version, as `publish`, and have the engine load it."""
+        held = self.publish(moved=moved, told=told)
+        await self.engine.update_weights(held, interruption=interruption)
+        return held.version
+
+    def publish(self, *, moved: Collection[str] | None, told: Collection[str] | None) -> HeldWeights:
+        """Make a new version by moving the tensors `moved` (None: all), and put it into the store, with the note that
+        `told` differ from the version before (None: nothing is known)."""
         version = len(self.models) - 1
         self.models[version] = perturbed(self.models[version - 1], seed=version, names=moved)
         block = np.frombuffer(self.store.begin(), np.uint8)
@@ -63,10 +69,7 @@ class Lab:
         flags = [told is not None and spec.name in told for spec in self.store.layout.tensors]
         base = None if told is None else (0, version - 1)
         self.store.commit(WeightVersion(0, version), VersionNotes(base=base, changed=chunks.pack(flags)))
-        await self.engine.update_weights(
-            HeldWeights.in_store(self.store.path, epoch=0, version=version), interruption=interruption
-        )
-        return version
+        return HeldWeights.in_store(self.store.path, epoch=0, version=version)
 
     async def generate(
         self, prompt: Sequence[int], max_tokens: int, *, temperature: float = 1.0, prefix: Sequence[int] = ()

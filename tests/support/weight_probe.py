@@ -20,6 +20,10 @@ class WeightProbe(AnyLogprobs):
         tensors = self.model_runner.model.state_dict(keep_vars=True)
         return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor.numel()}
 
+    def clear_staged(self) -> None:
+        """Set the memory in which a version is staged to zeros."""
+        self.weight_transfer_engine._room._room.zero_()
+
     def read_weights(self) -> dict[str, tuple[list[int], bytes]]:
         """Shape and float32 bytes by name."""
         return {

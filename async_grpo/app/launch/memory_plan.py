@@ -8,6 +8,7 @@ Memory of one device of an engine: weights first, then work space, and the KV ca
                  and captured graphs, unless enforce_eager
     a token      2 * L * max(groups / TP, 1) * head_dim * b     keys and values; fewer groups than ranks are repeated
     at worst     max_num_seqs requests of max_model_len tokens: training, an evaluation and HTTP at once
+    staging      staging_gib for the next version, beside the share
 
 The engine is started with the max_num_seqs and max_num_batched_tokens of this plan (`EngineLimits`), and checks that it
 has them. vLLM makes the cache as large as the share allows. With less than `at worst` it lets samples wait or begin
@@ -64,6 +65,10 @@ class EngineMemory:
     """Bytes that it keeps while it sleeps."""
     limits: EngineLimits
 
+    def awake(self, memory_bytes: float) -> int:
+        """Bytes that it may take of a device of `memory_bytes`: its share, and the room for the next version."""
+        return int(self.limits.memory_share * memory_bytes) + self.limits.staging_bytes
+
     @property
     def least(self) -> int:
         """The least memory with which the engine starts: room for one sample of full length."""
@@ -86,9 +91,10 @@ class EngineMemory:
 
     def __str__(self) -> str:
         tokens = self.limits.requests * self.limits.max_length
+        staging = f"; staging {gib(self.limits.staging_bytes)} beside the share" if self.limits.staging_bytes else ""
         return (
             f"weights {gib(self.weights)} + work space {gib(self.work_space)} + "
-            f"KV cache {gib(self.token * tokens)} GiB at worst ({tokens} tokens * {self.token} bytes)"
+            f"KV cache {gib(self.token * tokens)} GiB at worst ({tokens} tokens * {self.token} bytes){staging}"
         )
 
 
@@ -102,7 +108,7 @@ def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
         weights=(element * shape.outer_parameters + (limits.matrix_bytes or element) * in_layers) // ranks,
         work_space=limits.batched_tokens * element * widths + 4 * limits.requests * shape.vocab + reserved,
         token=2 * shape.layers * max(shape.groups // ranks, 1) * shape.head_dim * element,
-        asleep=reserved,
+        asleep=reserved + limits.staging_bytes,
         limits=limits,
     )
 
@@ -149,6 +155,11 @@ class DevicePlan:
 
     def _check_engine(self, engine: EngineMemory, gib_there: float) -> None:
         limits = engine.limits
+        if (awake := engine.awake(gib_there * GIB)) > gib_there * GIB:
+            raise ConfigError(
+                f"{limits.staging_key} is {gib(limits.staging_bytes)}, beside {limits.memory_share:g} of a device of "
+                f"{gib_there:g} GiB ({limits.memory_share_key}): {gib(awake)} GiB together. Lower one of the two"
+            )
         if not engine.samples(gib_there * GIB):
             raise ConfigError(
                 f"a device of a rollout server has {gib_there:g} GiB, of which the engine may use "
@@ -184,7 +195,7 @@ class DevicePlan:
         trainer, engine = self.trainer, self.engine
         if self.sharing == "off" or trainer is None or engine is None or self.engine_gib is None:
             return {}
-        share = int(engine.limits.memory_share * self.engine_gib * GIB)
+        share = engine.awake(self.engine_gib * GIB)
         if self.sharing == "split":
             return {"at worst": {"trainer": trainer.total, "engine": share}}
         return {

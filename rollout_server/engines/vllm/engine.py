@@ -2,7 +2,7 @@
 
     generate --> gate --> AsyncLLM.generate --> final output --> Generation
                   ^                                ^
-    update_weights: close the gate, pause, load from the store, resume, open the gate
+    update_weights: stage, close the gate, pause, load what was staged, resume, open the gate
 
 `generate` waits for the gate, which `update_weights` opens, and for vLLM. Every request carries the identity of its
 weights as the salt of the prefix cache, so no prefix computed with other weights is reused. A request that has no token
@@ -21,7 +21,6 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,7 +37,7 @@ from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import CHECKPOINT_VERSION, EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes
 from rollout_server.engines.vllm.adapters import EngineAdapters
-from rollout_server.engines.vllm.compat import LOGPROBS_MODE, accepted
+from rollout_server.engines.vllm.compat import LOGPROBS_MODE
 from rollout_server.engines.vllm.platform import (
     check_limits,
     check_platform,
@@ -56,6 +55,7 @@ from rollout_server.engines.vllm.requests import (
     token_counts,
     vocabulary_of,
 )
+from rollout_server.engines.vllm.transfer import WeightTransfer
 
 _WORKER_EXTENSION = "rollout_server.engines.vllm.worker.WorkerExtension"
 MOST_PARTIALS = 4096
@@ -88,6 +88,7 @@ class VllmEngine:
         self._name = name
         self._sleeps = sleeps
         self._adapters = EngineAdapters(lora, model_dir, precision)
+        self._transfer = WeightTransfer(self._config, precision, self._adapters)
         self._source = SourceReader()
         self._llm: Any = None
         self._identity = _BEFORE_ANY_UPDATE
@@ -129,7 +130,7 @@ class VllmEngine:
         self._tied_head = has_tied_head(self._model_dir)
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
-            await self._unless_dead(self._prepare_workers())
+            await self._unless_dead(self._transfer.start(self._llm))
         except Exception as error:  # vLLM raises many kinds, of torch and of its own processes
             raise EngineError(f"{self._name}: vLLM did not start with {self._model_dir}: {error}") from error
         check_limits(self._limits, self._llm.vllm_config.scheduler_config)
@@ -176,6 +177,7 @@ class VllmEngine:
         self._raise_failure()
         weights = await self._adapters.on_base(weights)
         check_layout(self._source.open(weights).layout, self._shapes, tied_head=self._tied_head)
+        await self._unless_dead(self._transfer.stage(self._llm, weights))
         self._gate.clear()
         try:
             await self._drain(interruption)
@@ -315,12 +317,11 @@ class VllmEngine:
 
     async def _replace_weights(self, weights: HeldWeights, interruption: Interruption) -> float:
         """Returns the seconds paused."""
-        announce = self._llm.start_weight_update  # nothing happens yet, so generation goes on
-        await announce(**accepted(announce, is_checkpoint_format=False))  # the transfer engine does the whole reload
+        await self._transfer.announce(self._llm)
         started = time.monotonic()
         await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
         await self._mark_active(weights.version, interruption)
-        await self._load(weights)
+        await self._transfer.load(self._llm, weights)
         self._identity = weights.identity
         await self._llm.resume_generation()
         return time.monotonic() - started
@@ -332,18 +333,6 @@ class VllmEngine:
             return await race(calls, asyncio.wait({self._llm.output_handler}))
         except Overtaken:
             raise EngineError(f"{self._name}: vLLM's engine died.") from None
-
-    async def _load(self, weights: HeldWeights) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        info: dict[str, str] = {"dtype": self._precision, "quantization": self._config.quantization}
-        info["held"] = msgspec.json.encode(weights).decode()
-        finish = self._llm.finish_weight_update
-        if self._adapters.in_engine:
-            await self._adapters.load(self._llm, weights)
-        else:
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await finish(**accepted(finish, weight_version=str(weights.version)))  # labels the tokens that follow
 
     async def _give_up(self, reason: str, cause: BaseException) -> NoReturn:
         """Fail every request, now and later: half-loaded weights must not generate."""
@@ -366,14 +355,6 @@ class VllmEngine:
             self._partials[request_id] = left
             while len(self._partials) > MOST_PARTIALS:
                 del self._partials[next(iter(self._partials))]
-
-    async def _prepare_workers(self) -> None:
-        """Calls of the worker extension that come before the first request."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-        await self._llm.collective_rpc("report_sampled_logprobs")
-        await self._adapters.start(self._llm)
 
     def _engine_arguments(self) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from async_grpo.weights.base import HeldWeights, SourceReader, TensorReader
 from async_grpo.weights.manifest import TensorSpec, WeightVersion
 from rollout_server.engines.vllm.compat import VllmCompat
 from rollout_server.engines.vllm.quantization import keep_scales, quantized_tensors, renew_packed
+from rollout_server.engines.vllm.staging import StagingRoom, Tensors
 
 _BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 _HEAD = "lm_head.weight"
@@ -39,16 +41,35 @@ class LayerwiseReload:
     """Reloads the weights of one model in one worker."""
 
     def __init__(
-        self, api: VllmCompat, model: torch.nn.Module, model_config: Any, quantization: Quantization = "none"
+        self,
+        api: VllmCompat,
+        model: torch.nn.Module,
+        model_config: Any,
+        quantization: Quantization = "none",
+        room: StagingRoom | None = None,
     ) -> None:
+        """`room`: where versions may be staged."""
         self._api = api
         self._model = model
         self._model_config = model_config
         self._quantization = quantization
         keep_scales(model)
+        self._room = room
         self._source = SourceReader()
         self._loaded: WeightVersion | None = None
         self._whole: dict[torch.nn.Module, int] = {}
+
+    def stage(self, weights: HeldWeights) -> None:
+        """Begin to copy into the room what `load` will load. Raises WeightsError if the version is not there."""
+        if self._room is not None:
+            reader = self._source.open(weights)
+            wanted = self._wanted(reader)
+            made = {
+                spec.name: partial(_made, reader, spec, self._quantization)
+                for spec in reader.layout.tensors
+                if spec.name in wanted
+            }
+            self._room.begin(weights.identity, made.items())
 
     def load(self, weights: HeldWeights) -> None:
         """Load the held version: only what differs from the loaded version, if that is known, else everything.
@@ -59,8 +80,9 @@ class LayerwiseReload:
         reader = self._source.open(weights)
         wanted = self._wanted(reader)
         self._loaded = None
+        staged = {} if self._room is None else self._room.of(weights.identity)
         if wanted:
-            self._reload(reader, wanted)
+            self._reload(reader, wanted, staged)
         reader.verify()  # after finalizing: until then layers hold on to the mapped bytes
         self._loaded = weights.identity
 
@@ -71,9 +93,9 @@ class LayerwiseReload:
             return set(names)
         return with_blocks(names, [spec.name for spec in changed])
 
-    def _reload(self, reader: TensorReader, wanted: Collection[str]) -> None:
+    def _reload(self, reader: TensorReader, wanted: Collection[str], staged: Mapping[str, Tensors]) -> None:
         self._api.initialize_reload(self._model)
-        self._model.load_weights(_tensors(reader, wanted, self._quantization))
+        self._model.load_weights(_tensors(reader, wanted, self._quantization, staged))
         rest = {spec.name for spec in reader.layout.tensors} - set(wanted)
         if rest and self._has_partial_layer():
             self._model.load_weights(_tensors(reader, rest, self._quantization))
@@ -194,11 +216,17 @@ def _block(name: str) -> str:
 
 
 def _tensors(
-    reader: TensorReader, names: Collection[str], quantization: Quantization
+    reader: TensorReader, names: Collection[str], quantization: Quantization, staged: Mapping[str, Tensors] = {}
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What vLLM is to load for the named tensors."""
-    held = ((spec.name, _tensor(spec, reader.read(spec))) for spec in reader.layout.tensors if spec.name in names)
-    return quantized_tensors(held, quantization)
+    """What vLLM is to load for the named tensors; those that are staged are not read."""
+    for spec in reader.layout.tensors:
+        if spec.name in names:
+            yield from staged.get(spec.name) or _made(reader, spec, quantization)
+
+
+def _made(reader: TensorReader, spec: TensorSpec, quantization: Quantization) -> Tensors:
+    """What vLLM is to load for one tensor."""
+    return [*quantized_tensors([(spec.name, _tensor(spec, reader.read(spec)))], quantization)]
 
 
 def _tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:

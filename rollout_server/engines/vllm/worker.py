@@ -31,13 +31,17 @@ from async_grpo.weights.base import HeldWeights
 from rollout_server.engines.vllm.compat import VllmCompat, find_vllm_api, report_sampled_logprobs
 from rollout_server.engines.vllm.quantization import register_loaders
 from rollout_server.engines.vllm.reload import LayerwiseReload, differing_weights
+from rollout_server.engines.vllm.staging import StagingRoom
 
 BACKEND = "zmq"
 
 
 @dataclass
 class StoreInit:
-    """No settings: every update names its source."""
+    """What workers are told before the first update, which names its source itself."""
+
+    staging_bytes: int = 0
+    """Memory of the device in which versions are staged; 0: none is."""
 
 
 @dataclass
@@ -65,20 +69,29 @@ class WeightLoader:
     model: torch.nn.Module
     """Set by vLLM's constructor."""
     _reload: LayerwiseReload | None = None
+    _room: StagingRoom | None = None
 
     def init_transfer_engine(self, init_info: StoreInit) -> None:
-        """Nothing to do."""
+        """Take the memory in which versions are staged."""
+        if init_info.staging_bytes:
+            self._room = StagingRoom(init_info.staging_bytes, self._device)
 
     def start_weight_update(self) -> None:
         """Nothing to do: `receive_weights` is the whole update in every release."""
 
     def receive_weights(self, update_info: StoreUpdate, load_weights: object = None) -> None:
         """Reload what changed from the named version. `load_weights` is how older releases would have it done."""
-        if self._reload is None:
-            config = self._model_config(update_info.dtype)
-            self._reload = LayerwiseReload(self.api, self.model, config, update_info.quantization)
-        with self._vllm_context(), torch.device(next(self.model.parameters()).device):
-            self._reload.load(msgspec.json.decode(update_info.held, type=HeldWeights))
+        with self._vllm_context(), torch.device(self._device):
+            self._reload_of(update_info).load(msgspec.json.decode(update_info.held, type=HeldWeights))
+
+    def stage(self, update_info: StoreUpdate) -> None:
+        """Begin to stage what `receive_weights` will load for this update."""
+        self._reload_of(update_info).stage(msgspec.json.decode(update_info.held, type=HeldWeights))
+
+    @property
+    def staged_bytes(self) -> int | None:
+        """Bytes that are staged; None while they are copied."""
+        return 0 if self._room is None else self._room.staged_bytes
 
     def finish_weight_update(self) -> None:
         """Nothing left to do."""
@@ -90,6 +103,16 @@ class WeightLoader:
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
         """Older releases want this method to exist; the trainer publishes through the weight plane."""
         raise NotImplementedError("the trainer publishes its weights with async_grpo.weights.zmq.")
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _reload_of(self, update: StoreUpdate) -> LayerwiseReload:
+        if self._reload is None:
+            config = self._model_config(update.dtype)
+            self._reload = LayerwiseReload(self.api, self.model, config, update.quantization, self._room)
+        return self._reload
 
     def _model_config(self, dtype: str) -> Any:
         """vLLM's; releases that do not hand it to transfer engines use nothing but its dtype for a reload."""
@@ -109,7 +132,17 @@ class WorkerExtension:
     """Mixed into vLLM's worker; importing its module is what registers the backend."""
 
     model_runner: Any
-    """Set by vLLM's worker."""
+    weight_transfer_engine: Any
+    """Both set by vLLM's worker."""
+
+    def stage_weights(self, update: dict[str, Any]) -> None:
+        """Begin to stage the weights of a `StoreUpdate`."""
+        self.weight_transfer_engine.stage(StoreUpdate(**update))
+
+    def staged_bytes(self) -> int | None:
+        """Bytes that are staged; None while they are copied."""
+        staged: int | None = self.weight_transfer_engine.staged_bytes
+        return staged
 
     def report_sampled_logprobs(self) -> None:
         """Have the sampler of this worker report log-probabilities of the distribution that it samples from."""

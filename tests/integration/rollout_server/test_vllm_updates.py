@@ -15,6 +15,7 @@ from tests.support.vllm_lab import EXACT, Lab, engine_of, prompt_of, started_lab
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+MODEL_BYTES = 608_512  # of the reference model, whose output layer is its own
 MLP = "model.layers.1.mlp"
 ATTENTION = "model.layers.0.self_attn"
 
@@ -74,6 +75,28 @@ async def test_what_is_said_to_be_unchanged_is_not_loaded(lab: Lab) -> None:
     assert_same(await engine_weights(lab), expected_weights(lab, version))
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5], ids=["a room for all", "a room for half"])
+async def test_staged_versions_are_loaded_bit_for_bit_from_where_they_were_staged(share: float, tmp_path: Path) -> None:
+    room_gib = share * 1.2 * MODEL_BYTES / (1 << 30)
+    async with started_lab(tmp_path, tied=False, staging_gib=room_gib) as lab:
+        running = asyncio.create_task(lab.generate(prompt_of(5, 9), 400))
+        for moved in (None, [f"{MLP}.up_proj.weight"], None):
+            version = await lab.update("keep", moved=moved, told=moved)
+            assert_same(await engine_weights(lab), expected_weights(lab, version))
+            (staged,) = await lab.engine._llm.collective_rpc("staged_bytes")
+            assert 0 < staged <= share * 1.2 * MODEL_BYTES
+        assert len((await running).tokens) == 400
+        held = lab.publish(moved=None, told=None)
+        transfer, llm = lab.engine._transfer, lab.engine.async_llm
+        await transfer.stage(llm, held)
+        assert_same(await engine_weights(lab), expected_weights(lab, version))  # staging alone leaves the model alone
+        await llm.collective_rpc("clear_staged")
+        await transfer.announce(llm)
+        await transfer.load(llm, held)
+        zeros = [name for name, weights in (await engine_weights(lab)).items() if not weights.any()]
+        assert zeros  # what was staged is what was loaded
+
+
 @pytest.mark.slow
 async def test_an_updated_engine_samples_what_a_fresh_one_of_the_same_weights_samples(
     untied_lab: Lab, tmp_path: Path
@@ -96,7 +119,7 @@ async def test_an_updated_engine_samples_what_a_fresh_one_of_the_same_weights_sa
 
 @pytest.mark.slow
 async def test_two_workers_load_their_shards_from_one_store(tmp_path: Path) -> None:
-    async with started_lab(tmp_path, tied=True, tensor_parallel=2, multiprocessing=True) as lab:
+    async with started_lab(tmp_path, tied=True, tensor_parallel=2, multiprocessing=True, staging_gib=0.01) as lab:
         moved = [f"{ATTENTION}.v_proj.weight", "model.embed_tokens.weight"]
         running = asyncio.create_task(lab.generate(prompt_of(5, 9), 400))
         await lab.update("keep")

@@ -15,6 +15,7 @@ import torch
 from async_grpo.errors import DependencyError
 from async_grpo.weights.base import HeldWeights
 from rollout_server.engines.vllm.compat import accepted, find_vllm_api
+from rollout_server.engines.vllm.staging import StagingRoom
 
 TRANSFER = "vllm.distributed.weight_transfer"
 LOADER = "vllm.model_executor.model_loader"
@@ -219,7 +220,10 @@ def record_loads(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tu
     recorded: list[tuple[Any, ...]] = []
 
     class Recorder:
-        def __init__(self, api: object, model: object, model_config: Any, quantization: str) -> None:
+        def __init__(
+            self, api: object, model: object, model_config: Any, quantization: str, room: StagingRoom | None
+        ) -> None:
+            assert room is None  # nothing was said of staging_bytes
             self._facts = (model, model_config.dtype, quantization)
 
         def load(self, weights: HeldWeights) -> None:

@@ -248,6 +248,17 @@ def test_an_engine_without_room_for_one_sample_is_refused_with_the_arithmetic() 
     plan(80, 80, **cut).check()
 
 
+def test_room_for_the_next_version_lies_beside_the_engines_share() -> None:
+    config = run_config(vllm={"staging_gib": 15, "gpu_memory_utilization": 0.8})
+    engine = engine_memory(config, QWEN_7B)
+    assert (engine.awake(80 * GIB), engine.asleep) == (79 * GIB, ENGINE_RESERVED + GRAPH_BYTES + 15 * GIB)
+    assert "staging 15.0 beside the share" in str(engine)
+    plan = DevicePlan(None, None, engine, 80.0, 0)
+    plan.check()
+    with pytest.raises(ConfigError, match=r"staging_gib is 15\.0, beside 0\.8 of a device of 64 GiB .*: 66\.2 GiB"):
+        replace(plan, engine_gib=64.0).check()
+
+
 def test_devices_of_unknown_size_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "TOOL_TIMEOUT_S", 0.0)
     unknown = plan(None, None)
