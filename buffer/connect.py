@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from async_grpo.config import RunConfig
@@ -76,14 +77,11 @@ async def check_memory(config: RunConfig) -> None:
 
 async def _reserved_by_others(link: RetryingClient, run: str) -> dict[str, int]:
     """Run -> bytes, of the runs that this user may see: what they reserve, or what is left of those that have ended."""
-    fields, found, cursor = ["reserved_bytes", "stored_bytes", "ended"], {}, -1
+    fields, found = ["reserved_bytes", "stored_bytes", "ended"], {}
     try:
-        while cursor:
-            cursor, names = await link.call(
-                lambda at=max(0, cursor): link.client.scan(at, match=RunKeys("*").of("meta"), count=_LOOK_AT_ONCE)  # type: ignore[misc]
-            )
+        async for names in _keys(link, RunKeys("*").of("meta")):
             for name in names:
-                reserved, stored, ended = await link.call(lambda key=name: link.client.hmget(key, fields))  # type: ignore[misc]
+                reserved, stored, ended = await link.call(partial(link.client.hmget, name, fields))
                 found[RunKeys.run_of(name.decode())] = int((stored if ended == b"1" else reserved) or 0)
     except ServerRefused:  # a user that may see nothing but its own run
         return {}
@@ -114,15 +112,19 @@ async def wipe(client: Any, run: str, *, timeout_s: float = 30.0) -> int:
 
 
 async def _wipe_once(link: RetryingClient, run: str) -> int:
-    cursor, deleted = 0, 0
-    while True:
-        cursor, names = await link.call(
-            lambda at=cursor: link.client.scan(at, match=RunKeys(run).pattern, count=_LOOK_AT_ONCE)  # type: ignore[misc]
-        )
+    deleted = 0
+    async for names in _keys(link, RunKeys(run).pattern):
+        deleted += await link.call(partial(link.client.unlink, *names))
+    return deleted
+
+
+async def _keys(link: RetryingClient, pattern: str) -> AsyncIterator[list[bytes]]:
+    """The keys of the server that match, a page at a time; one may come twice."""
+    cursor: int | None = None
+    while cursor != 0:
+        cursor, names = await link.call(partial(link.client.scan, cursor or 0, match=pattern, count=_LOOK_AT_ONCE))
         if names:
-            deleted += await link.call(lambda page=names: link.client.unlink(*page))  # type: ignore[misc]
-        if cursor == 0:
-            return deleted
+            yield names
 
 
 async def open_run(config: RunConfig) -> RedisBuffer:
