@@ -45,6 +45,9 @@ class WeightsConfig(StrictModel):
     this one, and a whole one is always there. 1: half the memory; the next version replaces this one in place, once
     every engine of the machine has taken it (or after `request_timeout_s`), and an engine that starts meanwhile waits
     for it."""
+    connections: PositiveInt | None = None
+    """TCP connections over which a receiver fetches at once, each with a thread at both ends: one rarely carries more
+    than 4 GB/s. None: one for every eight processors of its machine, at most 4."""
     fanout: NonNegativeInt = 2
     """Copies that the publisher and every relay send. 0: all receivers fetch from the publisher."""
     encoding: Encoding = "auto"
@@ -61,7 +64,7 @@ class WeightsConfig(StrictModel):
     chunk_bytes: Annotated[int, Field(gt=0, multiple_of=64)] = 2 << 20
     """Size of the pieces in which weights travel."""
     credits: PositiveInt = 8
-    """Most chunk requests in flight per receiver."""
+    """Most chunk requests in flight over each connection of a receiver."""
     heartbeat_s: Seconds = 0.5
     """Seconds between two heartbeats of the publisher and of every receiver; with a `location`, between two looks at
     it too."""

@@ -48,7 +48,10 @@ class ChunkSchedule:
     [(9, True)]
     """
 
-    def __init__(self, chunks: Iterable[int], *, patched: bool, credits: int, timeout_s: float) -> None:
+    def __init__(
+        self, chunks: Iterable[int], *, patched: bool, credits: int, timeout_s: float, connections: int = 1
+    ) -> None:
+        """`connections`: how many there are; that of a chunk is its number modulo this."""
         self._todo = deque(chunks)
         self._deadlines: dict[int, float] = {}
         self._passed_over: set[int] = set()
@@ -58,6 +61,7 @@ class ChunkSchedule:
         self._patched = patched
         self._credits = credits
         self._timeout_s = timeout_s
+        self._connections = connections
 
     @property
     def done(self) -> bool:
@@ -77,11 +81,13 @@ class ChunkSchedule:
         return [(index, self._patched and index not in self._dense) for index in asked]
 
     def settle(self, index: int) -> None:
-        """Record that the chunk has arrived. Chunks requested before it that have not are marked as passed over."""
+        """Record that the chunk has arrived. Chunks requested before it over the same connection that have not are
+        marked as passed over."""
         for earlier in self._deadlines:  # in the order of the requests
             if earlier == index:
                 break
-            self._passed_over.add(earlier)
+            if (earlier - index) % self._connections == 0:
+                self._passed_over.add(earlier)
         self._forget(index)
 
     def drop(self, index: int) -> None:
@@ -95,8 +101,9 @@ class ChunkSchedule:
     def expire(self, now_s: float, heard_s: float) -> list[int]:
         """Put late chunks back, to be requested again; `heard_s` is when the other side was last heard.
 
-        Answers come in the order of the requests. On a slow link a chunk may have a long queue before it, so it does
-        not count as late while the queue moves: requested again, it would come twice and make the link slower still.
+        Answers of a connection come in the order of the requests. On a slow link a chunk may have a long queue before
+        it, so it does not count as late while the queue moves: requested again, it would come twice and make the link
+        slower still.
         Raises FetchInterrupted if a chunk was late too often.
         """
         silent = now_s - heard_s >= self._timeout_s
@@ -156,6 +163,7 @@ class Fetch:
         before: ServedVersion | None,
         config: WeightsConfig,
         stats: ReceiverStats,
+        connections: int = 1,
         *,
         torn: bool = False,
         broadcast: bool = False,
@@ -178,8 +186,9 @@ class Fetch:
         self.schedule = ChunkSchedule(
             missing,
             patched=self._can_patch(bool(missing)),
-            credits=config.credits,
+            credits=config.credits * connections,
             timeout_s=config.request_timeout_s,
+            connections=connections,
         )
 
     @property

@@ -92,9 +92,9 @@ class StoreSlots:
                 "Restart the rollout servers together with a trainer of another model."
             )
 
-    def begin(self, manifest: WeightManifest, *, broadcast: bool = False) -> Fetch:
-        """Start to fetch this version, or to receive its broadcast, into the slot that may be written; chunks are
-        served as they arrive."""
+    def begin(self, manifest: WeightManifest, connections: int = 1, *, broadcast: bool = False) -> Fetch:
+        """Start to fetch this version over so many connections, or to receive its broadcast, into the slot that may be
+        written; chunks are served as they arrive."""
         assert self._store is not None
         before = self._server.served(self.newest)
         victim = self._store.next_victim()
@@ -103,7 +103,9 @@ class StoreSlots:
         if victim == self.newest:
             self._servers.newest = None
         block = self._store.begin()
-        fetch = Fetch(manifest, block, before, self._config, self._stats, torn=self._torn, broadcast=broadcast)
+        fetch = Fetch(
+            manifest, block, before, self._config, self._stats, connections, torn=self._torn, broadcast=broadcast
+        )
         self._torn = self._store.slots == 1
         self._server.offer(fetch.served)
         return fetch

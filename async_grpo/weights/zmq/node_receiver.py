@@ -40,7 +40,6 @@ from async_grpo.weights.node.slots import StoreSlots
 from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer
 from async_grpo.weights.zmq.messages import (
     ChunkPending,
-    FetchDone,
     GroupInvitation,
     ManifestReply,
     ManifestRequest,
@@ -55,6 +54,7 @@ from async_grpo.weights.zmq.sockets import (
     CurveKeys,
     Socket,
     as_seen_from,
+    connections,
     host_of,
     is_loopback,
     keys_for,
@@ -76,7 +76,8 @@ class NodeReceiver:
         self._config = config
         self._control_keys, self._chunk_keys = keys, keys if config.encrypt == "all" else None
         self._stats = ReceiverStats()
-        self._context = Context()
+        self._connections = connections(config)
+        self._context = Context(self._connections)
         self._guard = CurveGuard(self._context, self._chunk_keys)
         self._relay: Socket = self._context.socket(zmq.ROUTER)
         self._relay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
@@ -215,7 +216,7 @@ class NodeReceiver:
         if manifest.identity == self._gone_at_relay and self._parent is not None and self._parent.is_relay:
             self._lose_parent("it does not have the newest version")
         self._gone_at_relay = None
-        self._fetch = self._slots.begin(manifest, broadcast=group is not None)
+        self._fetch = self._slots.begin(manifest, self._connections, broadcast=group is not None)
 
     def _advance_fetch(self, publisher: PublisherConnection, fetch: Fetch) -> None:
         now = time.monotonic()
@@ -231,7 +232,7 @@ class NodeReceiver:
                 self._server.arrived(fetch.identity, index)
         if self._parent is None and publisher.assignment is not None:
             self._parent = ParentConnection(
-                self._context, publisher.assignment, fetch.manifest.chunk_bytes, self._chunk_keys
+                self._context, publisher.assignment, fetch.manifest.chunk_bytes, self._chunk_keys, self._connections
             )
         if self._parent is not None:
             self._check_parent(publisher, self._parent, fetch, now)
@@ -285,7 +286,7 @@ class NodeReceiver:
         if before is not None and before.epoch == fetch.identity.epoch:
             stats.skipped += fetch.identity.version - before.version - 1
         if self._parent is not None:
-            self._parent.ask(FetchDone(**fetch.identity._asdict()))
+            self._parent.end(fetch.identity)
         self._send_heartbeat()
         self._tell_servers()
 
@@ -316,8 +317,9 @@ class NodeReceiver:
         for waited_for in (*sockets, *wakes, *self._locals.descriptors):
             poller.register(waited_for, zmq.POLLIN)
         events = dict(poller.poll(self._poll_timeout_ms()))
-        if self._parent is not None and self._parent.dealer in events:
-            self._take_chunks(self._parent)
+        for dealer in self._parent.ready(events) if self._parent is not None else []:
+            if self._parent is not None:  # the chunks of another may have ended it
+                self._take_chunks(self._parent, dealer)
         if self._relay in events:
             self._server.serve()
         if self._publisher is not None and self._publisher.announcements in events:
@@ -326,8 +328,6 @@ class NodeReceiver:
             self._publisher.receive(self._take_manifest, self._member.worker.put if self._member else None)
         if self._member is not None:
             self._member.advance(self._server.arrived)
-        if self._parent is not None and self._parent.monitor in events:
-            self._parent.watch()
         for guarded in self._guard.sockets:
             if guarded in events:
                 self._guard.handle(guarded)
@@ -346,10 +346,10 @@ class NodeReceiver:
         if publisher.announced != before:
             self._ask_manifest_s = 0.0
 
-    def _take_chunks(self, parent: ParentConnection) -> None:
+    def _take_chunks(self, parent: ParentConnection, dealer: Socket) -> None:
         for _ in range(_DRAIN):
             fetch = self._fetch
-            received = parent.receive()
+            received = parent.receive(dealer)
             if received is None or fetch is None:
                 return
             reply, payload = received

@@ -47,7 +47,16 @@ from async_grpo.weights.zmq.messages import (
     TrainerOrder,
 )
 from async_grpo.weights.zmq.relay_tree import RelayTracker
-from async_grpo.weights.zmq.sockets import Context, CurveGuard, CurveKeys, host_of, is_loopback, keys_for, listen
+from async_grpo.weights.zmq.sockets import (
+    Context,
+    CurveGuard,
+    CurveKeys,
+    connections,
+    host_of,
+    is_loopback,
+    keys_for,
+    listen,
+)
 from async_grpo.wire import encode
 
 KEY_BYTES = 16
@@ -72,7 +81,7 @@ class PublisherProcess:
         broadcasts = config.transport == "collective"
         self._encoder = WeightEncoder(self._chunks, "dense" if broadcasts else config.encoding, config.encode_threads)
         self._prepare_since_s: float | None = None
-        self._bind(Context(), control, keys)
+        self._bind(Context(connections(config)), control, keys)
 
     def _bind(self, context: Context, control: str, keys: CurveKeys | None) -> None:
         bind, heartbeat_s = self._config.bind, self._config.heartbeat_s

@@ -35,6 +35,8 @@ Context = zmq.Context[Socket]
 
 SECRET_VARIABLE = "ASYNC_GRPO_WEIGHTS_SECRET"
 MIN_SECRET_CHARACTERS = 16
+MOST_CONNECTIONS = 4
+PROCESSORS_EACH = 8
 HEARTBEATS_OF_SILENCE = 4
 """A peer that was not heard for this many heartbeats is considered lost."""
 REPORT_EVERY_S = 10.0
@@ -83,6 +85,11 @@ def derive_keys(secret: str) -> CurveKeys:
     both = hashlib.scrypt(secret.encode(), salt=_SALT, n=1 << 14, r=8, p=1, dklen=2 * _KEY_BYTES)
     server, client = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
     return CurveKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
+
+
+def connections(config: WeightsConfig) -> int:
+    """How many connections, and threads of ZMQ, this end has for chunks (`weights.connections`)."""
+    return config.connections or max(1, min(MOST_CONNECTIONS, len(os.sched_getaffinity(0)) // PROCESSORS_EACH))
 
 
 def listen(listener: Socket, bind: str, port_offset: int, keys: CurveKeys | None, advertise: str | None = None) -> str:

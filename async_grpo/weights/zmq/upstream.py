@@ -9,7 +9,7 @@ Neither waits; the receiver's loop polls their sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 
 import msgspec
@@ -45,48 +45,64 @@ _replies = msgspec.msgpack.Decoder(TrackerReply)
 
 
 class ParentConnection:
-    """One DEALER socket to a parent, and a monitor that reports when its connection breaks."""
+    """DEALER sockets to a parent, and monitors that report when one of their connections breaks.
+
+    A chunk is asked for by the socket of its number, so that answers of one socket come in the order of its requests.
+    """
 
     def __init__(
-        self, context: Context, assignment: ParentAssignment, chunk_bytes: int, keys: CurveKeys | None
+        self, context: Context, assignment: ParentAssignment, chunk_bytes: int, keys: CurveKeys | None, sockets: int = 1
     ) -> None:
         """Connect in the background."""
         self.endpoint, self.is_relay = assignment.parent, assignment.relay
         self.heard_s = time.monotonic()
         self.broken = False
-        self.dealer = context.socket(zmq.DEALER)
-        self.monitor: Socket = self.dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        connect(self.dealer, self.endpoint, chunk_bytes + _FRAME_OVERHEAD_BYTES, keys)
+        self.dealers = [context.socket(zmq.DEALER) for _ in range(sockets)]
+        self.monitors: list[Socket] = [each.get_monitor_socket(zmq.EVENT_DISCONNECTED) for each in self.dealers]
+        for dealer in self.dealers:
+            connect(dealer, self.endpoint, chunk_bytes + _FRAME_OVERHEAD_BYTES, keys)
 
     @property
     def sockets(self) -> list[Socket]:
         """Sockets to poll for reading."""
-        return [self.dealer, self.monitor]
+        return [*self.dealers, *self.monitors]
 
-    def ask(self, request: ChunkRequest | FetchDone) -> None:
+    def ask(self, request: ChunkRequest) -> None:
         """Send the request; it is dropped if nothing can be sent, because chunks are asked for again."""
-        with suppress(zmq.Again):
-            self.dealer.send(encode(request), zmq.DONTWAIT)
+        self._send(self.dealers[request.index % len(self.dealers)], request)
 
-    def receive(self) -> tuple[ChunkReply | VersionGone | ChunkPending, memoryview] | None:
-        """The next answer and its payload; None if there is none."""
+    def end(self, identity: WeightVersion) -> None:
+        """Tell the parent that this version is fetched."""
+        for dealer in self.dealers:
+            self._send(dealer, FetchDone(**identity._asdict()))
+
+    def receive(self, dealer: Socket) -> tuple[ChunkReply | VersionGone | ChunkPending, memoryview] | None:
+        """The next answer of one of the sockets and its payload; None if there is none."""
         try:
-            frames = self.dealer.recv_multipart(zmq.DONTWAIT, copy=False)
+            frames = dealer.recv_multipart(zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return None
         self.heard_s = time.monotonic()
         return _answers.decode(frames[0].buffer), frames[-1].buffer
 
-    def watch(self) -> None:
-        """Take the event of the monitor: the connection broke."""
-        recv_monitor_message(self.monitor)
-        self.broken = True
+    def ready(self, polled: Container[object]) -> list[Socket]:
+        """The sockets with answers among those that were polled. Notes a connection that broke."""
+        for monitor in self.monitors:
+            if monitor in polled:
+                recv_monitor_message(monitor)
+                self.broken = True
+        return [dealer for dealer in self.dealers if dealer in polled]
 
     def close(self) -> None:
         """Close the sockets."""
-        self.dealer.disable_monitor()
-        self.monitor.close()
-        self.dealer.close()
+        for dealer, monitor in zip(self.dealers, self.monitors, strict=True):
+            dealer.disable_monitor()
+            monitor.close()
+            dealer.close()
+
+    def _send(self, dealer: Socket, message: ChunkRequest | FetchDone) -> None:
+        with suppress(zmq.Again):
+            dealer.send(encode(message), zmq.DONTWAIT)
 
 
 class PublisherConnection:

@@ -53,6 +53,15 @@ def test_a_chunk_behind_a_long_queue_is_not_late_while_the_queue_moves() -> None
     assert schedule.expire(9.5, heard_s=4.5) == [1]
 
 
+def test_chunks_of_another_connection_pass_nothing() -> None:
+    schedule = ChunkSchedule(range(3), patched=False, credits=3, timeout_s=5.0, connections=2)
+    schedule.take(0.0)
+    schedule.settle(1)
+    assert schedule.expire(6.0, heard_s=6.0) == []
+    schedule.settle(2)
+    assert schedule.expire(6.0, heard_s=6.0) == [0]
+
+
 def test_a_chunk_that_others_have_passed_is_late_although_the_other_side_is_heard() -> None:
     schedule = schedule_of(2)
     schedule.take(0.0)
