@@ -237,7 +237,7 @@ async def _use(engine: VllmEngine, llm: Any) -> None:
     from rollout_server.engines.vllm.requests import EngineRequest
 
     llm.output_handler = asyncio.ensure_future(asyncio.sleep(60))
-    await engine._prepare_workers()
+    await engine._transfer.start(llm)
     await engine._replace_weights(HeldWeights.in_store(Path("store"), epoch=1, version=1), "keep")
     request = GenerationRequest("name", (1, 2), 4, temperature=0.8, seed=1)
     for vocabulary in (False, True):

@@ -171,7 +171,7 @@ async def test_an_engine_with_half_loaded_weights_never_generates_again(
     async def half_load(*_: object) -> None:
         raise WeightsCorrupt("overwritten while it was read")
 
-    monkeypatch.setattr(tied_lab.engine, "_load", half_load)
+    monkeypatch.setattr(tied_lab.engine._transfer, "load", half_load)
     with pytest.raises(EngineError, match="did not finish: WeightsCorrupt: overwritten"):
         await tied_lab.update("keep")
     outcomes = await asyncio.gather(*running, return_exceptions=True)  # some came to a stop token before the update
