@@ -12,17 +12,22 @@ from torch import Tensor
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.network import LOOPBACK, card_environment
+from trainer.agreement import Agreement, Claim
 from trainer.platform import Platform
 from trainer.platform.base import set_defaults
+from trainer.rank_store import join_store
 
 _SLACK_S = 120.0
 """Seconds that ranks wait for rank 0 beyond the longest wait of rank 0."""
 
 
-def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wait_s: float) -> None:
+def start_ranks(
+    config: TrainerConfig, platform: Platform, seed: int, longest_wait_s: float, claim: Claim | None = None
+) -> None:
     """Join the other ranks, where the environment says that they are (or be the only one), and lay them out.
 
-    Raises ConfigError if another number of ranks than `config.processes` was started.
+    With a claim, all of them first agree on what they train. Raises ConfigError if they do not, and if another number
+    of ranks than `config.processes` was started; WaitTimeout, NodeLost as `join_store` and `Agreement.reach`.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.processes:
@@ -35,7 +40,11 @@ def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wa
         set_defaults(card_environment(LOOPBACK, platform.network_variables))
         dist.init_process_group(platform.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(platform.backend, timeout=timeout)
+        rank, patience_s = int(os.environ["RANK"]), config.rendezvous.timeout_s
+        store = join_store(patience_s)
+        if claim is not None:
+            Agreement(store, rank, started, patience_s).reach(claim)
+        dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=started)
     lay_out(config, seed)
 
 

@@ -2,9 +2,10 @@
 
     python -m trainer.main --config runs/NAME/config.yaml --model FOLDER
 
-`trainer.node_main` starts it, with RANK, WORLD_SIZE and the address of the store in its environment; without them it is
-the only rank. Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint written. 78: the
-configuration, the data or the installation is at fault, and it must not be started again.
+`trainer.node_main` starts it, or a launcher that places the ranks (`async_grpo.app.launch.single_role`), with RANK,
+WORLD_SIZE and the address of the store in its environment; without them it is the only rank. Exit code 0: the run is
+trained to its end, or SIGTERM was obeyed and a checkpoint written. 78: the configuration, the data or the installation
+is at fault, and it must not be started again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG
 from async_grpo.telemetry.logging import bind_process, configure_logging, report_fatal
+from async_grpo.telemetry.role_history import record_end
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.processes import uncollected
 from trainer.platform import Platform, select_platform
@@ -37,6 +39,7 @@ def main() -> None:
         with uncollected():
             platform.activate(config.trainer)
         _train(config, arguments.model, platform)
+        record_end()
     except CONFIG_FAULTS as error:
         report_fatal(error)
         sys.exit(EXIT_CONFIG)
@@ -47,6 +50,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     with uncollected():
         check_private_names("trainer", "trainer, torch")
         from async_grpo.algorithms import check_objective
+        from trainer.agreement import Claim
         from trainer.checkpoint.folder import CheckpointFolder
         from trainer.checkpoint.store import RunStore
         from trainer.coordinator import Coordinator, SharedDevices, turn_timeout_s
@@ -59,7 +63,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     check_objective(config.trainer.objective)
     trainer = config.trainer
     waits_s = (trainer.take_timeout_s, config.eval.timeout_s, trainer.checkpoint.timeout_s, turn_timeout_s(config))
-    start_ranks(trainer, platform, config.seed, max(waits_s))
+    start_ranks(trainer, platform, config.seed, max(waits_s), Claim.of(config, model))
     logger = TrainerLogger(config)
     devices = SharedDevices(config, platform.release_memory)
     with devices.held():  # an optimizer that is offloaded is made on the device

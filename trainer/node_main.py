@@ -32,15 +32,16 @@ from pathlib import Path
 
 import structlog
 
-from async_grpo.config import RunConfig, dump, load
-from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, NodeLost, TrainingError
+from async_grpo.config import RunConfig, load
+from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, ConfigError, NodeLost, TrainingError
 from async_grpo.telemetry.logging import bind_process, configure_logging, report_fatal
 from async_grpo.telemetry.role_history import record_end
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.network import LOOPBACK
 from trainer.peers import Ended, Hello, Peers, Start, Stop, Stopped, StoppedEarly
-from trainer.ranks import LocalRanks, RankFailed, RankStore, Terminated, network_environment, rank_environments
-from trainer.rendezvous import Host, Invitation, fingerprint, hosted, join, listen
+from trainer.rank_store import RankStore, listen
+from trainer.ranks import LocalRanks, RankFailed, Terminated, network_environment, rank_environments
+from trainer.rendezvous import Host, Invitation, hosted, join
 
 CAUSE_S = 2.0
 """Seconds to wait for the reason from another node: a rank ends as soon as its connection to another breaks."""
@@ -97,7 +98,7 @@ class Node:
                 log.info("stopped before the ranks had joined the run", node=self.rank)
                 setup.peers.tell(Stopped())
             except AsyncGrpoError as error:
-                setup.peers.tell(Ended(reason=str(error)))
+                setup.peers.tell(_ended(error))
                 raise
             finally:
                 await ranks.end()
@@ -173,15 +174,19 @@ class Node:
         error = working.exception()
         if isinstance(error, Terminated) and await self._was_asked(peers):
             raise StoppedEarly
-        peers.tell(Ended(reason="" if error is None else str(error)))
         if error is None:
+            peers.tell(Ended(reason=""))
             return
+        peers.tell(_ended(error))
         await asyncio.wait({watching}, timeout=CAUSE_S)
         theirs = watching.exception() if watching.done() else None
         if isinstance(theirs, StoppedEarly):
             raise theirs
         echo = str(error) in str(theirs)  # they ended because of what they were just told
-        raise error if theirs is None or echo else NodeLost(f"{error}; {theirs}")
+        if theirs is None or echo or _exit_code(error) == EXIT_CONFIG:
+            raise error
+        kind = ConfigError if isinstance(theirs, ConfigError) else NodeLost
+        raise kind(f"{error}; {theirs}")
 
     async def _was_asked(self, peers: Peers) -> bool:
         """Whether this node or another was asked to stop; one that was at the same time as its rank will soon know."""
@@ -199,14 +204,9 @@ class Node:
     def _invitation(self) -> Invitation:
         where = self.config.trainer.rendezvous
         assert where.address is not None, "the configuration asks for it"
-        folder = self.config.run_dir.absolute() / "checkpoints"
-        hello = Hello(
-            id=where.id or self.config.name,
-            rank=self.rank,
-            config=dump(self.config),
-            model=fingerprint(self.model),
-        )
-        return Invitation(where, where.address, self.config.trainer.nodes, hello, folder)
+        trainer, run_id = self.config.trainer, where.id or self.config.name
+        hello = Hello(id=run_id, rank=self.rank, nodes=trainer.nodes, processes=trainer.processes)
+        return Invitation(where, where.address, hello)
 
     def _argv(self) -> list[str]:
         if self.argv is not None:
@@ -230,6 +230,18 @@ async def _watch(peers: Peers, host: Host | None) -> None:
         raise NodeLost(f"{host.again_peer} was started again, and the ranks wait for its earlier process")
 
 
+def _ended(error: BaseException) -> Ended:
+    """What the other nodes are told of an end with this error."""
+    return Ended(reason=str(error), config_fault=_exit_code(error) == EXIT_CONFIG)
+
+
+def _exit_code(error: BaseException) -> int:
+    """The exit code of a node that ends with this error."""
+    if isinstance(error, CONFIG_FAULTS):
+        return EXIT_CONFIG
+    return error.code if isinstance(error, RankFailed) else 1
+
+
 def main() -> None:
     """Entry point; see the module."""
     parser = argparse.ArgumentParser(prog="trainer.node_main", description="The trainer on one machine.")
@@ -246,9 +258,7 @@ def main() -> None:
         record_end()
     except AsyncGrpoError as error:
         report_fatal(error)
-        if isinstance(error, CONFIG_FAULTS):
-            sys.exit(EXIT_CONFIG)
-        sys.exit(error.code if isinstance(error, RankFailed) else 1)
+        sys.exit(_exit_code(error))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The other nodes of the trainer: the messages between nodes, the connections, and whether the nodes are still alive.
 
-    node R --Hello--> node 0      --Refused, Busy, CheckFolder, Start--> node R
-           --FolderChecked-->
+    node R --Hello--> node 0      --Refused, Busy, Start--> node R
     both:  NodeAlive, Stop, Stopped, Ended      and the connection itself, which ends when either process does
 
 Node 0 has a connection to every other node, and each of them one to node 0, which passes on what concerns all. A killed
@@ -19,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from async_grpo.errors import NodeLost, WireError
+from async_grpo.errors import ConfigError, NodeLost, WireError
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.frames import FrameReader, pack_frame
 from async_grpo.utils.network import LOOPBACK
@@ -31,14 +30,13 @@ BEATS_OF_SILENCE = 8
 
 
 class Hello(Record, frozen=True, kw_only=True, tag="hello"):
-    """A node introduces itself, and says what it would train."""
+    """A node introduces itself."""
 
     id: str
     rank: int
-    config: str
-    """The resolved configuration, as YAML."""
-    model: str
-    """Fingerprint of the folder of the first policy."""
+    nodes: int
+    processes: int
+    """Ranks of all nodes together."""
 
 
 class Refused(Record, frozen=True, kw_only=True, tag="refused"):
@@ -51,22 +49,8 @@ class Busy(Record, frozen=True, kw_only=True, tag="busy"):
     """All nodes have met already, perhaps with an earlier process of this one: ask again."""
 
 
-class CheckFolder(Record, frozen=True, kw_only=True, tag="look"):
-    """Node 0 asks whether a file of this name is in the folder of checkpoints."""
-
-    name: str
-
-
-class FolderChecked(Record, frozen=True, kw_only=True, tag="seen"):
-    """The answer: whether the file is there, and the name of a file that this node has put beside it."""
-
-    found: bool
-    folder: str
-    name: str
-
-
 class Start(Record, frozen=True, kw_only=True, tag="start"):
-    """All nodes are there and agree: start the ranks."""
+    """All nodes are there: start the ranks."""
 
 
 class NodeAlive(Record, frozen=True, kw_only=True, tag="beat"):
@@ -88,9 +72,11 @@ class Ended(Record, frozen=True, kw_only=True, tag="ended"):
     """The ranks of this node have ended; the reason is "" if they succeeded."""
 
     reason: str
+    config_fault: bool = False
+    """No restart would help: the configuration, the data or the installation is at fault."""
 
 
-Message = Hello | Refused | Busy | CheckFolder | FolderChecked | Start | NodeAlive | Stop | Stopped | Ended
+Message = Hello | Refused | Busy | Start | NodeAlive | Stop | Stopped | Ended
 
 
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -179,7 +165,7 @@ class Peers:
     async def watch(self) -> None:
         """Wait until all have ended successfully.
 
-        Raises NodeLost or WireError for the first that has not, StoppedEarly if one says so.
+        Raises NodeLost, ConfigError or WireError for the first that has not, StoppedEarly if one says so.
         """
         if not self._following:
             return
@@ -208,8 +194,9 @@ class Peers:
                     raise StoppedEarly
                 case Ended(reason=""):
                     return
-                case Ended(reason=reason):
-                    raise NodeLost(f"{connection.peer} has ended: {reason}")
+                case Ended(reason=reason, config_fault=config_fault):
+                    kind = ConfigError if config_fault else NodeLost
+                    raise kind(f"{connection.peer} has ended: {reason}")
 
     async def _beat(self) -> None:
         while True:

@@ -1,9 +1,8 @@
-"""The ranks of this machine: their environment, the store in which they find each other, their errors, their end.
+"""The ranks of this machine: their environment, their errors, their end.
 
     node --environment--> rank 0 .. N-1 --standard error--> node --the same lines--> log
-      `--> RankStore <---- ranks of all nodes, which write into it where they listen
 
-The node waits for its ranks. A rank waits for the store, which accepts connections before any rank is started.
+The node waits for its ranks.
 """
 
 from __future__ import annotations
@@ -12,20 +11,19 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import CONFIG_FAULTS, TrainingError
 from async_grpo.telemetry.logging import fatal_events, redact_secrets
+from async_grpo.telemetry.role_history import VARIABLE
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.network import card_environment
 from trainer.platform import select_platform
+from trainer.rank_store import OPENED
 
 GRACE_S = 10.0
 """Seconds that ranks have to end, and to write their last output, before they are killed."""
@@ -70,7 +68,7 @@ def rank_environments(config: TrainerConfig, node_rank: int, store: tuple[str, i
     if store is not None:
         address, port = store
         shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # to PyTorch: no rank is to open it
+        shared |= {OPENED: "True"}
     return [shared | {"RANK": str(node_rank * count + local), "LOCAL_RANK": str(local)} for local in range(count)]
 
 
@@ -81,42 +79,6 @@ def network_environment(platform: str, own_address: str, environment: Mapping[st
     """
     found = card_environment(own_address, select_platform(platform).network_variables)
     return {name: value for name, value in found.items() if name not in environment}
-
-
-class RankStore:
-    """PyTorch's store, on one socket that was bound here: by itself it would listen on all interfaces.
-
-    Ranks that connect before `open` are answered then.
-    """
-
-    def __init__(self, listener: socket.socket, timeout_s: float) -> None:
-        """`listener` listens; it is closed with this."""
-        self.port: int = listener.getsockname()[1]
-        self._listener = listener
-        self._timeout_s = timeout_s
-        self._store: Any = None
-
-    async def open(self) -> None:
-        """Answer the ranks. Takes seconds, in a thread: PyTorch is imported."""
-        if self._store is None:
-            self._store = await asyncio.to_thread(self._open)
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store = None
-        self._listener.close()
-
-    def _open(self) -> Any:
-        from torch.distributed import TCPStore
-
-        return TCPStore(
-            self._listener.getsockname()[0],
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=self._timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=self._listener.detach(),
-        )
 
 
 class ErrorOutput:
@@ -164,11 +126,15 @@ class Rank:
 
     @classmethod
     async def start(cls, argv: Sequence[str], environment: Mapping[str, str]) -> Rank:
-        """Start the process in a session of its own: Ctrl-C reaches the node, which tells it."""
+        """Start the process in a session of its own: Ctrl-C reaches the node, which tells it. It leaves the history of
+        the role to the node."""
         errors = ErrorOutput()
         try:
             process = await asyncio.create_subprocess_exec(
-                *child_argv(argv), env={**os.environ, **environment}, stderr=errors.write_end, start_new_session=True
+                *child_argv(argv),
+                env={**os.environ, **environment, VARIABLE: ""},
+                stderr=errors.write_end,
+                start_new_session=True,
             )
         finally:
             os.close(errors.write_end)

@@ -1,116 +1,52 @@
-"""How the nodes find each other, and what they check before a rank is started.
+"""How the nodes find each other before a rank is started, where no launcher starts the ranks themselves.
 
-    node 0    listens --> Hello of every other node --> do they agree? --> do they see one folder? --> Start
+    node 0    listens --> Hello of every other node --> Start
     node R    connects, again and again, until node 0 is there and begins
 
 Node 0 waits for the others and they wait for node 0, all of them for `rendezvous.timeout_s`. A node that comes when all
 have met already was started again. Node 0 is told, because its ranks wait for the earlier process of that node. The
-newcomer asks again until all nodes have been started again.
-
-Two nodes agree if they have the same configuration and first policy. All nodes see the same folder of checkpoints if
-each finds there the file that the other has left.
+newcomer asks again until all nodes have been started again. What the nodes would train is compared by their ranks
+(`trainer.agreement`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
-import xxhash
-import yaml
 
-from async_grpo.config.load import differing_keys
 from async_grpo.config.trainer import RendezvousConfig
-from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, WaitTimeout, WireError
-from trainer.peers import Busy, CheckFolder, Ended, FolderChecked, Hello, PeerConnection, Refused, Start
-
-_ENDS_BYTES = 1 << 20
-
-LOOK_S = 30.0
-"""Seconds that a file of another machine may take to appear: as long as NFS caches a folder without it."""
-
-_LOOK_EVERY_S = 0.1
+from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
+from trainer.peers import Busy, Ended, Hello, PeerConnection, Refused, Start
+from trainer.rank_store import listen
 
 HELLO_S = 10.0
 """Seconds that a new connection has to send its Hello."""
 
 START_IT = "Start `async-grpo trainer CONFIG --node-rank R` there, and let it reach that port"
 _RETRY_S = 0.5
-_ANSWER_S = 2 * LOOK_S
 log = structlog.get_logger()
 
 
-def objection(own: Hello, other: Hello, *, nodes: int, place: str) -> str | None:
+def objection(own: Hello, other: Hello, place: str) -> str | None:
     """Why node 0, which says `own` of itself at `place`, cannot take the other node in. Value, rule and fix."""
     if other.id != own.id:
         return (
             f"node 0 at {place} trains {own.id!r}, and this one {other.id!r} (trainer.rendezvous.id, or the name of "
             "the run). Give each run its own port"
         )
-    if not 0 < other.rank < nodes:
-        return f"a node {other.rank} came to node 0, but trainer.nodes is {nodes}. Correct --node-rank"
-    if keys := differing_keys(yaml.safe_load(own.config), yaml.safe_load(other.config)):
+    if (other.nodes, other.processes) != (own.nodes, own.processes):
         return (
-            f"node {other.rank} has other values than node 0 of {', '.join(keys)}: their ranks would not do the same. "
-            "Start all nodes with the same CONFIG and -o"
+            f"node {other.rank} has trainer.nodes {other.nodes} and trainer.processes {other.processes}, and node 0 "
+            f"{own.nodes} and {own.processes}. Start all nodes with the same CONFIG and -o"
         )
-    if other.model != own.model:
-        return (
-            f"node {other.rank} has another first policy than node 0: their ranks would train parts of different "
-            "models. Set model.path to one folder that all see, or to copies of the same files"
-        )
+    if not 0 < other.rank < own.nodes:
+        return f"a node {other.rank} came to node 0, but trainer.nodes is {own.nodes}. Correct --node-rank"
     return None
-
-
-def fingerprint(model: Path) -> str:
-    """A hash of a model's configuration and weights: names, sizes, and the first and last MiB of every file.
-
-    Enough to tell models apart that were made or fetched differently, without reading all of one.
-    """
-    state = xxhash.xxh3_128()
-    for file in sorted([*model.glob("*.safetensors"), *model.glob("*.json")]):
-        size = file.stat().st_size
-        state.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as stream:
-            state.update(stream.read(_ENDS_BYTES))
-            stream.seek(max(0, size - _ENDS_BYTES))
-            state.update(stream.read(_ENDS_BYTES))
-    return state.hexdigest()
-
-
-@contextlib.contextmanager
-def marker_file(folder: Path) -> Iterator[str]:
-    """Make a file in the folder (and the folder) for the length of the block; yields its name. Raises ConfigError."""
-    file = folder / f".met-{os.urandom(8).hex()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written to ({error}), and every node writes its part of a checkpoint there. Mount "
-            "runs_dir for writing on each of them"
-        ) from None
-    try:
-        yield file.name
-    finally:
-        file.unlink(missing_ok=True)
-
-
-async def file_appears(folder: Path, name: str, look_s: float = LOOK_S) -> bool:
-    """Whether the file appears in the folder within `look_s`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(look_s):
-            while not (folder / Path(name).name).exists():  # noqa: ASYNC110  (no one could set an event)
-                await asyncio.sleep(_LOOK_EVERY_S)
-            return True
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +55,8 @@ class Invitation:
 
     where: RendezvousConfig
     address: str
-    nodes: int
     hello: Hello
     """How this node introduces itself."""
-    folder: Path
-    """Folder of the checkpoints."""
 
     @property
     def place(self) -> str:
@@ -165,7 +98,7 @@ class Host:
 
     async def _takes_in(self, connection: PeerConnection, hello: Hello) -> bool:
         """Whether the node belongs to this trainer; if it does not, it is told why."""
-        reason = objection(self.invitation.hello, hello, nodes=self.invitation.nodes, place=self.invitation.place)
+        reason = objection(self.invitation.hello, hello, self.invitation.place)
         if reason is not None:
             self._turn_away(connection, reason)
             connection.send(Refused(reason=reason))
@@ -177,7 +110,7 @@ class Host:
             return False
         earlier_life = self.connections.get(hello.rank)
         self.connections[hello.rank] = connection
-        if len(self.connections) == self.invitation.nodes - 1:
+        if len(self.connections) == self.invitation.hello.nodes - 1:
             self._complete.set()
         if earlier_life is not None:
             await earlier_life.close()
@@ -188,42 +121,22 @@ class Host:
         self.turned_away = f"{connection.peer} was turned away: {reason}"
 
     async def gather(self) -> None:
-        """Wait until every node has come, agrees, and sees the same folder.
-
-        Raises WaitTimeout, ConfigError, NodeLost, and WireError for a node of another release.
-        """
+        """Wait until every node has come. Raises WaitTimeout."""
         timeout_s = self.invitation.where.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._complete.wait()
         except TimeoutError:
-            missing = ", ".join(str(rank) for rank in range(1, self.invitation.nodes) if rank not in self.connections)
+            missing = ", ".join(
+                str(rank) for rank in range(1, self.invitation.hello.nodes) if rank not in self.connections
+            )
             fix = self.turned_away or START_IT
             raise WaitTimeout(f"node {missing} of the trainer ({self.invitation.place})", timeout_s, fix) from None
-        with marker_file(self.invitation.folder) as name:
-            for connection in self.connections.values():
-                connection.send(CheckFolder(name=name))
-            await asyncio.gather(*(self._check_folder(connection) for connection in self.connections.values()))
 
-    async def _check_folder(self, connection: PeerConnection) -> None:
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                seen = await connection.expect(FolderChecked)
-        except TimeoutError:
-            raise WaitTimeout(
-                f"{connection.peer} to look into its run folder", _ANSWER_S, "Does its file system hang?"
-            ) from None
-        if not (seen.found and await file_appears(self.invitation.folder, seen.name)):
-            raise ConfigError(
-                f"{self.invitation.folder} of node 0 is not the folder that {connection.peer} has as {seen.folder}: a "
-                f"file written to one was not seen in the other within {LOOK_S:g} s, and no checkpoint would be whole. "
-                "Set runs_dir to a folder that all nodes share (NFS, Lustre)"
-            )
-
-    async def dismiss(self, error: AsyncGrpoError) -> None:
+    async def dismiss(self, error: WaitTimeout) -> None:
         """Tell all nodes that have come why there will be no training."""
         for connection in self.connections.values():
-            connection.send(Refused(reason=str(error)) if isinstance(error, ConfigError) else Ended(reason=str(error)))
+            connection.send(Ended(reason=str(error)))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -234,17 +147,17 @@ class Host:
 async def hosted(invitation: Invitation) -> AsyncIterator[Host]:
     """Serve the rendezvous as node 0: yields once all others are there and wait for `Start`.
 
-    Raises WaitTimeout, ConfigError, NodeLost, WireError; the others are told. No connection is open afterwards.
+    Raises ConfigError, and WaitTimeout, of which the others are told. No connection is open afterwards.
     """
     host = Host(invitation)
     listener = listen(invitation.address, invitation.where.port)
     server = await asyncio.start_server(host.receive, sock=listener)
     found, port = listener.getsockname()  # not what was meant, where a name stands for the loopback
-    log.info("waiting for the other nodes", listening=f"{found}:{port}", nodes=invitation.nodes)
+    log.info("waiting for the other nodes", listening=f"{found}:{port}", nodes=invitation.hello.nodes)
     try:
         try:
             await host.gather()
-        except AsyncGrpoError as error:
+        except WaitTimeout as error:
             await host.dismiss(error)
             raise
         yield host
@@ -267,22 +180,11 @@ async def join(invitation: Invitation) -> PeerConnection:
                 with contextlib.suppress(OSError):
                     connection = await _call(invitation)
                     state = "it answers, but other nodes are missing, or it waits for an earlier process of this one"
-                    if await _begins(connection, invitation):
+                    if await _begins(connection):
                         return connection
                 await asyncio.sleep(_RETRY_S)
     except TimeoutError:
         raise WaitTimeout(f"node 0 of the trainer ({invitation.place}) to begin", timeout_s, state) from None
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A listening socket at that address and no other. Raises ConfigError."""
-    try:
-        return socket.create_server((address, port), backlog=128)
-    except OSError as error:
-        raise ConfigError(
-            f"node 0 cannot listen at {address}:{port} (trainer.rendezvous): {error}. It must be an address of this "
-            "machine, with this port and the next one free: another trainer may still be running here"
-        ) from None
 
 
 async def _call(invitation: Invitation) -> PeerConnection:
@@ -293,31 +195,24 @@ async def _call(invitation: Invitation) -> PeerConnection:
     return connection
 
 
-async def _begins(connection: PeerConnection, invitation: Invitation) -> bool:
+async def _begins(connection: PeerConnection) -> bool:
     """Whether the training starts; if not, node 0 is to be asked again, and the connection is closed.
 
     Raises ConfigError, NodeLost, WireError.
     """
     async with contextlib.AsyncExitStack() as unless_it_starts:
         unless_it_starts.push_async_callback(connection.close)
-        files = unless_it_starts.enter_context(contextlib.ExitStack())
-        while True:
-            try:
-                message = await connection.receive()
-            except NodeLost:
+        try:
+            message = await connection.receive()
+        except NodeLost:
+            return False
+        match message:
+            case Start():
+                unless_it_starts.pop_all()
+                return True
+            case Refused(reason=reason):
+                raise ConfigError(reason)
+            case Ended(reason=reason):
+                raise NodeLost(f"{connection.peer} has ended: {reason}")
+            case _:
                 return False
-            match message:
-                case CheckFolder(name=name):
-                    own = files.enter_context(marker_file(invitation.folder))
-                    found = await file_appears(invitation.folder, name)
-                    connection.send(FolderChecked(found=found, folder=str(invitation.folder), name=own))
-                case Start():
-                    files.close()
-                    unless_it_starts.pop_all()
-                    return True
-                case Busy():
-                    return False
-                case Refused(reason=reason):
-                    raise ConfigError(reason)
-                case Ended(reason=reason):
-                    raise NodeLost(f"{connection.peer} has ended: {reason}")

@@ -17,14 +17,14 @@ class RendezvousConfig(StrictModel):
     """How the nodes find each other, for trainer.nodes above 1; the same on every node."""
 
     address: Annotated[str, Field(pattern=r"^[^\s:/]+$")] | None = None
-    """Address at which all nodes reach node 0. Node 0 listens only there. None: srun, which starts the nodes, says
-    it."""
+    """Address at which all nodes reach node 0. Node 0 listens only there. None: the launcher (srun,
+    for example) says it."""
     port: Annotated[int, Field(gt=0, lt=65535)] = 29500
-    """Port at which the nodes meet; the ranks meet at the next one."""
+    """Port at which the nodes meet; the ranks meet at the next one, or at this one where a launcher places them."""
     id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Nodes with another id are refused. None: the name of the run."""
     timeout_s: Seconds = 600.0
-    """Seconds that a node waits for the others before it ends with an error."""
+    """Seconds that a node, or a rank, waits for the others before it ends with an error."""
     silence_s: Annotated[float, Field(ge=2)] = 20.0
     """Seconds without a sign of life after which a node counts as lost and the others end."""
 

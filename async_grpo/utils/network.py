@@ -23,6 +23,17 @@ def card_of(address: str) -> str | None:
     return next((card for card, found in cards if any(entry.address == wanted for entry in found)), None)
 
 
+def address_towards(host: str, port: int = 1) -> str:
+    """The address from which this machine reaches `host`; the loopback if there is no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # finds the route; nothing is sent
+        except OSError:
+            return LOOPBACK
+        address: str = probe.getsockname()[0]
+        return address
+
+
 def card_environment(address: str, variables: Iterable[str] = ()) -> dict[str, str]:
     """Environment in which collectives run over the card that has the address; empty if none has.
 

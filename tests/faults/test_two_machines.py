@@ -1,5 +1,5 @@
-"""A trainer of two nodes on two machines that only a cable joins, started by hand, by srun and by Ray: it trains as one
-node does, and goes on by itself after a rank was killed."""
+"""A trainer on two machines that only a cable joins, started by hand, by srun and by Ray, and with ranks that srun has
+placed: it trains as one node does, and goes on by itself after a rank was killed."""
 
 from __future__ import annotations
 
@@ -204,6 +204,35 @@ async def test_two_nodes_that_srun_starts(
         cluster.stop()
     (log,) = folder.glob("trainer-*.log")
     assert "requeued after exit code 1 (1 of 3 failures)" in log.read_text()
+    check_trained_as_on(one_node, config)
+
+
+@pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed (apt-get install slurm-wlm): {missing()}")
+async def test_ranks_that_srun_places(
+    one_node: Run, machines: list[Prefix], tmp_path: Path, redis_config: RedisConfig
+) -> None:
+    config = write(tmp_path, redis_config, rendezvous={"port": two_free_ports("127.0.0.1"), "timeout_s": 300})
+    role = shlex.join([*TRAINER, str(config)])
+    log = f"--open-mode=append --output={config.parent}/%x.%t.log"
+    script = tmp_path / "ranks.sbatch"
+    script.write_text(f"#!/bin/bash\nuntil srun --kill-on-bad-exit=1 {log} {role}; do sleep 1; done\n")
+    cluster = SlurmCluster(tmp_path / "cluster", *ADDRESSES, prefixes=machines)
+    try:
+        cluster.start()
+        submitted = ["--partition=trainers", "--nodes=2", "--ntasks-per-node=1", "--job-name=ranks"]
+        cluster.run("sbatch", *submitted, f"--output={config.parent}/job.log", str(script))
+        async with supply(load(config)) as run:
+            await run.evaluate()
+            async with delivered(run, KILL_AT):
+                await rank_is_killed(config, "1")
+            async with delivered(run, STEPS - KILL_AT):
+                await until(lambda: not cluster.run("squeue", "--noheader"), PATIENCE_S)
+    except TimeoutError:
+        pytest.fail(logs(config))
+    finally:
+        cluster.cancel()
+        cluster.stop()
+    assert {file.name for file in (config.parent / "roles").glob("*.yaml")} == {"trainer-0.yaml", "trainer-1.yaml"}
     check_trained_as_on(one_node, config)
 
 

@@ -191,15 +191,16 @@ PLANTED: list[str | tuple[str, ...]] = [
     "skips_never_forgiven: self.in_a_row = 0 --> self.in_a_row += 0",
     (
         "trainer/rendezvous.py",
-        "tests/unit/trainer/test_node_settings.py",
         "tests/integration/trainer/test_trainer_meeting.py",
     ),
-    "another_first_policy_taken_in: if other.model != own.model: --> if not other.model:",
-    "rank_beyond_nodes_taken_in: 0 < other.rank < nodes --> 0 < other.rank <= nodes",
+    "rank_beyond_nodes_taken_in: 0 < other.rank < own.nodes --> 0 < other.rank <= own.nodes",
+    ("trainer/agreement.py", "tests/integration/trainer/test_agreement.py"),
+    "another_first_policy_taken_in: if own.model != first.model: --> if not own.model:",
+    "objection_of_one_rank_alone_heard: range(1, self.ranks)) --> range(1, 2))",
     ("trainer/ranks.py", "tests/unit/trainer/test_node_settings.py"),
     "ranks_of_nodes_overlap: node_rank * count + local --> node_rank + local",
     ("trainer/peers.py", "tests/integration/trainer/test_trainer_meeting.py"),
-    'bad_end_is_a_good_one: case Ended(reason=""): --> case Ended():',
+    'bad_end_is_a_good_one: case Ended(reason=""): --> case Ended(config_fault=False):',
 ]
 """Behind a tuple of a file and its tests: the faults of this file, each `name: old text --> new text`."""
 

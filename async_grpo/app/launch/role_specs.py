@@ -132,6 +132,11 @@ def trainer_argv(config_file: Path, model: Path, node_rank: int = 0) -> list[str
     return [sys.executable, "-m", "trainer.node_main", *rank, *_files(config_file, model)]
 
 
+def rank_argv(config_file: Path, model: Path) -> list[str]:
+    """The command of one rank of the trainer, which finds its number in the environment."""
+    return [sys.executable, "-m", "trainer.main", *_files(config_file, model)]
+
+
 def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of the ranks, beside the environment that is given, which comes first."""
     defaults = select_platform(config.trainer.platform).environment

@@ -3,9 +3,12 @@
 Each node of a trainer on several machines needs its rank, their number and the address of node 0. They come from the
 command line and the configuration, or from what has started the node, by the first of these that is there:
 
-    srun                            SLURM_PROCID     SLURM_STEP_NUM_TASKS   SLURM_LAUNCH_NODE_IPADDR
-    LeaderWorkerSet                 LWS_WORKER_INDEX LWS_GROUP_SIZE         LWS_LEADER_ADDRESS
-    Kubeflow's trainer, Ray's jobs  RANK             WORLD_SIZE             MASTER_ADDR
+    srun                            SLURM_PROCID     SLURM_STEP_NUM_TASKS SLURM_LAUNCH_NODE_IPADDR SLURM_LOCALID
+    LeaderWorkerSet                 LWS_WORKER_INDEX LWS_GROUP_SIZE       LWS_LEADER_ADDRESS
+    Kubeflow's trainer, Ray's jobs  RANK             WORLD_SIZE           MASTER_ADDR              LOCAL_RANK
+
+What has started a process for each of trainer.nodes leaves it to them to start the ranks; what has started one for each
+of trainer.processes has placed the ranks itself.
 """
 
 from __future__ import annotations
@@ -14,26 +17,42 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from async_grpo.app.launch.first_policy import made_in_s, prepare_model
 from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.preflight import resolve
-from async_grpo.app.launch.role_specs import rollout_argv, trainer_argv, trainer_environment
+from async_grpo.app.launch.role_specs import rank_argv, rollout_argv, trainer_argv, trainer_environment
 from async_grpo.app.launch.run_copy import fetch_run
 from async_grpo.app.launch.run_folder import LEADER, RunFolder, find_run, open_run, write_config, write_role
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import say_as
+from async_grpo.utils.network import LOOPBACK, address_towards
 from buffer import connect_board
+from trainer.ranks import network_environment
 
 _STARTERS = (
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR"),
-    ("LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS"),
-    ("the launcher", "RANK", "WORLD_SIZE", "MASTER_ADDR"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID"),
+    ("LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS", ""),
+    ("the launcher", "RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"),
 )
-"""What may have started a node, and its variables: rank, number of nodes, address of node 0."""
+"""What may have started this process, and its variables: number, how many there are, address of the first, and number
+on its machine, "" where there is one on each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlacement:
+    """Which part of the trainer this process is."""
+
+    number: int
+    """Of the node; of the rank, if the ranks were placed by what has started them."""
+    address: str | None = None
+    """Of node 0, where there are several processes."""
+    local_rank: int | None = None
+    """Number of the rank on its machine; None for a node, which starts its ranks."""
 
 
 def prepare_inputs(path: Path, overrides: Sequence[str]) -> int:
@@ -73,29 +92,35 @@ async def _prepare_to_join(config: RunConfig, name: str) -> Path:
 def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> int:
     """Become the trainer, or its node `node_rank`. Raises ConfigError without redis.url or for a wrong rank."""
     config = _resolve(path, overrides, "trainer")
-    address, node = placed(config, node_rank, os.environ)
-    file, model = _make_ready(config, f"trainer-{node}", address)
-    return _become(trainer_argv(file, model, node), trainer_environment(config, os.environ))
+    place = placed(config, node_rank, os.environ)
+    file, model = _make_ready(config, f"trainer-{place.number}", place.address)
+    environment = trainer_environment(config, os.environ)
+    if place.local_rank is None:
+        return _become(trainer_argv(file, model, place.number), environment)
+    return _become(rank_argv(file, model), environment | rank_environment(config, place, os.environ))
 
 
-def placed(config: RunConfig, given: int | None, environment: Mapping[str, str]) -> tuple[str | None, int]:
-    """The address of node 0, and the rank of this node.
+def placed(config: RunConfig, given: int | None, environment: Mapping[str, str]) -> ProcessPlacement:
+    """Which part of the trainer this process is.
 
-    A rank that is given and a configured address come before those of the environment. Raises ConfigError for a wrong
-    rank, for none, without an address, and if another number of nodes was started.
+    A node that is given and a configured address come before those of the environment. Raises ConfigError for a wrong
+    node, for none, without an address, and if another number of processes was started.
     """
     nodes = config.trainer.nodes
+    rank = _rank_from(config, environment) if given is None else None
+    if rank is not None:
+        return rank
     told = given is not None and config.trainer.rendezvous.address is not None
-    rank, address = (0, None) if nodes == 1 or told else _from_environment(nodes, environment)
-    rank = given if given is not None else rank
-    if rank is None:
+    number, address = (0, None) if nodes == 1 or told else _node_from(config, environment)
+    number = given if given is not None else number
+    if number is None:
         raise ConfigError(
             f"trainer.nodes is {nodes}: which of them is this machine? Pass --node-rank 0 on the machine of "
             f"trainer.rendezvous.address ({config.trainer.rendezvous.address}), and 1 to {nodes - 1} on the others"
         )
-    if not 0 <= rank < nodes:
+    if not 0 <= number < nodes:
         raise ConfigError(
-            f"--node-rank is {rank}, but trainer.nodes is {nodes}, so that nodes are numbered from 0 to {nodes - 1}. "
+            f"--node-rank is {number}, but trainer.nodes is {nodes}, so that nodes are numbered from 0 to {nodes - 1}. "
             "Correct it, or set trainer.nodes (and trainer.processes) to what there is"
         )
     address = config.trainer.rendezvous.address or address
@@ -104,23 +129,52 @@ def placed(config: RunConfig, given: int | None, environment: Mapping[str, str])
             f"trainer.nodes is {nodes}, but trainer.rendezvous.address is not set, so that they would not find each "
             "other. Set it to an address of node 0 that every node reaches, or start them by srun, which says it"
         )
-    return address, rank
+    return ProcessPlacement(number, address)
 
 
-def _from_environment(nodes: int, environment: Mapping[str, str]) -> tuple[int | None, str | None]:
-    """Rank and address of node 0, by the variables of what has started this process; None without any.
+def rank_environment(config: RunConfig, place: ProcessPlacement, given: Mapping[str, str]) -> dict[str, str]:
+    """PyTorch's environment of a rank that was placed by what has started it, beside the environment that is given."""
+    trainer = config.trainer
+    address, port = place.address or LOOPBACK, given.get("MASTER_PORT", str(trainer.rendezvous.port))
+    told = {
+        "RANK": str(place.number),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(trainer.processes),
+        "LOCAL_WORLD_SIZE": str(trainer.processes_per_node),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    return told | network_environment(trainer.platform, address_towards(address), given)
+
+
+def _rank_from(config: RunConfig, environment: Mapping[str, str]) -> ProcessPlacement | None:
+    """The rank that this process is, by the variables of what has started one for each; None without any."""
+    trainer = config.trainer
+    if trainer.processes == trainer.nodes:  # which node_main starts
+        return None
+    for _, number, size, address, local in _STARTERS:
+        if local in environment and number in environment and environment.get(size) == str(trainer.processes):
+            found = trainer.rendezvous.address or environment.get(address)
+            return ProcessPlacement(int(environment[number]), found, int(environment[local]))
+    return None
+
+
+def _node_from(config: RunConfig, environment: Mapping[str, str]) -> tuple[int | None, str | None]:
+    """Number and address of node 0, by the variables of what has started this process; None without any.
 
     Slurm names the machine on which srun was called; in a batch job that is the first one, which is node 0.
     """
-    for starter, rank, size, address in _STARTERS:
-        if rank not in environment or size not in environment:
+    nodes = config.trainer.nodes
+    for starter, number, size, address, _ in _STARTERS:
+        if number not in environment or size not in environment:
             continue
         if environment[size] != str(nodes):
             raise ConfigError(
-                f"{starter} has started {environment[size]} nodes of the trainer ({size}), but trainer.nodes is "
-                f"{nodes}. Start as many, one task a node, or set trainer.nodes to their number"
+                f"{starter} has started {environment[size]} processes of the trainer ({size}), but trainer.nodes is "
+                f"{nodes} and trainer.processes {config.trainer.processes}. Start one for each node, or one for each "
+                "process, or correct the two keys"
             )
-        return int(environment[rank]), environment.get(address)
+        return int(environment[number]), environment.get(address)
     return None, None
 
 

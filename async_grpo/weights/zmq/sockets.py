@@ -15,7 +15,6 @@ talk; use one secret a run.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import socket
@@ -29,6 +28,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import ConfigError
+from async_grpo.utils.network import address_towards
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
@@ -117,11 +117,8 @@ def as_seen_from(peer: str, endpoint: str, bind: str) -> str:
     if _host_and_port(bind)[0] not in _WILDCARDS:
         return endpoint
     host, port = _host_and_port(peer)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((host, int(port)))  # finds the route; nothing is sent
-        seen = f"tcp://{probe.getsockname()[0]}:{_host_and_port(endpoint)[1]}"
-        return endpoint if is_loopback(seen) else seen
-    return endpoint
+    seen = f"tcp://{address_towards(host, int(port))}:{_host_and_port(endpoint)[1]}"
+    return endpoint if is_loopback(seen) else seen
 
 
 def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: CurveKeys | None) -> None:

@@ -7,17 +7,14 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
-import yaml
 
 from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
 from async_grpo.utils.frames import pack_frame
-from trainer import rendezvous as shared_folder
 from trainer.peers import Ended, Hello, PeerConnection, Peers, Start, Stop
 from trainer.rendezvous import Host, Invitation, hosted, join
 
@@ -25,17 +22,10 @@ HERE = "127.0.0.2"
 PATIENCE_S = 60.0
 
 
-def resolved(lr: float) -> str:
-    """A configuration as the nodes send it."""
-    return yaml.safe_dump({"seed": 1, "trainer": {"optimizer": {"lr": lr}}})
-
-
-def invitation(
-    folder: Path, rank: int, port: int, *, nodes: int = 2, timeout_s: float = 30.0, **said: Any
-) -> Invitation:
-    hello = {"id": "run", "rank": rank, "config": resolved(lr=1), "model": "the same", **said}
+def invitation(rank: int, port: int, *, nodes: int = 2, timeout_s: float = 30.0, **said: Any) -> Invitation:
+    hello = {"id": "run", "rank": rank, "nodes": nodes, "processes": 8, **said}
     where = RendezvousConfig(address=HERE, port=port, timeout_s=timeout_s)
-    return Invitation(where, HERE, nodes, Hello(**hello), folder / "checkpoints")
+    return Invitation(where, HERE, Hello(**hello))
 
 
 @pytest.fixture
@@ -47,11 +37,11 @@ def port() -> int:
 
 
 @asynccontextmanager
-async def met(folder: Path, port: int, silence_s: float = 30.0) -> AsyncIterator[tuple[Host, PeerConnection, Peers]]:
+async def met(port: int, silence_s: float = 30.0) -> AsyncIterator[tuple[Host, PeerConnection, Peers]]:
     """Two nodes after `Start`; what the second has is its connection, what the first has its peers."""
     async with asyncio.timeout(PATIENCE_S):
-        joining = asyncio.create_task(join(invitation(folder, 1, port)))
-        async with hosted(invitation(folder, 0, port)) as host:
+        joining = asyncio.create_task(join(invitation(1, port)))
+        async with hosted(invitation(0, port)) as host:
             peers = Peers(host.connections.values(), silence_s)
             peers.tell(Start())
             connection = await joining
@@ -61,11 +51,11 @@ async def met(folder: Path, port: int, silence_s: float = 30.0) -> AsyncIterator
 
 
 @asynccontextmanager
-async def hosting(folder: Path, port: int) -> AsyncIterator[None]:
+async def hosting(port: int) -> AsyncIterator[None]:
     """Node 0 waits for another as long as the block lasts."""
 
     async def lead() -> None:
-        async with hosted(invitation(folder, 0, port)):
+        async with hosted(invitation(0, port)):
             raise AssertionError("they have met")
 
     leading = asyncio.create_task(lead())
@@ -78,48 +68,47 @@ async def hosting(folder: Path, port: int) -> AsyncIterator[None]:
             await leading
 
 
-async def refusal(folder: Path, port: int, other_folder: Path | None = None, **said: Any) -> str:
+async def refusal(port: int, **said: Any) -> str:
     """What a node is told that says this of itself, when node 0 goes on waiting for another."""
-    second = invitation(other_folder or folder, said.pop("rank", 1), port, **said)
-    async with hosting(folder, port), asyncio.timeout(PATIENCE_S):
+    second = invitation(said.pop("rank", 1), port, **said)
+    async with hosting(port), asyncio.timeout(PATIENCE_S):
         with pytest.raises(ConfigError) as caught:
             await join(second)
     return str(caught.value)
 
 
-async def test_nodes_that_agree_meet_at_the_address_of_node_0_and_nowhere_else(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port) as (host, connection, _):
+async def test_nodes_that_agree_meet_at_the_address_of_node_0_and_nowhere_else(port: int) -> None:
+    async with met(port) as (host, connection, _):
         assert list(host.connections) == [1]
         assert connection.own_address.startswith("127.")
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-async def test_a_node_that_never_comes_is_named_to_all_who_have(tmp_path: Path, port: int) -> None:
-    waiting = asyncio.create_task(join(invitation(tmp_path, 1, port, nodes=3)))
+async def test_a_node_that_never_comes_is_named_to_all_who_have(port: int) -> None:
+    waiting = asyncio.create_task(join(invitation(1, port, nodes=3)))
     with pytest.raises(WaitTimeout, match="node 2 of the trainer"):
-        async with hosted(invitation(tmp_path, 0, port, nodes=3, timeout_s=2.0)):
+        async with hosted(invitation(0, port, nodes=3, timeout_s=2.0)):
             raise AssertionError("they have met")
     with pytest.raises(NodeLost, match=r"node 0 .* has ended: waited 2 s for node 2"):
         await waiting
 
 
-async def test_a_node_0_that_waits_in_vain_says_whom_it_has_turned_away(tmp_path: Path, port: int) -> None:
-    joining = asyncio.create_task(join(invitation(tmp_path, 1, port, model="another")))
+async def test_a_node_0_that_waits_in_vain_says_whom_it_has_turned_away(port: int) -> None:
+    joining = asyncio.create_task(join(invitation(1, port, processes=4)))
     with structlog.testing.capture_logs() as logs, pytest.raises(WaitTimeout) as caught:
-        async with hosted(invitation(tmp_path, 0, port, timeout_s=2.0)):
+        async with hosted(invitation(0, port, timeout_s=2.0)):
             raise AssertionError("they have met")
-    assert "node 1 (127.0.0.1) was turned away: node 1 has another first policy" in str(caught.value)
+    assert "node 1 (127.0.0.1) was turned away: node 1 has trainer.nodes 2" in str(caught.value)
     (warned,) = [entry for entry in logs if entry["log_level"] == "warning"]
     assert warned["node"] == "node 1 (127.0.0.1)"
-    assert warned["reason"].startswith("node 1 has another first policy than node 0")
+    assert warned["reason"].startswith("node 1 has trainer.nodes 2 and trainer.processes 4")
     with pytest.raises(ConfigError):
         await joining
 
 
-async def test_a_caller_that_speaks_otherwise_is_hung_up_on_and_logged(tmp_path: Path, port: int) -> None:
-    async with hosting(tmp_path, port):
+async def test_a_caller_that_speaks_otherwise_is_hung_up_on_and_logged(port: int) -> None:
+    async with hosting(port):
         reader, writer = await asyncio.open_connection(HERE, port)
         with structlog.testing.capture_logs() as logs:
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -129,7 +118,7 @@ async def test_a_caller_that_speaks_otherwise_is_hung_up_on_and_logged(tmp_path:
     assert "a caller at 127.0.0.1: a frame claims" in warned["reason"]
 
 
-async def test_a_node_0_of_another_release_leaves_no_connection_behind(tmp_path: Path, port: int) -> None:
+async def test_a_node_0_of_another_release_leaves_no_connection_behind(port: int) -> None:
     ended = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -140,64 +129,44 @@ async def test_a_node_0_of_another_release_leaves_no_connection_behind(tmp_path:
 
     async with await asyncio.start_server(answer, HERE, port), asyncio.timeout(PATIENCE_S):
         with pytest.raises(WireError, match="no message of this release"):
-            await join(invitation(tmp_path, 1, port))
+            await join(invitation(1, port))
         await ended.wait()
 
 
-async def test_a_node_0_that_never_comes_is_named(tmp_path: Path, port: int) -> None:
+async def test_a_node_0_that_never_comes_is_named(port: int) -> None:
     with pytest.raises(WaitTimeout, match=r"node 0 of the trainer .* to begin\. it does not answer"):
-        await join(invitation(tmp_path, 1, port, timeout_s=1.0))
+        await join(invitation(1, port, timeout_s=1.0))
 
 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ({"config": resolved(lr=2)}, "trainer.optimizer.lr: their"),
-        ({"model": "another"}, "another first policy"),
+        ({"processes": 4}, "node 1 has trainer.nodes 2 and trainer.processes 4, and node 0 2 and 8"),
         ({"id": "other run"}, "trains 'run', and this one 'other run'"),
         ({"rank": 2}, "a node 2 came to node 0, but trainer.nodes is 2"),
     ],
 )
 async def test_a_node_that_would_train_something_else_is_turned_away(
-    tmp_path: Path, port: int, said: dict[str, Any], reason: str
+    port: int, said: dict[str, Any], reason: str
 ) -> None:
-    assert reason in await refusal(tmp_path, port, **said)
+    assert reason in await refusal(port, **said)
 
 
-async def test_nodes_that_do_not_share_the_folder_of_checkpoints_are_told_which_it_is(
-    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_folder.file_appears, "__defaults__", (0.5,))
-    reason = await refusal(tmp_path, port, other_folder=tmp_path / "elsewhere")
-    assert f"{tmp_path}/checkpoints of node 0 is not the folder" in reason
-    assert f"{tmp_path}/elsewhere/checkpoints" in reason
-    assert "Set runs_dir to a folder that all nodes share" in reason
-
-
-async def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("not a folder")
-    with (
-        pytest.raises(ConfigError, match="checkpoints cannot be written to"),
-        shared_folder.marker_file(tmp_path / "checkpoints"),
-    ):
-        pass
-
-
-async def test_the_end_of_a_connection_is_the_loss_of_its_node(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port) as (_, connection, peers):
+async def test_the_end_of_a_connection_is_the_loss_of_its_node(port: int) -> None:
+    async with met(port) as (_, connection, peers):
         await connection.close()
         with pytest.raises(NodeLost, match=r"node 1 \(127.0.0.1\) is gone"):
             await peers.watch()
 
 
-async def test_silence_is_the_loss_of_a_node_though_its_connection_stands(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port, silence_s=2.0) as (_, _line, peers):
+async def test_silence_is_the_loss_of_a_node_though_its_connection_stands(port: int) -> None:
+    async with met(port, silence_s=2.0) as (_, _line, peers):
         with pytest.raises(NodeLost, match="was not heard for 2 s"):
             await peers.watch()
 
 
-async def test_beats_keep_both_from_being_taken_for_lost(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port, silence_s=3.0) as (_, connection, peers):
+async def test_beats_keep_both_from_being_taken_for_lost(port: int) -> None:
+    async with met(port, silence_s=3.0) as (_, connection, peers):
         others = Peers([connection], 3.0)
         async with others.followed():
             watching = [asyncio.create_task(peers.watch()), asyncio.create_task(others.watch())]
@@ -208,8 +177,8 @@ async def test_beats_keep_both_from_being_taken_for_lost(tmp_path: Path, port: i
             await asyncio.gather(*watching)
 
 
-async def test_a_node_whose_ranks_still_work_is_heard_after_the_end_of_the_other(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port, silence_s=2.0) as (_, connection, peers):
+async def test_a_node_whose_ranks_still_work_is_heard_after_the_end_of_the_other(port: int) -> None:
+    async with met(port, silence_s=2.0) as (_, connection, peers):
         others = Peers([connection], 2.0)
         async with others.followed():
             peers.tell(Ended(reason=""))
@@ -219,9 +188,9 @@ async def test_a_node_whose_ranks_still_work_is_heard_after_the_end_of_the_other
             await peers.watch()
 
 
-async def test_the_loss_of_one_node_does_not_end_the_wait_for_another(tmp_path: Path, port: int) -> None:
-    joining = [asyncio.create_task(join(invitation(tmp_path, rank, port, nodes=3))) for rank in (1, 2)]
-    async with asyncio.timeout(PATIENCE_S), hosted(invitation(tmp_path, 0, port, nodes=3)) as host:
+async def test_the_loss_of_one_node_does_not_end_the_wait_for_another(port: int) -> None:
+    joining = [asyncio.create_task(join(invitation(rank, port, nodes=3))) for rank in (1, 2)]
+    async with asyncio.timeout(PATIENCE_S), hosted(invitation(0, port, nodes=3)) as host:
         peers = Peers(host.connections.values(), 30.0)
         peers.tell(Start())
         lost, healthy = await asyncio.gather(*joining)
@@ -237,8 +206,8 @@ async def test_the_loss_of_one_node_does_not_end_the_wait_for_another(tmp_path: 
         await healthy.close()
 
 
-async def test_what_a_node_says_of_its_end_is_passed_on(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port) as (_, connection, peers):
+async def test_what_a_node_says_of_its_end_is_passed_on(port: int) -> None:
+    async with met(port) as (_, connection, peers):
         connection.send(Stop())
         connection.send(Ended(reason="rank 3 was killed by SIGKILL"))
         with pytest.raises(NodeLost, match=r"node 1 .* has ended: rank 3 was killed by SIGKILL"):
@@ -246,9 +215,16 @@ async def test_what_a_node_says_of_its_end_is_passed_on(tmp_path: Path, port: in
         assert peers.stop_asked.is_set()
 
 
-async def test_a_node_that_is_started_again_is_put_off_and_node_0_is_told(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port) as (host, _, _):
-        newcomer = asyncio.create_task(join(invitation(tmp_path, 1, port)))
+async def test_a_fault_of_the_configuration_there_is_one_here_so_that_nobody_starts_again(port: int) -> None:
+    async with met(port) as (_, connection, peers):
+        connection.send(Ended(reason="rank 1 ended with exit code 78", config_fault=True))
+        with pytest.raises(ConfigError, match=r"node 1 .* has ended: rank 1 ended with exit code 78"):
+            await peers.watch()
+
+
+async def test_a_node_that_is_started_again_is_put_off_and_node_0_is_told(port: int) -> None:
+    async with met(port) as (host, _, _):
+        newcomer = asyncio.create_task(join(invitation(1, port)))
         async with asyncio.timeout(PATIENCE_S):
             await host.again.wait()
         assert host.again_peer.startswith("node 1 ")

@@ -18,9 +18,8 @@ import pytest
 from async_grpo.config import validate
 from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, TrainingError
 from tests.support.ports import two_free_ports
-from trainer import ranks, rendezvous
+from trainer import ranks
 from trainer.node_main import Node
-from trainer.peers import CheckFolder
 from trainer.ranks import RankFailed
 
 PATIENCE_S = 120.0
@@ -230,18 +229,11 @@ async def test_a_node_that_is_stopped_before_the_others_are_there_ends_well(here
     assert await living == [None]
 
 
-async def test_a_stop_in_the_middle_of_the_meeting_leaves_no_file_behind(here: Path) -> None:
-    first, second = nodes(here, LEADS, FOLLOWS)
-    checkpoints = first.config.run_dir / "checkpoints"
-    living = asyncio.create_task(lives(first))
-    await asyncio.sleep(0.2)
-    connection = await rendezvous._call(second._invitation())
-    await connection.expect(CheckFolder)  # and no answer
-    assert list(checkpoints.iterdir())
-    first.stop_asked.set()
-    assert await living == [None]
-    assert not list(checkpoints.iterdir())
-    await connection.close()
+async def test_a_fault_of_the_configuration_is_one_on_all_nodes(here: Path) -> None:
+    first, second = await lives(*nodes(here, LEADS, "import sys; sys.exit(78)"))
+    assert isinstance(first, ConfigError)
+    assert "node 1 (127.0.0.1) has ended: rank 1 ended with exit code 78" in str(first)
+    assert isinstance(second, RankFailed) and second.code == 78
 
 
 async def test_the_store_is_kept_for_a_node_that_still_works_though_another_is_lost(here: Path) -> None:

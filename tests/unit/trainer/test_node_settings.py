@@ -11,9 +11,8 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
 from async_grpo.config.trainer import TrainerConfig
-from trainer.peers import Hello
+from trainer.agreement import Claim, fingerprint, objection
 from trainer.ranks import network_environment, rank_environments
-from trainer.rendezvous import fingerprint, objection
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MEETING = {"address": "10.0.0.5"}
@@ -63,14 +62,12 @@ def test_where_a_machine_finds_the_others_is_its_own_affair() -> None:
     one = said("{seed: 1, redis: {url: a}, runs_dir: /mnt/runs, trainer: {nodes: 2}}")
     same = said("{seed: 1, redis: {url: b}, runs_dir: /runs, trainer: {nodes: 2}}")
     other = said("{seed: 2, trainer: {nodes: 3}, steps: 4}")
-    assert objection(one, same, nodes=2, place="there") is None
-    assert "other values than node 0 of seed, steps, trainer.nodes: " in str(
-        objection(one, other, nodes=2, place="there")
-    )
+    assert objection(one, same, rank=1) is None
+    assert "other values than rank 0 of seed, steps, trainer.nodes: " in str(objection(one, other, rank=1))
 
 
-def said(config: str) -> Hello:
-    return Hello(id="run", rank=1, config=config, model="the same")
+def said(config: str) -> Claim:
+    return Claim(config=config, model="the same", folder="", token="")
 
 
 @pytest.mark.parametrize("place", [0, -1])

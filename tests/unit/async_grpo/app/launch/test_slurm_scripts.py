@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
-from async_grpo.app.launch.single_role import placed
+from async_grpo.app.launch.single_role import ProcessPlacement, placed, rank_environment
 from async_grpo.app.launch.slurm import jobs, submit
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError, DependencyError
@@ -124,8 +124,8 @@ def test_a_fault_of_the_configuration_is_not_tried_again(tmp_path: Path) -> None
 
 
 def test_srun_says_which_node_this_is_and_where_node_0_is() -> None:
-    assert placed(two_nodes(), None, SRUN) == ("10.0.0.5", 1)
-    assert placed(two_nodes(address="10.9.9.9"), 0, SRUN) == ("10.9.9.9", 0), "the user knows better"
+    assert placed(two_nodes(), None, SRUN) == ProcessPlacement(1, "10.0.0.5")
+    assert placed(two_nodes(address="10.9.9.9"), 0, SRUN) == ProcessPlacement(0, "10.9.9.9"), "the user knows better"
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,42 @@ def test_srun_says_which_node_this_is_and_where_node_0_is() -> None:
 )
 def test_other_starters_say_it_in_variables_of_their_own(variables: tuple[str, ...]) -> None:
     environment = dict(zip(variables, ("1", "2", "10.0.0.5"), strict=True))
-    assert placed(two_nodes(), None, environment) == ("10.0.0.5", 1)
+    assert placed(two_nodes(), None, environment) == ProcessPlacement(1, "10.0.0.5")
     three = config(trainer={"nodes": 3, "processes": 3, "rendezvous": {"address": "10.0.0.5"}})
-    assert placed(three, 2, environment)[1] == 2, "whoever says it all needs no environment"
-    with pytest.raises(ConfigError, match=rf"2 nodes of the trainer \({variables[1]}\), but trainer.nodes is 3"):
+    assert placed(three, 2, environment).number == 2, "whoever says it all needs no environment"
+    with pytest.raises(ConfigError, match=rf"2 processes of the trainer \({variables[1]}\), but trainer.nodes is 3"):
         placed(three, None, environment)
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID"),
+        ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"),
+    ],
+)
+def test_who_starts_a_process_for_each_rank_has_placed_the_ranks(variables: tuple[str, ...]) -> None:
+    environment = dict(zip(variables, ("3", "4", "127.0.0.9", "1"), strict=True))
+    four = config(trainer={"nodes": 2, "processes": 4})
+    place = placed(four, None, environment)
+    assert place == ProcessPlacement(3, "127.0.0.9", local_rank=1)
+    assert rank_environment(four, place, {}) == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.9",
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    assert rank_environment(four, place, {"MASTER_PORT": "7"})["MASTER_PORT"] == "7"
+    alone = config(trainer={"processes": 4})
+    assert placed(alone, None, environment) == place, "the ranks of a single node too"
+    assert placed(alone, None, {**environment, variables[1]: "1", variables[0]: "0"}) == ProcessPlacement(0), "a node"
+
+
 def test_nodes_that_could_not_meet_are_refused_before_they_wait() -> None:
-    with pytest.raises(ConfigError, match=r"srun has started 2 nodes .* but trainer.nodes is 3"):
+    with pytest.raises(ConfigError, match=r"srun has started 2 processes .* but trainer.nodes is 3"):
         placed(config(trainer={"nodes": 3, "processes": 3}), None, SRUN)
     with pytest.raises(ConfigError, match=r"trainer\.rendezvous\.address is not set"):
         placed(two_nodes(), 1, {})
