@@ -6,6 +6,7 @@ Everything listens on the loopback interface only and dies with the test process
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -25,13 +26,21 @@ from buffer.server import find_server
 LAST_SLOT = 16383
 SERVICE = "main"
 
+_given: set[int] = set()
+
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody listens on, given once: servers that start together never get the same one.
+
+    Outgoing connections do not take it either, for Linux gives them ports from 32768.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def wait_until(true: Callable[[], object], what: str, within_s: float = 30.0) -> None:
