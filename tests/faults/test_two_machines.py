@@ -74,8 +74,16 @@ def machines() -> Iterator[list[Prefix]]:
 @pytest.fixture(scope="module")
 def one_node(tmp_path_factory: pytest.TempPathFactory, redis_config: RedisConfig) -> Run:
     """What one node of two ranks trains, on this machine."""
-    config = write(tmp_path_factory.mktemp("one"), redis_config)
+    return train_on_one_node(write(tmp_path_factory.mktemp("one"), redis_config, "127.0.0.1"))
 
+
+@pytest.fixture(scope="module")
+def one_node_of_stages(tmp_path_factory: pytest.TempPathFactory, redis_config: RedisConfig) -> Run:
+    """As `one_node`, where each rank has half of the layers."""
+    return train_on_one_node(write(tmp_path_factory.mktemp("one"), redis_config, "127.0.0.1", pipeline_parallel=2))
+
+
+def train_on_one_node(config: Path) -> Run:
     async def train() -> None:
         async with supply(load(config)) as run, delivered(run, STEPS):
             await run.evaluate()
@@ -86,18 +94,18 @@ def one_node(tmp_path_factory: pytest.TempPathFactory, redis_config: RedisConfig
     return Run.read(config)
 
 
-def write(folder: Path, redis: RedisConfig, **trainer: Any) -> Path:
+def write(folder: Path, redis: RedisConfig, address: str, **trainer: Any) -> Path:
     keys = {"processes": 2, "checkpoint": {"every_steps": 2}, **trainer}
     model = {"path": str(make_model(folder, "qwen2"))}
-    bind = {"bind": f"tcp://{ADDRESSES[0] if trainer else '127.0.0.1'}:0"}
+    bind = {"bind": f"tcp://{address}:0"}
     return write_config(
         folder, "run", redis, steps=STEPS, groups=GROUPS, patience_s=90, model=model, trainer=keys, weights=bind
     )
 
 
-def two_nodes(folder: Path, redis: RedisConfig, **rendezvous: Any) -> Path:
-    where = {"port": two_free_ports("127.0.0.1"), "timeout_s": 300, **rendezvous}
-    return write(folder, redis, nodes=2, rendezvous=where)
+def two_nodes(folder: Path, redis: RedisConfig, address: str | None = None, **layout: Any) -> Path:
+    where = {"port": two_free_ports("127.0.0.1"), "timeout_s": 300, "address": address}
+    return write(folder, redis, ADDRESSES[0], nodes=2, rendezvous=where, **layout)
 
 
 @contextlib.asynccontextmanager
@@ -160,7 +168,22 @@ def check_trained_as_on(one_node: Run, config: Path) -> None:
 async def test_two_nodes_that_are_started_by_hand(
     one_node: Run, machines: list[Prefix], tmp_path: Path, redis_config: RedisConfig
 ) -> None:
-    config = two_nodes(tmp_path, redis_config, address=ADDRESSES[0])
+    config = two_nodes(tmp_path, redis_config, ADDRESSES[0])
+    await train_by_hand(machines, config)
+    check_trained_as_on(one_node, config)
+
+
+async def test_two_nodes_with_half_of_the_layers_each(
+    one_node_of_stages: Run, machines: list[Prefix], tmp_path: Path, redis_config: RedisConfig
+) -> None:
+    """Rank 1 does not see the memory of rank 0's machine, where its layers are published."""
+    config = two_nodes(tmp_path, redis_config, ADDRESSES[0], pipeline_parallel=2)
+    await train_by_hand(machines, config)
+    check_trained_as_on(one_node_of_stages, config)
+
+
+async def train_by_hand(machines: list[Prefix], config: Path) -> None:
+    """Train the run, while rank 1 is killed once."""
 
     def node(rank: int) -> contextlib.AbstractAsyncContextManager[Process]:
         """Started again until it ends well, as `Restart=on-failure` of systemd does."""
@@ -176,7 +199,6 @@ async def test_two_nodes_that_are_started_by_hand(
             async with delivered(run, STEPS - KILL_AT):
                 assert [await ended(first), await ended(second)] == [0, 0], logs(config)
     assert "rank 1 was killed by SIGKILL" in (config.parent / "node-0.log").read_text(), "the other node names it"
-    check_trained_as_on(one_node, config)
 
 
 @pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed (apt-get install slurm-wlm): {missing()}")
@@ -211,7 +233,8 @@ async def test_two_nodes_that_srun_starts(
 async def test_ranks_that_srun_places(
     one_node: Run, machines: list[Prefix], tmp_path: Path, redis_config: RedisConfig
 ) -> None:
-    config = write(tmp_path, redis_config, rendezvous={"port": two_free_ports("127.0.0.1"), "timeout_s": 300})
+    rendezvous = {"port": two_free_ports("127.0.0.1"), "timeout_s": 300}
+    config = write(tmp_path, redis_config, ADDRESSES[0], rendezvous=rendezvous)
     role = shlex.join([*TRAINER, str(config)])
     log = f"--open-mode=append --output={config.parent}/%x.%t.log"
     script = tmp_path / "ranks.sbatch"

@@ -1,83 +1,91 @@
-"""What this rank holds of the Hugging Face tensors, in place: every rank copies its own parts, and none gathers.
+"""Which rank copies what of the Hugging Face tensors, in place: every rank copies its own parts, and none gathers.
 
-    parameter of this rank --part_of_parameter: views--> HostCopy --> views <--part_of_tensor-- full tensors of a slot
+    parameter of a rank --sources: views--> HostCopy --> targets: views <--part_of_tensor-- full tensors of a slot
 
 Replicas (data and context parallel) hold the same values. So each of them copies some of the tensors: a tensor is given
-to the one with the fewest bytes so far. Of a trainer on several nodes, the replicas on the node of rank 0 copy, if it
-has one of every tensor.
+to the one with the fewest bytes so far. Of a trainer on several nodes, the replicas on the node of rank 0 copy, where
+it has one of the tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from trainer.model.families import head_dim
 from trainer.model.hf_weights import RankPosition
-from trainer.model.host_copy import CopyPair
 from trainer.model.weight_map import ShardRule, WeightRule, parameter_of, stage_weights
 
 
 @dataclass(frozen=True, slots=True)
-class OwnShard:
-    """One parameter that this rank copies: all of it, into its parts of the full tensors."""
+class RankShard:
+    """One parameter that a rank copies: all of it, into its parts of the full tensors."""
 
     weight: WeightRule
-    parameter: Tensor
     rank: int
     ranks: int
     """Of how many tensor-parallel ranks this is the one."""
 
-    def pairs(self, full: Mapping[str, Tensor], hf: PretrainedConfig) -> Iterator[CopyPair]:
-        """The parts of the tensors of `full`, by their Hugging Face names, and what is to be copied into them."""
-        rule, groups = self.weight.rule, hf.num_key_value_heads
-        sources = part_of_parameter(rule, self.parameter.detach(), groups // self.ranks, head_dim(hf))
-        for name, source in zip(self.weight.hf, sources, strict=True):
-            yield part_of_tensor(rule, full[name], groups, self.rank, self.ranks), source
+    def targets(self, full: Mapping[str, Tensor], hf: PretrainedConfig) -> list[Tensor]:
+        """Its parts of the tensors of `full`, by their Hugging Face names."""
+        groups = hf.num_key_value_heads
+        return [part_of_tensor(self.weight.rule, full[name], groups, self.rank, self.ranks) for name in self.weight.hf]
+
+    def sources(self, parameters: Mapping[str, Tensor], hf: PretrainedConfig) -> Sequence[Tensor]:
+        """What is to be copied there, of the parameters of the rank."""
+        parameter = parameters[parameter_of(self.weight.megatron, parameters)].detach()
+        return part_of_parameter(self.weight.rule, parameter, hf.num_key_value_heads // self.ranks, head_dim(hf))
 
 
 Replicas = dict[tuple[int, int | None], dict[int, int]]
 """(stage, holder) -> replica -> bytes that it copies. Without a holder: of the tensors that are not experts."""
 
 
-def local_replicas(positions: Sequence[RankPosition], local: Collection[int]) -> Replicas:
-    """The replicas that are whole among the ranks `local`. Empty if some tensor has none there."""
+def assign_shards(
+    hf: PretrainedConfig, positions: Sequence[RankPosition], local: Collection[int]
+) -> list[list[RankShard]]:
+    """What every rank copies, by rank. Over all ranks every byte of the model is copied once, by one of the ranks
+    `local` where they have it."""
+    found: list[list[RankShard]] = [[] for _ in positions]
+    stages, expert_ranks, tensor_ranks = (
+        1 + max(getattr(each, axis) for each in positions) for axis in ("stage", "expert", "tensor")
+    )
+    for weight, stage, replica in _assigned(hf, _replicas(positions, local), stages, expert_ranks):
+        ranks = tensor_ranks if weight.holder is None and weight.rule is not ShardRule.WHOLE else 1
+        for rank, at in enumerate(positions):
+            if at.stage != stage:
+                continue
+            if weight.holder is not None:
+                tensor, copies = 0, (at.expert, at.expert_replica) == (weight.holder, replica)
+            else:
+                tensor, copies = at.tensor, at.replica == replica and at.tensor < ranks
+            if copies:
+                found[rank].append(RankShard(weight, tensor, ranks))
+    return found
+
+
+def _replicas(positions: Sequence[RankPosition], local: Collection[int]) -> Replicas:
+    """The replicas that copy, of each kind: those that are whole among the ranks `local`, or else all."""
     tensor_ranks = 1 + max(each.tensor for each in positions)
-    parts = Counter((each.stage, each.replica) for each in (positions[rank] for rank in local))
-    found: Replicas = {(each.stage, holder): {} for each in positions for holder in (None, each.expert)}
-    for each in (positions[rank] for rank in local):
-        found[each.stage, each.expert][each.expert_replica] = 0
+    everywhere = _whole(positions, tensor_ranks)
+    near = _whole([positions[rank] for rank in local], tensor_ranks)
+    return {kind: dict.fromkeys(near.get(kind) or everywhere[kind], 0) for kind in everywhere}
+
+
+def _whole(positions: Sequence[RankPosition], tensor_ranks: int) -> dict[tuple[int, int | None], set[int]]:
+    """The replicas that these ranks have whole."""
+    parts = Counter((each.stage, each.replica) for each in positions)
+    found: dict[tuple[int, int | None], set[int]] = defaultdict(set)
+    for each in positions:
+        found[each.stage, each.expert].add(each.expert_replica)
         if parts[each.stage, each.replica] == tensor_ranks:
-            found[each.stage, None][each.replica] = 0
-    return found if all(found.values()) else {}
-
-
-def own_shards(
-    model: GPTModel, hf: PretrainedConfig, positions: Sequence[RankPosition], rank: int, local: Collection[int]
-) -> Iterator[OwnShard]:
-    """The parameters that rank `rank`, one of those in `local`, copies. Over all of these every byte of the model is
-    copied once."""
-    parameters, own = dict(model.named_parameters()), positions[rank]
-    stages = 1 + max(each.stage for each in positions)
-    expert_ranks = 1 + max(each.expert for each in positions)
-    tensor_ranks = 1 + max(each.tensor for each in positions)
-    for weight, stage, replica in _assigned(hf, local_replicas(positions, local), stages, expert_ranks):
-        if own.stage != stage:
-            continue
-        if weight.holder is not None:
-            tensor, ranks, mine = 0, 1, (own.expert, own.expert_replica) == (weight.holder, replica)
-        else:
-            tensor, ranks, mine = own.tensor, tensor_ranks, own.replica == replica
-        if weight.rule is ShardRule.WHOLE:
-            mine, ranks = mine and tensor == 0, 1
-        if mine:
-            yield OwnShard(weight, parameters[parameter_of(weight.megatron, parameters)], tensor, ranks)
+            found[each.stage, None].add(each.replica)
+    return found
 
 
 def _assigned(

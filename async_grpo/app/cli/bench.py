@@ -86,9 +86,9 @@ def weights(
     ] = None,
 ) -> None:
     """Measure the weight plane: a whole model beside a TCP loop, gloo and a file; patches; a folder, a bucket; relays;
-    the trainer's stall with one rank, and with two and four.
+    the trainer's stall with two ranks and four.
 
-    Sends 1.08 GB in the shapes of Qwen2.5-0.5B, and 2.53 GB from several ranks to two engines. Needs 20 GB of free
+    Sends 1.08 GB in the shapes of Qwen2.5-0.5B, and 3.09 GB from several ranks to two engines. Needs 21 GB of free
     memory and takes about eight minutes.
     """
     _measure("weights", json_file, quick=quick, bucket=bucket)

@@ -2,9 +2,13 @@
 
     python -m tests.support.trainer_programs.published_steps CASES.json
 
-A case: {"config": FILE, "model": FOLDER, "out": FILE, "readers": N, "steps": N}. `out` gets one JSON line a version:
-the hashes of the trainer's tensors (adapters added to their weights), and what every reader said of its own. No step
-begins before all have spoken.
+A case: {"config": FILE, "model": FOLDER, "out": FILE, "readers": N, "steps": N, "apart": BOOL}. `out` gets one JSON
+line a version: the hashes of the trainer's tensors (adapters added to their weights), and what every reader said of its
+own. No step begins before all have spoken.
+
+After the first version the store gives no slot before `publish` has returned on every rank: a rank that waited for the
+slot, or for another rank, in its training would wait for ever. Ranks that are `apart` do not see the store of rank 0,
+as on another node.
 """
 
 from __future__ import annotations
@@ -12,15 +16,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import xxhash
 
 from async_grpo.config import RunConfig
 from async_grpo.utils.child_process import child_argv
-from async_grpo.weights.base import MergeBase
+from async_grpo.weights.base import MergeBase, WeightSender
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
@@ -42,23 +49,49 @@ class OneRun:
     def publish_version(self, version: int) -> None: ...
 
 
+class SlotAfterwards:
+    """A sender that gives a slot only after `publish` has returned everywhere."""
+
+    def __init__(self, sender: WeightSender, returned: threading.Event) -> None:
+        self._sender, self._returned = sender, returned
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sender, name)
+
+    def begin(self, version: int) -> int:
+        assert self._returned.wait(60), "publish has not returned on every rank"
+        return self._sender.begin(version)
+
+
 def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
+    import torch.distributed as dist
+
+    import trainer.weights
     from async_grpo.telemetry.timeline import PhaseTimer
     from tests.support.trainer_programs.batches import make_batch
     from trainer.distributed import is_leader
     from trainer.model.policy import load_policy
     from trainer.step.step import train_step
-    from trainer.weights import WeightExporter
 
     out = Path(case["out"])
     policy = load_policy(config, Path(case["model"]), platform)
     address = out.with_suffix(".address")
-    exporter = WeightExporter(policy, config, OneRun(address), epoch=1)
+    returned, make_sender = threading.Event(), trainer.weights.make_sender
+    with ExitStack() as patches:
+        sender = mock.patch("trainer.weights.make_sender", lambda *facts: SlotAfterwards(make_sender(*facts), returned))
+        patches.enter_context(sender)
+        if case["apart"]:
+            patches.enter_context(mock.patch("trainer.shared_slots.ranks_that_see", lambda store: [0]))
+        exporter = trainer.weights.WeightExporter(policy, config, OneRun(address), epoch=1)
+    returned.set()  # the first version is copied at once
     readers = [read(config, address, number, case) for number in range(case["readers"] * is_leader())]
     for version in range(case["steps"] + 1):
         if version > 0:
+            returned.clear()
             train_step(policy, make_batch(version), config, lr=config.trainer.optimizer.lr, phases=PhaseTimer())
         exporter.publish(version)
+        dist.barrier()
+        returned.set()
         hashes = {name: hash_of(tensor) for name, tensor in policy.export()}
         if is_leader():
             said = [json.loads(reader.stdout.readline()) for reader in readers]
@@ -72,7 +105,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
 
 
 def read(config: RunConfig, address: Path, number: int, case: dict[str, Any]) -> subprocess.Popen[str]:
-    store, lora, base = store_path(config.local_name, f"machine-{number}"), config.model.lora, None
+    store, lora, base = store_path(config.local_name, f"node-{number}"), config.model.lora, None
     if lora is not None:
         base = MergeBase(folder=case["model"], dtype=config.model.precision, scale=lora.scale)
     told = (config.weights.model_dump_json(), str(case["steps"]), msgspec.json.encode(base).decode())

@@ -1,6 +1,6 @@
 """One of several ranks of a trainer, or an engine: the children of `ranks`. They answer requests, line by line.
 
-    python -m async_grpo.app.bench.weights.rank RANK RANKS LAYERS FOLDER     half of the model, as the trainer has it
+    python -m async_grpo.app.bench.weights.rank RANK RANKS LAYERS FOLDER     its part of the model, as a trainer has it
     python -m async_grpo.app.bench.weights.rank engine                       takes what a receiver holds into its memory
 
 A rank has the parameters and no optimizer: publishing reads the parameters alone. Its exporter is the trainer's own.
@@ -23,7 +23,7 @@ from async_grpo.weights.base import HeldWeights, SourceReader
 
 TENSOR_PARALLEL = 2
 ENGINE = "engine"
-PIECE_BYTES = 256 << 20
+PIECE_BYTES = 128 << 20
 """More than any cache holds, and little beside the model."""
 
 
@@ -55,7 +55,9 @@ class RankSide:
 
         from trainer.distributed import lay_out
         from trainer.model.builder import build_model
+        from trainer.model.hf_weights import find_positions
         from trainer.model.policy import Policy
+        from trainer.model.shards import assign_shards
         from trainer.weights import WeightExporter
 
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "ranks"), ranks), rank=rank, world_size=ranks)
@@ -75,7 +77,9 @@ class RankSide:
         self._policy = policy
         self._exporter = WeightExporter(policy, config, self._board, epoch=1)  # type: ignore[arg-type]
         self._bits = [parameter.data.view(-1).view(torch.int16) for parameter in model.parameters()]
-        self._share = sum(bits.nbytes for bits in self._bits) * TENSOR_PARALLEL // ranks
+        parameters = dict(model.named_parameters())
+        shards = assign_shards(hf, find_positions(), range(ranks))[rank]
+        self._share = sum(source.nbytes for shard in shards for source in shard.sources(parameters, hf))
         piece = min(self._share, PIECE_BYTES)
         self._source, self._target = np.ones(piece, np.uint8), np.zeros(piece, np.uint8)
         self._run = config.local_name
@@ -149,6 +153,7 @@ def _config(ranks: int, folder: Path) -> Any:
             "trainer": {
                 "processes": ranks,
                 "tensor_parallel": TENSOR_PARALLEL,
+                "pipeline_parallel": ranks // TENSOR_PARALLEL,
                 "threads": 1,
                 "micro_batch_tokens": 8192,
             },

@@ -33,15 +33,21 @@ class Case:
     encoding: str
     readers: int
     lora: bool = False
+    apart: bool = False
+    """Whether the ranks are on two nodes."""
+    pipeline: int = 1
 
     def __str__(self) -> str:
         tied = "tied" if self.tied else "untied"
-        return f"tp{self.tensor}-{self.precision}-{tied}-{self.encoding}-{self.readers}{'-lora' * self.lora}"
+        kind = "-lora" * self.lora + "-apart" * self.apart
+        return f"tp{self.tensor}-{self.precision}-{tied}-{self.encoding}-{self.readers}{kind}"
 
 
 FIRST, SECOND = Case(2, "bfloat16", True, "delta", 3), Case(1, "float32", False, "dense", 1)
 ADAPTERS = [Case(2, "bfloat16", True, "delta", 1, lora=True), Case(1, "float32", False, "delta", 1, lora=True)]
-SAMPLED = [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in (SECOND, *ADAPTERS))]
+APART = Case(2, "bfloat16", True, "delta", 1, apart=True)
+STAGES_APART = Case(1, "bfloat16", False, "delta", 1, apart=True, pipeline=2)
+SAMPLED = [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in (SECOND, *ADAPTERS, APART, STAGES_APART))]
 """What the others would find, these two nearly always find, too."""
 MATRIX = [
     case
@@ -79,20 +85,21 @@ def train(folder: Path, cases: list[Case], models: Path) -> list[list[dict[str, 
     families = {True: "qwen2", False: "qwen2-untied"}
     prepared = [prepare(folder, case, make_model(models, families[case.tied])) for case in cases]
     (folder / "cases.json").write_text(json.dumps(prepared))
-    launch("published_steps", cases[0].tensor, folder / "cases.json", timeout_s=500)
+    launch("published_steps", cases[0].tensor * cases[0].pipeline, folder / "cases.json", timeout_s=500)
     return [[json.loads(line) for line in (folder / f"{case}.jsonl").read_text().splitlines()] for case in cases]
 
 
 def prepare(folder: Path, case: Case, model: Path) -> dict[str, Any]:
     raw: dict[str, Any] = {
-        "name": str(case),
+        "name": str(case).ljust(64, "-"),  # the longest that is allowed: sockets have it in their paths
         "runs_dir": str(folder),
         "model": {"random": {}, "precision": case.precision, "lora": {"rank": 4} if case.lora else None},
         "rollout": {"vllm": {"max_model_len": 110}},
         "weights": {"encoding": case.encoding, "chunk_bytes": 8192, "heartbeat_s": 0.3},
         "trainer": {
-            "processes": case.tensor,
+            "processes": case.tensor * case.pipeline,
             "tensor_parallel": case.tensor,
+            "pipeline_parallel": case.pipeline,
             "micro_batch_tokens": 440,
             "optimizer": {"lr": LR},
         },
@@ -100,7 +107,7 @@ def prepare(folder: Path, case: Case, model: Path) -> dict[str, Any]:
     config = folder / f"{case}.yaml"
     config.write_text(dump(validate(raw, "test")))
     files = {"config": str(config), "model": str(model), "out": str(folder / f"{case}.jsonl")}
-    return {**files, "readers": case.readers, "steps": STEPS}
+    return {**files, "readers": case.readers, "steps": STEPS, "apart": case.apart}
 
 
 def assert_identical(case: Case, versions: list[dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ TRANSITIONS = ("put_tasks", "admit", "heartbeat", "progress", "insert", "take", 
 TO_ONE = [f"beside {way}" for way in ("tcp", "gloo", "disk")] + ["from manifest to commit", "processor time, both ends"]
 COMPARED = [
     *(f"dense, 0.01 GB to one receiver, {what}" for what in TO_ONE),
-    "trainer's stall for one version",
+    "one version into the store, in one thread",
     *(f"AdamW, lr 1e-06: {what}" for what in ("encoding, one core", "decoding, one core", "0.01 GB to one receiver")),
     *(
         f"0.01 GB through {place}, {how}"
