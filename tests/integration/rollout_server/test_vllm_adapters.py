@@ -56,15 +56,20 @@ def publish(store: WeightStore, version: int, adapters: Tensors, digest: bytes) 
     return HeldWeights.in_store(store.path, epoch=1, version=version)
 
 
-@pytest.mark.parametrize("how", ["merged", "adapters"])
+@pytest.mark.parametrize(
+    ("how", "room_gib"),
+    [("merged", 0.0), ("merged", 0.02), ("adapters", 0.0)],
+    ids=["merged", "merged and staged", "adapters"],
+)
 async def test_the_engine_follows_adapters_through_updates_and_skipped_versions(
-    tmp_path: Path, how: Literal["merged", "adapters"]
+    tmp_path: Path, how: Literal["merged", "adapters"], room_gib: float
 ) -> None:
     model = random_model(tied=True, stop_tokens=None)
     model.save_pretrained(tmp_path)
     kinds = [(name, "float32", tensor.shape) for name, tensor in drawn(model, 0).items()]
     store = WeightStore.create(store_path(RUN, "store"), layout_of([(DIGEST, "uint8", [8]), *kinds]))
-    config = RolloutConfig(vllm=VllmConfig(max_model_len=1024, kv_cache_bytes=128 << 20, multiprocessing=False))
+    limits = VllmConfig(max_model_len=1024, kv_cache_bytes=128 << 20, multiprocessing=False, staging_gib=room_gib)
+    config = RolloutConfig(vllm=limits)
     lora = LORA.model_copy(update={"engine": how})
     engine = VllmEngine(tmp_path, config, precision="float32", seed=1, name="lora", lora=lora)
     base = MergeBase(folder=str(tmp_path), dtype="float32", scale=LORA.scale)
@@ -95,6 +100,8 @@ async def test_the_engine_follows_adapters_through_updates_and_skipped_versions(
         assert [span.version for span in generation.spans] == [5, 7]
         assert spans_error(models, prompt_of(20, 1), generation) < EXACT
         assert engine.disputed_spans == 0
+        (staged,) = await engine.async_llm.collective_rpc("staged_bytes")
+        assert (staged > 0) == (room_gib > 0)
     finally:
         await engine.aclose()
 

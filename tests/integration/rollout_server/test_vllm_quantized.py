@@ -21,15 +21,24 @@ from tests.support.vllm_lab import FAR, FIRST_PROMPT, Lab, started_lab
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
+ROOM_GIB = 0.02
 WORKER = "rollout_server.engines.vllm.worker.WorkerExtension"
 
 
-@pytest_asyncio.fixture(params=["int8", "fp8"], loop_scope="session", scope="module")
+@pytest_asyncio.fixture(
+    params=[("int8", 0.0), ("fp8", 0.0), ("int8", ROOM_GIB), ("fp8", ROOM_GIB)],
+    ids=["int8", "fp8", "int8 staged", "fp8 staged"],
+    loop_scope="session",
+    scope="module",
+)
 async def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
-    folder = tmp_path_factory.mktemp(request.param)
+    kind, room_gib = request.param
+    folder = tmp_path_factory.mktemp(kind)
     extra = {"worker_extension_cls": WORKER}
-    async with started_lab(folder, tied=False, quantization=request.param, extra=extra) as started:
+    async with started_lab(folder, tied=False, quantization=kind, staging_gib=room_gib, extra=extra) as started:
         yield started
+        (staged,) = await started.engine.async_llm.collective_rpc("staged_bytes")
+        assert (staged > 0) == (room_gib > 0)
 
 
 async def test_the_checkpoint_is_quantised_as_an_update_is(lab: Lab) -> None:
