@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,15 @@ def process_of(name: str) -> psutil.Process:
 def test_a_run_outlives_the_loss_of_servers_and_of_a_node(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "small"
 
+    def until(true: Callable[[], object], within_s: float, what: str) -> None:
+        try:
+            cluster.until(true, within_s, what)
+        except AssertionError as error:
+            pytest.fail(f"{error}\n{logs(run)}")
+
     def steps_more(count: int) -> None:
         aim = newest_step(run) + count
-        cluster.until(lambda: newest_step(run) >= aim, 300, f"step {aim} {logs(run)}")
+        until(lambda: newest_step(run) >= aim, 300, f"step {aim}")
 
     launch(cluster, config)
     steps_more(2)
@@ -116,7 +122,7 @@ def test_a_run_outlives_the_loss_of_servers_and_of_a_node(cluster: SlurmCluster,
     cluster.boot("n2")
     steps_more(2)
     assert newest_epoch(run) == 2
-    cluster.until(lambda: not cluster.run("squeue", "--noheader"), 600, f"the end {logs(run)}")
+    until(lambda: not cluster.run("squeue", "--noheader"), 600, "the end")
     check_books(json.loads((run / "summary.json").read_text()), steps=STEPS)
 
 
