@@ -125,6 +125,7 @@ def evaluated(asked: Asked) -> dict[str, Any]:
     return {**found, "printed": done.stdout}
 
 
+@pytest.mark.slow
 def test_the_final_checkpoint_gives_what_the_run_has_stated(asked: Asked, evaluated: dict[str, Any]) -> None:
     summary = asked.run.summary()
     stated = summary["evaluations"][-1]
@@ -139,6 +140,7 @@ def test_the_final_checkpoint_gives_what_the_run_has_stated(asked: Asked, evalua
     assert evaluated["stated_by_the_run"] == stated and verdict in evaluated["printed"]
 
 
+@pytest.mark.slow
 def test_its_figures_differ_from_those_of_the_run_by_a_few_completions_at_most(
     asked: Asked, evaluated: dict[str, Any]
 ) -> None:
@@ -163,6 +165,7 @@ def test_the_milestones_have_mean_pass_majority_and_intervals(asked: Asked) -> N
     assert "| version | prompts | mean@3 | pass@1 | pass@2 | pass@3 | maj@3 | greedy |" in report
 
 
+@pytest.mark.slow
 def test_every_completion_is_saved_with_what_was_made_of_it(asked: Asked, evaluated: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (asked.run.folder / "final.jsonl").read_text().splitlines()]
     assert len(rows) == PROMPTS * (SAMPLES + 1)

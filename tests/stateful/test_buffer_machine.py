@@ -358,7 +358,7 @@ def play(machine: type[BufferMachine], examples: int) -> None:
 
 
 def test_both_implementations_keep_the_guarantees_in_every_order(machine: type[BufferMachine]) -> None:
-    play(machine, 50)
+    play(machine, 30)
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ async def test_a_change_counts_once_the_replica_has_it(pair: tuple[Server, Serve
     await asyncio.gather(buffer.aclose(), survivor.aclose())
 
 
+@pytest.mark.slow
 async def test_a_silent_replica_is_named_and_a_repeated_call_is_not_taken_for_confirmed(
     pair: tuple[Server, Server], run: str
 ) -> None:
