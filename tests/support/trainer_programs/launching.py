@@ -175,6 +175,15 @@ def assert_close(found: Tensors, expected: Tensors, tolerance: float) -> None:
         assert difference <= tolerance, f"{name} differs by {difference:.2e} of {tolerance:.2e}"
 
 
+def trained_tolerance(lr: float, steps: int) -> float:
+    """Allowed difference of weights after `steps` steps of AdamW: a thousandth of the farthest that a weight can move.
+
+    AdamW divides a gradient by its own size. Where a gradient is small because large terms cancel, its rounding error
+    (which is relative to those terms, and another one with every processor's kernels) becomes an error of the move.
+    """
+    return 1e-3 * lr * steps
+
+
 def assert_same_step(found: Outcome, expected: Outcome, tolerance: float) -> None:
     """One step came to the same figures and moved the weights as far."""
     assert_same_figures(found.step, expected.step, tolerance)

@@ -26,6 +26,7 @@ from torch.nn.attention import varlen
 
 from async_grpo.errors import DependencyError
 from tests.support import npu_operators
+from tests.support.tolerances import assert_equal_up_to_rounding
 from trainer.batch import packed as packed_batch
 from trainer.model import layers as own
 from trainer.model.policy import to_device
@@ -227,7 +228,7 @@ def test_a_fused_kernel_is_asked_for_the_attention_that_ours_computes(
         out = layer(config, 1, None, "self").forward(query, key, value, packed_seq_params=packed)
         results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+        assert_equal_up_to_rounding(found, expected, terms=sum(LENGTHS) * DIM)
 
 
 @pytest.mark.usefixtures("torch_npu")
