@@ -161,7 +161,7 @@ async def test_drain_lets_requests_finish_and_holds_new_ones_back(subject: Subje
     running = [start(subject.sampler.generate(asked(LONG))), start(read(subject, asked(LONG)))]
     await more_tokens(subject, 20)
     updating = start(subject.update("drain"))
-    await asyncio.sleep(0.05)
+    await new_requests_held_back(subject)
     assert not updating.done()
     late = start(subject.sampler.generate(asked(20)))
     assert [versions(made) for made in await asyncio.gather(*running)] == [[old], [old]]
@@ -339,6 +339,14 @@ async def more_tokens(subject: Subject, count: int) -> None:
     target = tokens_made(subject) + count
     async with asyncio.timeout(60):
         while tokens_made(subject) < target:
+            await asyncio.sleep(0.005)
+
+
+async def new_requests_held_back(subject: Subject) -> None:
+    """Wait until an update has closed the gate of the engine behind `subject`."""
+    gate = subject.engine._gate if isinstance(subject.engine, VllmEngine) else subject.engine._open  # type: ignore[attr-defined]
+    async with asyncio.timeout(60):
+        while gate.is_set():
             await asyncio.sleep(0.005)
 
 
