@@ -2,6 +2,9 @@
 
     python -m tests.support.run_attack --seed 1                    ten attacks over 170 steps, two rollout servers
     python -m tests.support.run_attack --seed 1 --last-seconds     five of them in the last five seconds
+    python -m tests.support.run_attack --seed 1 --wild-workflow    with a workflow of which 2% of the samples misbehave
+    python -m tests.support.run_attack --seed 1 --outside-server   on a Valkey that is not attacked, whose connections
+                                                                   are counted in the end
 
 The run must finish by itself or, where it gave up, by the same command; its books must balance, and no process
 and no shared memory of it may be left. Exit code 0 if all of that holds. The run is of
@@ -25,13 +28,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.jsonl import RowFollower
+from buffer import EmbeddedServer
 from tests.support.run_traces import KINDS, RunBooks, RunFamily, describe
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +51,8 @@ groups_per_step: 4
 model: {{warmup: null, random: {{hidden_size: 64, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 128}}}}
 sampling: {{max_tokens: 64}}
 rewards: {{functions: [{{name: "tests.support.wild_rewards:coin"}}], deadline_s: 5}}
-rollout: {{servers: {servers}, max_concurrency: 16, vllm: {{kv_cache_bytes: 67108864}}}}
-redis: {{timeout_s: 8}}
+rollout: {{servers: {servers}, workflow: "{workflow}", max_concurrency: 16, vllm: {{kv_cache_bytes: 67108864}}}}
+redis: {{timeout_s: 8{redis_url}}}
 weights: {{update_timeout_s: 60}}
 eval: {{prompts: 16, samples: 1, every_steps: 0, timeout_s: 120}}
 launch: {{ready_timeout_s: 120}}
@@ -93,10 +98,12 @@ class Findings:
             print(f"  PROBLEM: {otherwise}", flush=True)
 
 
-def plan(seed: int, *, steps: int, attacks: int, last_seconds: bool) -> list[Attack]:
+def plan(
+    seed: int, *, steps: int, attacks: int, last_seconds: bool, kinds_to_attack: Sequence[str] = KINDS
+) -> list[Attack]:
     """Every kind once before any comes again, at random steps; `last_seconds`: five of them at the end, all SIGKILL."""
     chance = random.Random(seed)
-    kinds = list(itertools.islice(_endless(chance), attacks))
+    kinds = list(itertools.islice(_endless(chance, kinds_to_attack), attacks))
     late = min(5, attacks) if last_seconds else 0
     early = sorted(chance.sample(range(2, steps - 5), attacks - late))
     planned = [
@@ -106,23 +113,35 @@ def plan(seed: int, *, steps: int, attacks: int, last_seconds: bool) -> list[Att
         for kind, step in zip(kinds[late:], early, strict=True)
     ]
     # The first a second before training ends, the others in the seconds after; the trainer, which ends it all, twice.
-    last = [chance.choice(KINDS), *chance.sample(["rank", "rank", *chance.sample(KINDS, 2)], 4)][:late]
+    others = chance.sample(kinds_to_attack, 2)
+    last = [chance.choice(kinds_to_attack), *chance.sample(["rank", "rank", *others], 4)][:late]
     return planned + [Attack(kind, steps, after_s=second - chance.random()) for second, kind in enumerate(last)]
 
 
-def _endless(chance: random.Random) -> Any:
+def _endless(chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
     while True:
-        yield from chance.sample(KINDS, len(KINDS))
+        yield from chance.sample(kinds, len(kinds))
 
 
 class AttackedRun:
     """One run in `folder`, started as often as it takes."""
 
-    def __init__(self, folder: Path, attacks: list[Attack], *, steps: int, servers: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        attacks: list[Attack],
+        *,
+        steps: int,
+        servers: int,
+        workflow: str = "single_turn",
+        outside_server: EmbeddedServer | None = None,
+    ) -> None:
         self.folder, self.steps, self.found = folder, steps, Findings()
         self.run_dir = folder / "runs" / NAME
         self._attacks = list(attacks)
-        self._family = RunFamily()
+        self._outside_server = outside_server
+        server_pids = [outside_server.pid] if outside_server is not None and outside_server.pid is not None else []
+        self._family = RunFamily(not_of_the_run=server_pids)
         self._rows = RowFollower(self.run_dir / "metrics.jsonl")
         self._times: dict[int, float] = {}
         """When each step was first trained."""
@@ -131,8 +150,10 @@ class AttackedRun:
         self._moved_s = self._began_s = time.monotonic()
         self._next_look_s = self._next_attack_s = 0.0
         self._config = folder / "attacked.yaml"
-        self._config.write_text(CONFIG.format(root=ROOT, name=NAME, steps=steps, servers=servers))
-        self._books = RunBooks(self.run_dir, steps=steps, expect=self.found.expect)
+        redis_url = f', url: "{outside_server.url}"' if outside_server is not None else ""
+        settings = {"steps": steps, "servers": servers, "workflow": workflow, "redis_url": redis_url}
+        self._config.write_text(CONFIG.format(root=ROOT, name=NAME, **settings))
+        self._books = RunBooks(self.run_dir, steps=steps, expect=self.found.expect, server=outside_server)
 
     @property
     def step(self) -> int:
@@ -260,6 +281,10 @@ class AttackedRun:
         expect(not (files := self._family.left_in_shared_memory(NAME)), f"left in /dev/shm: {files}")
         outside = sorted({host for host, _ in self._family.listened if host not in ("127.0.0.1", "::1")})
         expect(not outside, f"listened beyond the loopback: {outside}")
+        if self._outside_server is not None:
+            connections = self._books.connections_of_others()
+            expect(not connections, f"connections left on the server: {connections}")
+            self._say(f"at most {self._books.most_connections} connections to the server at a time")
         if (self.run_dir / "summary.json").exists():
             asyncio.run(self._books.check())
         self._say(f"the groups of {len(self._books.batches)} of {self.steps} steps were seen in the buffer's log")
@@ -282,12 +307,33 @@ def main() -> int:
     parser.add_argument("--last-seconds", action="store_true")
     parser.add_argument("--folder", type=Path, help="of the run; a new one by default, kept if something is wrong")
     parser.add_argument("--timeout-s", type=float, default=1800.0)
+    parser.add_argument("--wild-workflow", action="store_true", help="a workflow that misbehaves in 2%% of its samples")
+    parser.add_argument("--outside-server", action="store_true", help="a Valkey that is not attacked")
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="attack-"))
     folder.mkdir(parents=True, exist_ok=True)
-    attacks = plan(given.seed, steps=given.steps, attacks=given.kills, last_seconds=given.last_seconds)
-    run = AttackedRun(folder, attacks, steps=given.steps, servers=given.servers)
+    server = EmbeddedServer(folder / "server", RedisConfig()) if given.outside_server else None
+    if server is not None:
+        server.start()
+    kinds = [kind for kind in KINDS if kind != "redis" or server is None]
+    attacks = plan(
+        given.seed,
+        steps=given.steps,
+        attacks=given.kills,
+        last_seconds=given.last_seconds,
+        kinds_to_attack=kinds,
+    )
+    run = AttackedRun(
+        folder,
+        attacks,
+        steps=given.steps,
+        servers=given.servers,
+        workflow="tests.support.wild_workflows:WildWorkflow" if given.wild_workflow else "single_turn",
+        outside_server=server,
+    )
     found = run.go(given.timeout_s)
+    if server is not None:
+        server.stop()
     print(f"seed {given.seed}: exit codes {found.exits}, {len(found.problems)} problems; {folder}")
     if not found.problems and given.folder is None:
         shutil.rmtree(folder)

@@ -49,10 +49,11 @@ KINDS = (*(role for role in _ROLES if role != "reward"), "reward supervisor", "r
 
 
 class RunFamily:
-    """Everything that this process started, and whatever those started."""
+    """Everything that this process started, and whatever those started, except the processes `not_of_the_run`."""
 
-    def __init__(self) -> None:
+    def __init__(self, not_of_the_run: Iterable[int] = ()) -> None:
         adopt_orphans()
+        self._not_of_the_run = set(not_of_the_run)
         self._shared_before = _shared_memory()
         self.shared: set[int] = set()
         """Inodes of the files in shared memory that a process of the run has mapped."""
@@ -64,7 +65,7 @@ class RunFamily:
         found = []
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
+                if process.status() != psutil.STATUS_ZOMBIE and process.pid not in self._not_of_the_run:
                     found.append(process)
         return found
 
@@ -112,25 +113,48 @@ class RunFamily:
 
 
 class RunBooks:
-    """Of the run in `run_dir`, with an embedded server; `expect` hears whether something holds, and what does not."""
+    """Of the run in `run_dir`, with its embedded server or with `server`, which runs outside of it.
 
-    def __init__(self, run_dir: Path, *, steps: int, expect: Callable[[bool, str], None]) -> None:
+    `expect` hears whether something holds, and what does not.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        steps: int,
+        expect: Callable[[bool, str], None],
+        server: EmbeddedServer | None = None,
+    ) -> None:
         self._run_dir, self._steps, self._expect = run_dir, steps, expect
-        self._server = EmbeddedServer(run_dir / "server", RedisConfig())
+        self._is_outside = server is not None
+        self._server = server or EmbeddedServer(run_dir / "server", RedisConfig())
+        self.most_connections = 0
+        """Largest number of clients of the server that `look` has seen."""
         self.batches: dict[int, str] = {}
         """Sequences of the groups of a step, by its version, as far as they were seen."""
 
     def look(self) -> None:
         """Note the buffer's own log: the steps that no checkpoint holds yet. Nothing while the server is away."""
-        path = self._server.url.removeprefix("unix://")
         with contextlib.suppress(redis.RedisError, OSError):
-            # Tried once: the attack must not wait for a server that it has stopped.
-            with redis.Redis(unix_socket_path=path, socket_timeout=0.3, retry=Retry(NoBackoff(), 0)) as client:
+            with self._client() as client:
                 steps = client.hgetall(f"agrpo:{{{self._run_dir.name}}}:log")
+                self.most_connections = max(self.most_connections, client.info("clients")["connected_clients"])
             for version, entry in steps.items():
                 seqs = entry.decode().rpartition("|")[2]
                 known = self.batches.setdefault(int(version), seqs)
                 self._expect(known == seqs, f"step {int(version) + 1} had groups {known}, and now {seqs}")
+
+    def connections_of_others(self) -> list[str]:
+        """Address and name of every other client of the server."""
+        with self._client() as client:
+            own_id = client.client_id()
+            return [f"{other['addr']} {other['name']}" for other in client.client_list() if int(other["id"]) != own_id]
+
+    def _client(self) -> redis.Redis:
+        """A client that tries once: the attack must not wait for a server that it has stopped."""
+        path = self._server.url.removeprefix("unix://")
+        return redis.Redis(unix_socket_path=path, socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
 
     async def check(self) -> None:
         """After the end: no group was trained or inserted twice, no token too old, and every account balances."""
@@ -164,7 +188,8 @@ class RunBooks:
             stats = (await inspector.overview()).stats
             await inspector.aclose()
         finally:
-            self._server.stop()
+            if not self._is_outside:
+                self._server.stop()
         self._expect(stats.balanced and stats.active == 0, f"the stored books do not balance: {stats}")
 
 
