@@ -42,6 +42,10 @@ class JsonLines:
         self.close()
 
 
+HEAD_BYTES = 512
+"""Bytes at the beginning of a followed file that must stay as they were. The first row of every file has its time."""
+
+
 class RowFollower:
     """Reads a file that another process appends to, each row once."""
 
@@ -49,6 +53,23 @@ class RowFollower:
         self._path = path
         self.read_bytes = 0
         """Bytes of the lines that have been read."""
+        self._head = b""
+
+    def is_replaced(self) -> bool:
+        """True if the path no longer holds the file whose lines were read: it is gone, shorter, or begins differently.
+
+        The inode would not do: a file system may give a new file that of the one deleted before it. Neither would the
+        size: the new file may have outgrown the old one between two readings.
+        """
+        if self.read_bytes == 0:
+            return False
+        try:
+            with self._path.open("rb") as file:
+                head = file.read(len(self._head))
+                size = file.seek(0, 2)
+        except FileNotFoundError:
+            return True
+        return head != self._head or size < self.read_bytes
 
     def unread_bytes(self) -> int:
         """Bytes not yet read, including those of an unfinished line; negative if the file has become shorter."""
@@ -59,16 +80,20 @@ class RowFollower:
         return list(parse_rows(self.new_lines(most_bytes)))
 
     def new_lines(self, most_bytes: int = -1) -> list[bytes]:
-        """The lines of those rows. With `most_bytes`, which must be more than the longest line, further ones come with
-        the next call."""
+        """The lines of those rows, each with its end. With `most_bytes`, further ones come with the next call; a line
+        that is longer comes whole."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self.read_bytes)
             written = file.read(most_bytes)
+            if len(written) == most_bytes and b"\n" not in written:
+                written += file.readline()
         whole = written[: written.rfind(b"\n") + 1]
+        if self.read_bytes == 0:
+            self._head = whole[:HEAD_BYTES]
         self.read_bytes += len(whole)
-        return whole.splitlines()
+        return whole.splitlines(keepends=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

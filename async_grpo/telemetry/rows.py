@@ -76,22 +76,27 @@ def rate(amount: float | None, spent_s: float) -> float | None:
     return amount / spent_s if amount is not None and spent_s > 0 else None
 
 
+def head_start_steps(steps: int, max_staleness: int) -> int:
+    """Number of steps that are left out of rates: see `behind_head_start`."""
+    return min(max_staleness + 1, steps // 2)
+
+
 def behind_head_start(rows: Sequence[Row], max_staleness: int) -> Sequence[Row]:
     """The step rows without the first S + 1, or without the first half if that is less.
 
     Those steps train what was generated while the trainer waited for its first batch, and no step counts that wait.
     With them, a run would look faster than it is, and the more so the larger its window.
     """
-    return rows[min(max_staleness + 1, len(rows) // 2) :]
+    return rows[head_start_steps(len(rows), max_staleness) :]
 
 
 def tokens_per_s(rows: Sequence[Row]) -> float | None:
     """Throughput of a run: tokens trained, per second of the trainer's steps, waits included. None if unknown.
 
-    Every display shows this: the terminal for the last step, plots for each step, and reports and sweeps over the steps
-    behind the head start. A token counts as often as it was trained; prompts do not count, and steps that
-    were skipped take time. `bench pipeline` also
-    leaves out tokens that were generated before the steps that it times.
+    Every display shows this: the terminal for the last step, plots for each step, and reports, sweeps and lists of runs
+    over the steps behind the head start. A token counts as often as it was trained; prompts do not count, and steps
+    that were skipped take time. `bench pipeline` also leaves out tokens that were generated before the steps that it
+    times.
     """
     trained = numbers(rows, "trained_tokens")
     return rate(sum(trained) if trained else None, sum(numbers(rows, "step_s")))

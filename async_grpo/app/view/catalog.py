@@ -71,7 +71,7 @@ class KnownRun:
             "age_max": float(np.nanmax(ages)) if not np.isnan(ages).all() else None,
             "reward": self.columns.last("reward_mean"),
             "accuracy": evaluations[-1].get("sampled_accuracy") if evaluations else None,
-            "tokens_per_s": self.columns.last("tokens_per_s"),
+            "tokens_per_s": self.columns.tokens_per_s(settings.get("max_staleness")),
             "started_s": float(times[0]) if len(times) else None,
             "changed_s": max(path.stat().st_mtime for path in (self.run.path, *self.run.path.glob("metrics.jsonl"))),
             "duration_s": state.wall_s or spent_s,

@@ -14,8 +14,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from async_grpo.app.view.followed import FollowedFiles
 from async_grpo.telemetry.idle import GENERATING, idle_s
-from async_grpo.telemetry.jsonl import RowFollower, parse_rows
+from async_grpo.telemetry.jsonl import parse_rows
 from async_grpo.telemetry.metrics import METRICS
+from async_grpo.telemetry.rows import head_start_steps, rate
 
 READ_S = 0.25
 """Seconds that a request may spend on reading new rows. The page asks again until everything has been read."""
-SLICE_BYTES = 1 << 20
-"""Bytes read between two checks of the time budget."""
 MOST_POINTS = 2000
 """Most points of a curve, more than a screen has columns."""
 MOST_WARNINGS = 200
@@ -50,7 +49,7 @@ class StepColumns:
         self._begin()
 
     def _begin(self) -> None:
-        self._follower = RowFollower(self._folder / "metrics.jsonl")
+        self._files = FollowedFiles(self._folder, "metrics.jsonl")
         self._servers = ServerSpans(self._folder)
         self._rows = 0
         self._columns: dict[str, array[float]] = {}
@@ -58,12 +57,12 @@ class StepColumns:
         self.warnings: deque[dict[str, Any]] = deque(maxlen=MOST_WARNINGS)
 
     def update(self, budget_s: float = math.inf) -> float:
-        """Read new rows for about `budget_s` seconds, from the start if the file has become shorter. Returns the share
-        of the file that has been read; 1 means all of it."""
+        """Read new rows for about `budget_s` seconds, from the start if another run has taken the folder. Returns the
+        share of the file that has been read; 1 means all of it."""
         with self.lock:
-            if self._follower.unread_bytes() < 0:
+            if self._files.are_replaced():
                 self._begin()
-            return read_on([(self._follower, self._add)], time.monotonic() + budget_s)
+            return self._files.read_lines(self._add, time.monotonic() + budget_s)
 
     def update_servers(self, budget_s: float = math.inf) -> float:
         """Read new spans of the timelines, which give the idle shares of the servers; budget and result as for
@@ -71,7 +70,7 @@ class StepColumns:
         with self.lock:
             return self._servers.update(time.monotonic() + budget_s)
 
-    def _add(self, lines: list[bytes]) -> None:
+    def _add(self, _path: Path, _offset: int, lines: list[bytes]) -> None:
         rows = list(parse_rows(lines))
         self.warnings.extend(row for row in rows if row.get("kind") == "warning")
         steps = [row for row in rows if row.get("kind") == "step" and isinstance(row.get("step"), int)]
@@ -121,6 +120,16 @@ class StepColumns:
         known = values[~np.isnan(values)]
         return float(known[-1]) if len(known) else None
 
+    def tokens_per_s(self, max_staleness: Any) -> float | None:
+        """Tokens trained per second over the steps behind the head start, as reports have it; None if unknown."""
+        window = max_staleness if isinstance(max_staleness, int) else 0
+        with self.lock:
+            trained, spent_s = self.column("trained_tokens"), self.column("step_s")
+        first = head_start_steps(len(trained), window)
+        if np.isnan(trained[first:]).all():
+            return None
+        return rate(float(np.nansum(trained[first:])), float(np.nansum(spent_s[first:])))
+
     def x(self, axis: str) -> Floats:
         """The steps' coordinates on the axis: `step`, or `time` in seconds since the end of the first step."""
         values = self.column("time_s" if axis == "time" else "step")
@@ -146,24 +155,28 @@ class ServerSpans:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "timeline"
-        self._files: dict[Path, RowFollower] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._files = FollowedFiles(self._folder, "rollout-*.jsonl")
         self._spans: dict[Path, tuple[array[float], array[float]]] = {}
         self._is_whole = False
 
     def update(self, until: float) -> float:
-        """Read new spans until `time.monotonic()` reaches `until`; returns the share that has been read."""
-        for path in sorted(self._folder.glob("rollout-*.jsonl")):
-            self._files.setdefault(path, RowFollower(path))
-            self._spans.setdefault(path, (array("d"), array("d")))
-        read = read_on([(follower, partial(self._add, path)) for path, follower in self._files.items()], until)
+        """Read new spans until `time.monotonic()` reaches `until`, from the start if another run has taken the folder.
+        Returns the share that has been read."""
+        if self._files.are_replaced():
+            self._begin()
+        read = self._files.read_lines(self._add, until)
         self._is_whole = read == 1
         return read
 
-    def _add(self, path: Path, lines: list[bytes]) -> None:
+    def _add(self, path: Path, _offset: int, lines: list[bytes]) -> None:
         spans = [row for row in parse_rows(lines) if row.get("track") in GENERATING]
         times = [_numbers([row.get(key) for row in spans]) for key in ("start_s", "end_s")]
         known = ~np.isnan(times[0]) & ~np.isnan(times[1])
-        for column, values in zip(self._spans[path], times, strict=True):
+        columns = self._spans.setdefault(path, (array("d"), array("d")))
+        for column, values in zip(columns, times, strict=True):
             column.frombytes(values[known].tobytes())
 
     def idle_shares(self, ends: Floats, lengths: Floats) -> Floats:
@@ -205,19 +218,6 @@ def metric_groups() -> list[dict[str, Any]]:
             facts = {"key": metric.key, "label": metric.label, "unit": metric.unit, "doc": metric.doc}
             groups.setdefault(metric.group, []).append(facts)
     return [{"group": group, "metrics": metrics} for group, metrics in groups.items()]
-
-
-def read_on(files: Sequence[tuple[RowFollower, Callable[[list[bytes]], None]]], until: float) -> float:
-    """Pass new lines of each file to its function until `time.monotonic()` reaches `until`, but at least one slice.
-    Returns the share of all bytes that has been read; 1 means that nothing is left."""
-    for follower, take in files:
-        while lines := follower.new_lines(SLICE_BYTES):
-            take(lines)
-            if time.monotonic() > until:
-                unread = sum(follower.unread_bytes() for follower, _ in files)
-                read = sum(follower.read_bytes for follower, _ in files)
-                return read / (read + unread)
-    return 1.0
 
 
 def _columns_of(rows: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[tuple[str, Floats]]:

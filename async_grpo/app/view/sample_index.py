@@ -9,6 +9,7 @@ shown while the index is being built.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Sequence
@@ -20,10 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from async_grpo.telemetry.jsonl import RowFollower
+from async_grpo.app.view.followed import FollowedFiles
+from async_grpo.telemetry.jsonl import parse_rows
 
-SLICE_BYTES = 4 << 20
-"""Bytes read between two checks of the time budget."""
 GROWTH_WINDOW, GROWTH = 32, 1.5
 """Completions count as grown once the mean length over a window of GROWTH_WINDOW groups is GROWTH times that of the
 first window."""
@@ -96,10 +96,14 @@ class SampleIndex:
     """The groups of one run folder. Not thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._folder = run_dir / "samples"
         self._decode = msgspec.json.Decoder(_Row).decode
-        self._read_to: dict[str, int] = {}
-        self._trained_rows = RowFollower(run_dir / "trained.jsonl")
+        self._begin()
+
+    def _begin(self) -> None:
+        self._samples = FollowedFiles(self._folder, "*.jsonl")
+        self._trained_rows = FollowedFiles(self._run_dir, "trained.jsonl")
         self.trained: dict[int, dict[str, Any]] = {}
         """Sequence number of a trained group -> step, skipped, mask_below and advantages of the last step that trained
         it."""
@@ -122,39 +126,25 @@ class SampleIndex:
         return len(self._group)
 
     def update(self, budget_s: float) -> float:
-        """Continue reading for at most `budget_s` seconds. Returns the share of the bytes that is indexed; 1 means
-        all."""
-        for row in self._trained_rows.new_rows():
+        """Continue reading for at most `budget_s` seconds, from the start if another run has taken the folder. Returns
+        the share of the bytes that is indexed; 1 means all."""
+        if self._samples.are_replaced() or self._trained_rows.are_replaced():
+            self._begin()
+        self._trained_rows.read_lines(self._add_trained, math.inf)
+        return self._samples.read_lines(self._add_samples, time.monotonic() + budget_s)
+
+    def _add_trained(self, _path: Path, _offset: int, lines: list[bytes]) -> None:
+        for row in parse_rows(lines):
             facts = {key: row.get(key) for key in ("step", "skipped", "mask_below")}
             for seq, advantages in (row.get("groups") or {}).items():
                 self.trained[int(seq)] = {**facts, "advantages": advantages}
-        until = time.monotonic() + budget_s
-        paths = sorted(self._folder.glob("*.jsonl"))
-        for path in paths:
-            while self._read_slice(path):
-                if time.monotonic() > until:
-                    sizes = sum(path.stat().st_size for path in paths)
-                    return min(1.0, sum(self._read_to.values()) / sizes)
-        return 1.0
 
-    def _read_slice(self, path: Path) -> bool:
-        """Index the next whole lines of the file; False if there are none."""
-        start = self._read_to.get(path.name, 0)
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read(SLICE_BYTES)
-            if len(data) == SLICE_BYTES and b"\n" not in data:
-                data += file.readline()
-        end = data.rfind(b"\n") + 1
-        place = 0
-        while place < end:
-            after = data.index(b"\n", place) + 1
-            self._add(path.name, start + place, data[place:after])
-            place = after
-        self._read_to[path.name] = start + end
-        return end > 0
+    def _add_samples(self, path: Path, offset: int, lines: list[bytes]) -> None:
+        for line in lines:
+            self._add_group(path.name, offset, line)
+            offset += len(line)
 
-    def _add(self, name: str, offset: int, line: bytes) -> None:
+    def _add_group(self, name: str, offset: int, line: bytes) -> None:
         try:
             row = self._decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -10,21 +10,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import regex
 from fastapi import APIRouter, HTTPException, Query
 
+from async_grpo.app.view.recent_runs import RecentRuns
 from async_grpo.app.view.sample_index import SampleIndex, SamplesQuery
 
 SEARCH_S, INDEX_S, MATCH_S = 1.0, 0.25, 0.05
 """Time limits in seconds: for searching in a request, for indexing in a request, and for a pattern on one text."""
 SNIPPET = 160
 """Characters of a text that a list shows."""
-KEPT_RUNS = 8
-"""Runs whose index stays in memory."""
-R = TypeVar("R")
 
 Matches = Callable[[str], tuple[int, int] | None]
 """text -> [start, end) of the first match."""
@@ -128,21 +126,13 @@ def _around(text: str, start: int, end: int) -> list[str]:
     return [text[before:start], matched, text[start + len(matched) : start + SNIPPET]]
 
 
-def recent(runs: dict[Path, R], path: Path, make: Callable[[Path], R]) -> R:
-    """The run of this folder, created if it is new. Beyond KEPT_RUNS, the least recently used one is dropped."""
-    runs[path] = runs.pop(path) if path in runs else make(path)
-    if len(runs) > KEPT_RUNS:
-        del runs[next(iter(runs))]
-    return runs[path]
-
-
 def sample_routes(find_run: Callable[[str], Path]) -> APIRouter:
     """The routes of samples. `find_run` gives the folder of a run's name, or raises HTTPException."""
     routes = APIRouter()
-    runs: dict[Path, RunSamples] = {}
+    runs = RecentRuns(RunSamples)
 
     def samples_of(name: str) -> RunSamples:
-        return recent(runs, find_run(name), RunSamples)
+        return runs.get_run(find_run(name))
 
     @routes.get("/api/runs/{name}/samples")
     def samples(name: str, query: Annotated[SamplesQuery, Query()]) -> dict[str, Any]:

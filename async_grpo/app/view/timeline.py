@@ -21,11 +21,11 @@ import numpy.typing as npt
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from async_grpo.app.view.columns import READ_S, read_on
+from async_grpo.app.view.columns import READ_S
+from async_grpo.app.view.followed import FollowedFiles
+from async_grpo.app.view.recent_runs import RecentRuns
 from async_grpo.app.view.sample_index import Names
-from async_grpo.app.view.sample_search import recent
 from async_grpo.telemetry.idle import GENERATING
-from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.timeline import TRACK, WAIT, lane_numbers, role_order
 
 MANY_LANES = 6
@@ -179,7 +179,10 @@ class RunTimeline:
         self._folder = run_dir / "timeline"
         self._lock = threading.Lock()
         self._decode = msgspec.json.Decoder(_Event).decode
-        self._files: dict[Path, RowFollower] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._files = FollowedFiles(self._folder, "*.jsonl")
         self._tracks: dict[str, dict[str, Track]] = {}
         self._origin_s: float | None = None
         self._end_s = 0.0
@@ -237,12 +240,13 @@ class RunTimeline:
                 yield role, name, track
 
     def _update(self) -> float:
-        """Read new events for READ_S seconds; returns the share that has been read."""
-        for path in sorted(self._folder.glob("*.jsonl")):
-            self._files.setdefault(path, RowFollower(path))
-        return read_on([(follower, self._add) for follower in self._files.values()], time.monotonic() + READ_S)
+        """Read new events for READ_S seconds, from the start if another run has taken the folder; returns the share
+        that has been read."""
+        if self._files.are_replaced():
+            self._begin()
+        return self._files.read_lines(self._add, time.monotonic() + READ_S)
 
-    def _add(self, lines: list[bytes]) -> None:
+    def _add(self, _path: Path, _offset: int, lines: list[bytes]) -> None:
         for line in lines:
             try:
                 event = self._decode(line)
@@ -271,11 +275,11 @@ def _idle(tracks: dict[str, Track], from_s: float, to_s: float) -> float | None:
 def timeline_routes(find_run: Callable[[str], Path]) -> APIRouter:
     """The route of timelines. `find_run` gives the folder of a run's name, or raises HTTPException."""
     routes = APIRouter()
-    runs: dict[Path, RunTimeline] = {}
+    runs = RecentRuns(RunTimeline)
 
     @routes.get("/api/runs/{name}/timeline")
     def timeline(name: str, query: Annotated[TimelineQuery, Query()]) -> dict[str, Any]:
         """The timeline of a range."""
-        return recent(runs, find_run(name), RunTimeline).picture(query)
+        return runs.get_run(find_run(name)).picture(query)
 
     return routes

@@ -59,12 +59,14 @@ export function stalenessView(root, run) {
   return { refresh, close };
 }
 
-function sentence({ curves, age_bound: bound }) {
+function sentence({ curves, age_bound: bound, status }) {
   if (!curves.age_max) return "No step has been trained yet.";
   const oldest = Math.max(...curves.age_max[1]);
-  if (bound === null) return `The oldest trained token was ${figure(oldest, 0)} steps old.`;
-  const kept = oldest <= bound ? "the bound was kept" : "THE BOUND WAS BROKEN";
-  return `The oldest trained token was ${figure(oldest, 0)} steps old, and the bound is ${figure(bound, 0)}: ${kept}.`;
+  const soFar = status === "live" ? " so far" : "";
+  const age = `The oldest trained token${soFar} was ${oldest === 1 ? "1 step" : `${figure(oldest, 0)} steps`} old`;
+  if (bound === null) return `${age}.`;
+  const kept = status === "live" ? "the bound is kept" : "the bound was kept";
+  return `${age}, and the bound is ${figure(bound, 0)}: ${oldest <= bound ? kept : "THE BOUND WAS BROKEN"}.`;
 }
 
 function line(curves, key, label, style) {

@@ -11,6 +11,7 @@ const FETCH_MS = 60;
 const BEHIND_MS = 1200;
 const READ_MS = 100;
 const KINDS = 7;
+const WAITS = { ticket: "waits for room in the window", tasks: "waits for tasks" };
 const KEYS = {
   ArrowLeft: ["pan", -0.2],
   ArrowRight: ["pan", 0.2],
@@ -87,7 +88,9 @@ export function timelineView(root, run) {
       const before = state.range;
       const seesAll = !before || (before[0] <= 0 && before[1] >= state.picture.whole);
       const picture = await ask(seesAll ? null : before, Math.min(5000, Math.max(50, Math.round(width()))), state.fetching.signal);
+      const startedAgain = state.picture && picture.whole < state.picture.whole;
       state.picture = picture;
+      if (startedAgain) return whole(); // the range was one of the run that had this folder before
       status.textContent = stillReading(picture.read);
       if (picture.behind) state.behind = setTimeout(load, picture.read < 1 ? READ_MS : BEHIND_MS);
       if (seesAll && state.range === before) state.range = [0, Math.max(LEAST_S, picture.whole)];
@@ -151,7 +154,7 @@ export function timelineView(root, run) {
     const percent = (share) => `${figure(100 * share, share < 0.1 ? 1 : 0)} %`;
     const items = picture.shares.map(({ role, parts, idle }) => {
       const longest = [...parts].sort((a, b) => b.share - a.share).filter((part) => part.share >= 0.0005);
-      const words = longest.map((part) => `${part.track === role ? part.kind : part.track === "wait" ? `wait for a ${part.kind}` : part.track} ${percent(part.share)}`);
+      const words = longest.map((part) => `${part.track === role ? part.kind : part.track === "wait" ? (WAITS[part.kind] ?? `wait: ${part.kind}`) : part.track} ${percent(part.share)}`);
       const label = role === "trainer" ? "waits for a batch" : "generates nothing";
       return el("li", {}, el("b", {}, visible(role)), idle === null ? ": " : `: ${label} ${percent(Math.max(0, idle))}; `, visible(words.join(", ")));
     });

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_grpo.app.view import columns as module
+from async_grpo.app.view import followed
 from async_grpo.app.view.columns import MOST_POINTS, ROLLOUT_IDLE, StepColumns, thinned
 from async_grpo.telemetry.jsonl import JsonLines
 
@@ -43,7 +43,7 @@ def test_the_idle_share_of_servers_follows_their_timelines(tmp_path: Path) -> No
 def test_a_long_file_is_read_in_parts_and_ends_with_a_torn_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SLICE_BYTES", 200)
+    monkeypatch.setattr(followed, "SLICE_BYTES", 200)
     with JsonLines(tmp_path / "metrics.jsonl") as file:
         for step in (1, 2, 3, 2):
             file.write({"kind": "step", "step": step, "reward_mean": step / 10, "ages": {"0": step}, "note": "x" * 60})

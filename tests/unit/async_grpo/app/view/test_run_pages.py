@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from async_grpo.app.view import columns, run_pages, server
+from async_grpo.app.view import followed, run_pages, server
 from async_grpo.app.view.catalog import RunsRoot
 from async_grpo.app.view.server import list_events, make_app
 from async_grpo.telemetry.jsonl import JsonLines
@@ -74,7 +74,7 @@ async def test_a_row_that_is_torn_counts_when_it_is_whole_and_a_repeated_step_on
 
 
 async def test_the_list_comes_before_long_runs_are_read(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "SLICE_BYTES", 1000)
+    monkeypatch.setattr(followed, "SLICE_BYTES", 1000)
     monkeypatch.setattr(run_pages, "READ_S", 0)
     found = await page.json("/api/runs")
     assert [0 < run["read"] < 1 for run in found] == [True, True] and all(run["step"] < 10 for run in found)
@@ -180,3 +180,13 @@ async def test_a_run_that_is_written_comes_or_goes_is_news_of_the_list(
     (page.root / "three" / "config.yaml").write_text("steps: 1\n")
     assert await asyncio.wait_for(waiting, 5) == 'event: runs\ndata: ["three"]\n\n'
     ending.set()
+
+
+async def test_the_speed_in_the_list_is_that_of_the_report(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with JsonLines(run / "metrics.jsonl") as file:
+        for step, spent_s in enumerate((0.1, 0.1, 2.0, 1.0, 3.0), start=1):
+            file.write({"kind": "step", "step": step, "time_s": step, "step_s": spent_s, "trained_tokens": 60})
+    (run / "config.yaml").write_text("name: run\nsteps: 5\nmax_staleness: 1\n")
+    (listed,) = await Page(tmp_path).json("/api/runs")
+    assert listed["tokens_per_s"] == pytest.approx(30.0), "three steps of 60 tokens in six seconds"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.view import columns
+from async_grpo.app.view import followed
 from async_grpo.app.view import timeline as timeline_of_view
 from async_grpo.app.view.timeline import RunTimeline, TimelineQuery
 
@@ -117,7 +117,7 @@ def test_a_long_track_is_sorted_again_after_a_while(tmp_path: Path, monkeypatch:
 
 
 def test_a_long_timeline_is_shown_while_it_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "SLICE_BYTES", 300)
+    monkeypatch.setattr(followed, "SLICE_BYTES", 300)
     monkeypatch.setattr(timeline_of_view, "READ_S", 0)
     write(tmp_path, "trainer", *[("trainer", "train", step, step + 1) for step in range(12)])
     timeline = RunTimeline(tmp_path)

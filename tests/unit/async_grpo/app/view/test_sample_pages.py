@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.view import sample_index, sample_search
+from async_grpo.app.view import followed, sample_search
 from async_grpo.app.view.sample_search import RunSamples, SamplesQuery, matcher
 
 
@@ -137,7 +137,7 @@ def test_rows_that_come_later_are_seen_and_a_torn_one_waits(tmp_path: Path, samp
 
 
 def test_a_page_comes_while_the_index_is_being_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_index, "SLICE_BYTES", 600)
+    monkeypatch.setattr(followed, "SLICE_BYTES", 600)
     monkeypatch.setattr(sample_search, "INDEX_S", 0.0)
     write(tmp_path, *[{"seq": seq, "completions": [completion()]} for seq in range(20)])
     samples = RunSamples(tmp_path)
