@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from async_grpo.app.cli.checkpoints import pull
@@ -57,10 +57,15 @@ def list_(root: Root = Path("runs"), as_json: AsJson = False) -> None:
         if not rows:
             print_line(f"no run in {root}. `async-grpo run quickstart` makes one")
             return 0
-        table = Table("run", "state", "steps", "held-out score", "reward", "tokens/s", "wall", "last written")
+        # Points of a sweep differ at the end of their names, so a name that is too long goes on in the next line.
+        folder = Column("run", overflow="fold")
+        table = Table(folder, "state", "steps", "held-out score", "reward", "tokens/s", "wall", "last written")
         for row in rows:
             table.add_row(*_cells(row))
-        _console().print(table)
+        console = _console()
+        if not console.is_terminal:
+            console.width += max(len(row["run"]) for row in rows)  # in a file, a name is on one line and can be copied
+        console.print(table)
         return 0
 
     exit_with(work)

@@ -51,6 +51,13 @@ def test_the_list_shows_every_run_with_its_state(tmp_path: Path) -> None:
     assert "no run in" in type_in("list", tmp_path / "good" / "samples").output
 
 
+def test_the_list_in_a_file_has_every_name_on_one_line(tmp_path: Path) -> None:
+    sweep = tmp_path / ("sweep-over-" + "staleness-" * 15)
+    runs = [make_run(sweep, f"quickstart-steps.2-max_staleness.{window}") for window in (0, 4)]
+    shown = type_in("list", tmp_path).output
+    assert all(str(run) in shown for run in runs)
+
+
 def test_show_says_why_a_run_failed_and_what_to_do_next(tmp_path: Path) -> None:
     path = make_run(tmp_path, "bad", trained=1, finished=0, failure="RoleFailed: no memory")
     shown = type_in("show", path).output
