@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Annotated
 
 from pydantic import Field
 
 from async_grpo.config.base import PositiveInt, Seconds, StrictModel
+from async_grpo.utils.addresses import is_loopback
 
 PORT_OFF = -1
 
@@ -50,12 +50,7 @@ class HttpConfig(ListenConfig):
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def most_completions(self) -> int:

@@ -21,6 +21,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from async_grpo.utils.addresses import is_loopback
+
 KEEP_ALIVE_S = 15
 HEADERS_S = 10
 """Seconds that a client has to send the headers of a request, counted from the connection or from their first byte."""
@@ -106,9 +108,9 @@ def is_local_name(host: str) -> bool:
     """Whether a Host header names the loopback."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+    return is_loopback(name)
 
 
 class DeadlineProtocol(H11Protocol):

@@ -12,6 +12,7 @@ import typer
 
 from async_grpo.app.cli.common import exit_with
 from async_grpo.errors import ConfigError, DependencyError
+from async_grpo.utils.addresses import is_loopback
 from async_grpo.utils.aio import stop_signals
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ def _serve_page(runs: Path, port: int, host: str, localhost_only: bool, open_pag
     try:
         from async_grpo.app.view.catalog import RunsRoot
         from async_grpo.app.view.server import make_app
-        from async_grpo.utils.http_server import HttpServer, address_of, is_local_name, listen
+        from async_grpo.utils.http_server import HttpServer, address_of, listen
     except ImportError as error:
         raise DependencyError(f"the page needs FastAPI and uvicorn ({error}): pip install async-grpo[http]") from error
     ending = asyncio.Event()
-    app = make_app(RunsRoot(runs), ending, local_only=localhost_only or is_local_name(host))
+    app = make_app(RunsRoot(runs), ending, local_only=localhost_only or is_loopback(host))
     try:
         listener = listen(host, port)
     except OSError as error:

@@ -31,10 +31,11 @@ from typing import Any
 from async_grpo.app.launch.ray_role import RayRole
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.app.launch.run_folder import open_run, write_config
-from async_grpo.app.launch.slurm import check_reachable, is_loopback
+from async_grpo.app.launch.slurm import check_reachable
 from async_grpo.app.launch.supervisor import TRAINER, RestartDecision, decide
 from async_grpo.config import RunConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError, DependencyError, RoleFailed, WaitTimeout
+from async_grpo.utils.addresses import is_loopback
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.private_names import check_private_names

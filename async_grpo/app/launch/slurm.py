@@ -17,7 +17,6 @@ A role ends for one of four reasons, and the batch script of its job decides wha
 from __future__ import annotations
 
 import getpass
-import ipaddress
 import shlex
 import shutil
 import subprocess
@@ -30,6 +29,7 @@ from async_grpo.app.launch.role_specs import EXIT_STOPPED, stoppable
 from async_grpo.app.launch.run_folder import open_run, write_config
 from async_grpo.config import RunConfig
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
+from async_grpo.utils.addresses import is_loopback
 from async_grpo.utils.files import write_atomic
 from trainer.platform import select_platform
 
@@ -167,14 +167,6 @@ def check_reachable(config: RunConfig, *, one_machine: bool = False) -> None:
                 f"{key} is {url}, which other nodes do not reach. Set it to an address of the cluster's network"
                 + (", or to tcp://0.0.0.0:5600, and weights.encrypt to control" if key == "weights.bind" else "")
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address or name."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _slurm(*argv: str) -> str:

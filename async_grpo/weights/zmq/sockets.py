@@ -28,6 +28,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import ConfigError
+from async_grpo.utils import addresses
 from async_grpo.utils.network import address_towards
 
 Socket = zmq.Socket[bytes]
@@ -45,7 +46,6 @@ HEARTBEAT_TIMEOUT_MS = 4 * HEARTBEAT_MS
 _SALT = b"async-grpo weights 1"
 _KEY_BYTES = 32
 _WILDCARDS = ("0.0.0.0", "*")
-_LOOPBACKS = ("127.", "localhost")
 _DOMAIN = b"weights"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -135,7 +135,7 @@ def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: CurveKe
 
 def is_loopback(endpoint: str) -> bool:
     """Whether only this machine can reach the endpoint."""
-    return endpoint.removeprefix("tcp://").startswith(_LOOPBACKS)
+    return addresses.is_loopback(host_of(endpoint))
 
 
 def host_of(endpoint: str) -> str:

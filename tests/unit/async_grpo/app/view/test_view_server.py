@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -63,6 +66,21 @@ async def test_files_of_the_page_come_with_a_policy_without_inline_scripts(runs:
 )
 async def test_other_names_than_this_machines_are_refused(runs: Path, host: str, status: int) -> None:
     assert (await ask(runs, "/", host)).status_code == status
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_page_on_the_loopback_refuses_other_names(runs: Path, host: str) -> None:
+    command = "from async_grpo.app.cli.main import app; app()"
+    argv = [sys.executable, "-c", command, "view", str(runs), "--host", host, "--port", "0", "--no-open"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+", process.stdout.readline())
+            assert found, "the command printed no address"
+            assert httpx.get(found[0], timeout=20).status_code == 200
+            assert httpx.get(found[0], headers={"host": "evil.example"}, timeout=20).status_code == 403
+        finally:
+            process.terminate()
 
 
 async def test_wrong_parameters_are_named(runs: Path) -> None:
