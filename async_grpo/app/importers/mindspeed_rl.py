@@ -15,6 +15,8 @@ from async_grpo.app.importers.parts import (
     block_of,
     set_data,
     set_devices,
+    set_eager,
+    set_engine_memory,
     set_group_size,
     set_kl,
     set_lengths,
@@ -28,13 +30,14 @@ from async_grpo.app.importers.parts import (
     set_trackers,
 )
 from async_grpo.app.importers.translation import ADAPTERS, KeyRow, SourceSystem, Translation, read_yaml, renamed
+from async_grpo.config.launch import EvalConfig
 from async_grpo.rewards.registry import BUILTIN
 
 _TRAINING, _ACTOR, _RL, _GENERATE = "megatron_training.", "actor_config.", "rl_config.", "generate_config."
 _SAMPLING = f"{_GENERATE}sampling_config."
 _OBJECTIVE = "trainer.objective."
 _KERNELS = "a detail of MindSpeed; checkpoint and platform choose layers and kernels"
-_COLOCATED = "trainer and engines have devices of their own"
+_COLOCATED = "devices are shared only where they are few"
 
 _SHARED = [
     KeyRow("micro_batch_size", "trainer.micro_batch_tokens", "samples there, tokens here", 1),
@@ -127,7 +130,12 @@ ROWS = (
                 near="sampling.max_tokens",
             ),
             KeyRow("partial_rollout_max_split", "max_staleness", "N rounds of generation are an age of N - 1", 1),
-            KeyRow("actor_resource.num_npus", "trainer.processes, rollout.servers", "half of them each", 8),
+            KeyRow(
+                "actor_resource.num_npus",
+                "trainer.processes, rollout.servers",
+                "half each, or all for both",
+                8,
+            ),
             KeyRow("use_tensorboard", "telemetry.trackers", "", False),
             KeyRow("use_wandb", "telemetry.trackers", "", False),
             KeyRow("use_swanlab", "telemetry.trackers", "", False),
@@ -221,6 +229,8 @@ def translate(t: Translation) -> None:
     _rewards(t)
     _devices(t)
     _engine(t)
+    prompts = EvalConfig().prompts
+    t.set("eval.prompts", prompts, "held-out prompts of an evaluation before and after, which the file lacks")
 
 
 def _either(t: Translation, name: str) -> str:
@@ -334,13 +344,9 @@ def _devices(t: Translation) -> None:
 
 def _engine(t: Translation) -> None:
     keys = "rollout.vllm."
-    t.set(
-        f"{keys}gpu_memory_utilization",
-        t.number(f"{_GENERATE}gpu_memory_utilization"),
-        "the engine has its devices to itself here: 0.8 or more is usual",
-    )
+    set_engine_memory(t, t.number(f"{_GENERATE}gpu_memory_utilization"))
     t.set("rollout.max_concurrency", t.integer(f"{_GENERATE}max_num_seqs"), "samples in flight in one engine")
-    t.set(f"{keys}enforce_eager", t.flag(f"{_GENERATE}enforce_eager"))
+    set_eager(t, t.flag(f"{_GENERATE}enforce_eager"))
     if t.flag(f"{_GENERATE}enable_expert_parallel"):
         t.set(f"{keys}extra.enable_expert_parallel", True)
     if t.has(f"{_GENERATE}max_num_batched_tokens"):

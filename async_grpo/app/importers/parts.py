@@ -15,6 +15,8 @@ from async_grpo.models.shapes import SHAPES
 
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "k3+": "k3+"}
 """Names of verl and MindSpeed-RL; `low_var_kl+` is `k3+`."""
+SHARED_CACHE_BYTES = 4 << 30
+"""KV cache of an engine that shares its devices with the trainer: no file has such a number."""
 _ENGINES = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
 _TRACKERS = get_args(get_args(TelemetryConfig.model_fields["trackers"].annotation)[0])
 NO_TRUNCATION = "here the log-probabilities are of the whole distribution; a truncated one would make the weights wrong"
@@ -134,32 +136,101 @@ def block_of(tensor: int, pipeline: int, context: int, expert: int) -> int:
 
 
 def set_devices(t: Translation, count: DeviceCount) -> None:
-    """Set platform, ranks and servers. Devices that both sides shared are split: half train, half generate."""
+    """Set platform, ranks and servers. Devices on which both sides took turns are split: half train, half generate.
+
+    On one machine that has too few devices for that, both sides share them (`launch.share_devices`): the run must not
+    need more devices than the file has.
+    """
     t.set("trainer.platform", count.platform)
     t.set("rollout.vllm.platform", _ENGINES[count.platform])
     if count.engine > 1:
         t.set("rollout.vllm.tensor_parallel", count.engine)
     total = count.nodes * count.per_node
     if count.rollout_devices:
-        nodes, ranks, generating, why = count.nodes, total, count.rollout_devices, ""
+        nodes = count.nodes if total % count.nodes == 0 else 1
+        t.set("trainer.processes", total)
+        _set_machines(t, nodes, max(1, count.rollout_devices // count.engine), on_other_machines=nodes > 1)
+    elif count.nodes > 1:
+        _split_machines(t, count)
+    elif count.platform != "cpu" and count.block + count.engine > total:
+        _share_devices(t, count, total)
     else:
-        nodes = max(1, count.nodes // 2)
-        half = nodes * count.per_node if count.nodes > 1 else total // 2
-        ranks = max(half // count.block, 1) * count.block
-        generating = max(total - ranks, count.engine)
-        why = f"all {total} devices took turns there; here {ranks} train and {generating} generate"
+        _split_devices(t, count, total)
+
+
+def _split_devices(t: Translation, count: DeviceCount, total: int) -> None:
+    """Half of the devices of one machine train, but at most as many as leave room for one engine."""
+    most_ranks = max((total - count.engine) // count.block, 1) * count.block
+    ranks = min(max(total // 2 // count.block, 1) * count.block, most_ranks)
+    servers = max(1, (total - ranks) // count.engine)
+    generating = servers * count.engine
+    t.set(
+        "trainer.processes",
+        ranks,
+        f"all {total} devices took turns there; here {ranks} train and {generating} generate",
+    )
+    t.set("rollout.servers", servers)
+
+
+def _share_devices(t: Translation, count: DeviceCount, total: int) -> None:
+    """All devices of one machine train, and all of them generate while no step is made."""
+    note = ""
+    if max(count.block, count.engine) > total:
+        note = f"CHANGE ME: the file's parallel sizes need {max(count.block, count.engine)} devices, and it has {total}"
+    t.set("trainer.processes", max(total // count.block, 1) * count.block, note)
+    t.set("rollout.servers", max(1, total // count.engine))
+    apart = (
+        f"{count.block} for a trainer and {count.engine} for an engine are more than the {total} devices of the file"
+    )
+    t.set("launch.share_devices", "sleep", f"both sides take turns, as there: {apart}")
+    t.set(
+        "rollout.vllm.kv_cache_bytes",
+        SHARED_CACHE_BYTES,
+        "CHANGE ME: 4 GiB a device; --dry-run shows what a sample takes",
+    )
+
+
+def _split_machines(t: Translation, count: DeviceCount) -> None:
+    """Half of the machines train, but at least as many as hold the model once."""
+    nodes = max(1, count.nodes // 2)
+    ranks = max(nodes * count.per_node // count.block, 1) * count.block
+    nodes = max(nodes, math.ceil(ranks / count.per_node))
     if ranks % nodes:
         nodes = 1
-    t.set("trainer.processes", ranks, why)
-    servers = max(1, generating // count.engine)
+    total = count.nodes * count.per_node
+    generating = total - ranks
+    note = f"all {total} devices took turns there; here {ranks} train and {generating} generate"
+    if generating < count.engine:
+        note = f"CHANGE ME: a trainer needs {ranks} of the file's {total} devices, which leaves none to generate"
+    t.set("trainer.processes", ranks, note)
+    _set_machines(t, nodes, max(1, generating // count.engine), on_other_machines=True)
+
+
+def _set_machines(t: Translation, nodes: int, servers: int, *, on_other_machines: bool) -> None:
+    """Set the machines of the trainer and the servers, which `async-grpo run` starts only where they are on its own
+    machine."""
     if nodes > 1:
         t.set("trainer.nodes", nodes, "async-grpo trainer --node-rank R on each of them")
         t.set("trainer.rendezvous.address", "node0", "CHANGE ME: how the others reach the first node")
-        t.set(
-            "rollout.servers", 1, f"{servers} in all: async-grpo rollout on the machines that generate, with redis.url"
-        )
+    if on_other_machines:
+        how = "async-grpo rollout on the machines that generate, with redis.url"
+        t.set("rollout.servers", 1, f"{servers} in all: {how}")
     else:
         t.set("rollout.servers", servers)
+
+
+def set_engine_memory(t: Translation, share: float) -> None:
+    """Set the engine's share of a device's memory; call it after `set_devices`."""
+    comment = "the engine has its devices to itself here: 0.8 or more is usual"
+    if "launch.share_devices" in t.settings:
+        comment = "of a device that it shares with the trainer, as there"
+    t.set("rollout.vllm.gpu_memory_utilization", share, comment)
+
+
+def set_eager(t: Translation, eager: bool) -> None:
+    """Set whether the engine runs without captured graphs, and say what that costs."""
+    comment = "as there; false captures graphs, which is the default here on accelerators and faster" if eager else ""
+    t.set("rollout.vllm.enforce_eager", eager, comment)
 
 
 def set_rewards(

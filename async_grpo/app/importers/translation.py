@@ -106,6 +106,8 @@ class Imported:
     settings: Sequence[Setting]
     left_out: Sequence[LeftOut]
     config: RunConfig
+    defaults: Sequence[LeftOut] = ()
+    """Keys of the file that have a counterpart, and whose values need no setting: runs here do the same by default."""
 
     def text(self, title: str) -> str:
         """The YAML file: the settings with their comments, then what was left out as comments."""
@@ -120,6 +122,9 @@ class Imported:
         tail = ["", "# Not imported, with the reason and the nearest key here:"] if self.left_out else []
         for reason, items in self.reasons().items():
             tail += [f"# - {reason}", *(f"#     {item.key}: {item.shown}" for item in items)]
+        if self.defaults:
+            tail += ["", "# Not written, because runs here do the same without a setting:"]
+            tail += [f"#     {item.key}: {item.shown} ({item.near})" for item in self.defaults]
         return "\n".join([*head, *_yaml_lines(nested, ""), *tail, ""])
 
     def reasons(self) -> dict[str, list[LeftOut]]:
@@ -195,12 +200,22 @@ class Translation:
         listed = {item.key for item in self.left_out}
         rest = [key for key, value in self.given.values.items() if value is not None and key not in listed]
         left_out = [*self.left_out, *filter(None, map(self._fate, rest)), *self.given.left_out]
+        defaults = [item for key in rest if (item := self._default(key)) is not None]
         config = self._validated()
         need = memory_plan(config).needed_bytes
         if need > config.redis.max_memory_bytes:
             self.set("redis.max_memory_bytes", -(-need // _GIB) * _GIB, "what this many samples in flight need")
             config = self._validated()
-        return Imported(tuple(self.settings.values()), tuple(left_out), config)
+        return Imported(tuple(self.settings.values()), tuple(left_out), config, defaults)
+
+    def _default(self, key: str) -> LeftOut | None:
+        """The key, if it was translated and none of its counterparts had to be set; else None."""
+        row = self._row(key)
+        if row is None or not row.ours or key not in self._read:
+            return None
+        if any(ours in self.settings for ours in row.ours.split(", ")):
+            return None
+        return LeftOut(key, self.given.values[key], "the same by default", row.ours)
 
     def _fate(self, key: str) -> LeftOut | None:
         """Why the key is left out; None if it was translated."""

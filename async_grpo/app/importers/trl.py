@@ -1,9 +1,10 @@
 """TRL: YAML of `trl grpo --config`, Open R1's recipes, and scripts with `trl grpo --key value`
 (github.com/huggingface/trl).
 
-An optimizer update there takes `per_device_train_batch_size * num_processes * gradient_accumulation_steps` completions,
-and one round of generation feeds `steps_per_generation / gradient_accumulation_steps` of them. One step here is one
-round: its groups are its completions / `num_generations`. The defaults are those of GRPOConfig and of transformers'
+With B = `per_device_train_batch_size * num_processes`, a round of generation makes `B * steps_per_generation`
+completions there, and an optimizer update takes `B * gradient_accumulation_steps`. One step here is the larger of the
+two: a round, trained in several updates, or an update that takes several rounds, which one policy has generated. Its
+groups are its completions / `num_generations`. The defaults are those of GRPOConfig and of transformers'
 TrainingArguments.
 """
 
@@ -216,22 +217,32 @@ def _batches(t: Translation) -> None:
     rounds = t.integer("steps_per_generation") or per_step
     if t.has("generation_batch_size"):
         rounds = t.integer("generation_batch_size") // update
-    groups, rest = divmod(update * rounds, group)
-    if rest or not groups:
+    if update * rounds % group or not rounds:
         raise ConfigError(
             f"a round of generation has {update * rounds} completions (per_device_train_batch_size "
             f"{t.get('per_device_train_batch_size')} * num_processes {processes} * {rounds} steps), which are no whole "
             f"groups of num_generations ({group}). Say how many processes accelerate starts: --set num_processes=N"
         )
+    completions = update * max(rounds, per_step)
+    groups, rest = divmod(completions, group)
     updates = max(1, rounds // per_step)
     t.set("max_staleness", 0, "on policy, as there; 1 or 2 lets both sides work at once")
     t.set("group_size", group)
-    t.set("groups_per_step", groups, f"{update * rounds} completions / {group}")
+    shown = f"{completions} completions / {group}"
+    if rest or max(rounds, per_step) % min(rounds, per_step):
+        shown = (
+            f"CHANGE ME: {shown}; there a round of {update * rounds} completions and an update of {update * per_step} "
+            "are no multiples of each other"
+        )
+    elif rounds < per_step:
+        shown = f"{shown}, the {per_step // rounds} rounds of generation of an update"
+    t.set("groups_per_step", groups, shown)
     if updates > 1:
         t.set("trainer.mini_batches", min(updates, groups), "updates of a round of generation")
     passes = t.integer("num_iterations")
     if passes > 1:
-        t.set("trainer.num_iterations", passes)
+        repeated = "CHANGE ME: there a round is repeated within an update, and an update has fewer prompts than here"
+        t.set("trainer.num_iterations", passes, repeated if rounds < per_step else "")
     t.updates_per_step = updates * passes
     if t.integer("max_steps") > 0:
         t.set("steps", t.steps("max_steps"), f"{t.integer('max_steps')} updates" if updates * passes > 1 else "")

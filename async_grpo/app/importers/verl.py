@@ -18,6 +18,8 @@ from async_grpo.app.importers.parts import (
     block_of,
     set_data,
     set_devices,
+    set_eager,
+    set_engine_memory,
     set_group_size,
     set_kl,
     set_lengths,
@@ -319,13 +321,9 @@ def _engine(t: Translation) -> None:
     keys = "rollout.vllm."
     if t.get(f"{ROLLOUT}name") != "vllm":
         t.drop(f"{ROLLOUT}name", "the engine is vLLM", "rollout.engine")
-    t.set(
-        f"{keys}gpu_memory_utilization",
-        t.number(f"{ROLLOUT}gpu_memory_utilization"),
-        "the engine has its devices to itself here: 0.8 or more is usual",
-    )
+    set_engine_memory(t, t.number(f"{ROLLOUT}gpu_memory_utilization"))
     t.set("rollout.max_concurrency", t.integer(f"{ROLLOUT}max_num_seqs"), "samples in flight in one engine")
-    t.set(f"{keys}enforce_eager", t.flag(f"{ROLLOUT}enforce_eager"))
+    set_eager(t, t.flag(f"{ROLLOUT}enforce_eager"))
     if t.has(f"{ROLLOUT}max_num_batched_tokens"):
         t.set(f"{keys}extra.max_num_batched_tokens", t.integer(f"{ROLLOUT}max_num_batched_tokens"))
     prefix = f"{ROLLOUT}engine_kwargs.vllm."

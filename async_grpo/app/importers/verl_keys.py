@@ -96,20 +96,30 @@ _ACTOR = [
     KeyRow(
         "megatron.override_transformer_config.recompute_*", note="full recomputes every layer", near="trainer.recompute"
     ),
-    KeyRow("megatron.param_offload", note="trainer and engines have devices of their own", near="launch.share_devices"),
-    KeyRow("megatron.grad_offload", note="trainer and engines have devices of their own", near="launch.share_devices"),
+    KeyRow(
+        "megatron.param_offload",
+        note="devices are shared only where they are few",
+        near="launch.share_devices",
+    ),
+    KeyRow(
+        "megatron.grad_offload",
+        note="devices are shared only where they are few",
+        near="launch.share_devices",
+    ),
     KeyRow(
         "megatron.optimizer_offload",
-        note="trainer and engines have devices of their own",
+        note="devices are shared only where they are few",
         near="trainer.optimizer.offload",
     ),
     KeyRow("megatron.*", note=_LAYOUT, near="trainer"),
     KeyRow(
-        "fsdp_config.param_offload", note="trainer and engines have devices of their own", near="launch.share_devices"
+        "fsdp_config.param_offload",
+        note="devices are shared only where they are few",
+        near="launch.share_devices",
     ),
     KeyRow(
         "fsdp_config.optimizer_offload",
-        note="trainer and engines have devices of their own",
+        note="devices are shared only where they are few",
         near="trainer.optimizer.offload",
     ),
     KeyRow("fsdp_config.*", note=_LAYOUT, near="trainer"),
@@ -171,7 +181,11 @@ _ROLLOUT = [
     KeyRow("over_sample_rate", note="over-sampling is a number of samples of a group here", near="rollout.oversample"),
     KeyRow("multi_turn.*", note="conversations with tools are a workflow", near="rollout.workflow"),
     KeyRow("agent.*", note="how a sample is generated is a workflow", near="rollout.workflow"),
-    KeyRow("free_cache_engine", note="trainer and engines have devices of their own", near="launch.share_devices"),
+    KeyRow(
+        "free_cache_engine",
+        note="devices are shared only where they are few",
+        near="launch.share_devices",
+    ),
     KeyRow("calculate_log_probs", note="log-probabilities of the engine are always kept"),
     KeyRow("enable_chunked_prefill", note="vLLM's default holds", near="rollout.vllm.extra"),
     KeyRow("enable_prefix_caching", note="vLLM's default holds", near="rollout.vllm.extra"),
@@ -243,7 +257,7 @@ ROWS = (
     KeyRow("actor_rollout_ref.ref.*", note="the reference runs in the trainer's own layout", near="trainer.reference"),
     KeyRow(
         "actor_rollout_ref.hybrid_engine",
-        note="trainer and engines have devices of their own",
+        note="devices are shared only where they are few",
         near="launch.share_devices",
     ),
     KeyRow(

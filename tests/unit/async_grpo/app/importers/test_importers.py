@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from async_grpo.app.cli.import_config import SourceName
 from async_grpo.app.cli.main import app
 from async_grpo.app.importers import SOURCES, with_tables
 from async_grpo.app.importers.translation import Imported, all_keys, flatten, import_file
+from async_grpo.app.launch.role_specs import assign_devices
 from async_grpo.errors import ConfigError
 
 ROOT = Path(__file__).parents[5]
@@ -338,6 +340,95 @@ def test_updates_of_a_round_of_generation_become_mini_batches(tmp_path: Path) ->
     config = import_file(SOURCES["trl"], write(tmp_path, "trl.yaml", "\n".join(lines)), {}).config
     assert (config.groups_per_step, config.trainer.mini_batches, config.steps) == (4, 2, 20)
     assert config.trainer.optimizer.warmup_steps == 5  # 10 updates
+
+
+@pytest.mark.parametrize(
+    ("per_generation", "accumulation", "groups"),
+    [(8, 8, 8), (4, 8, 8), (1, 8, 8), (8, 4, 8)],
+)
+def test_a_step_has_all_completions_of_an_update_of_trl(
+    tmp_path: Path, per_generation: int, accumulation: int, groups: int
+) -> None:
+    lines = [
+        "per_device_train_batch_size: 8",
+        f"steps_per_generation: {per_generation}",
+        f"gradient_accumulation_steps: {accumulation}",
+        "max_steps: 40",
+    ]
+    config = import_file(SOURCES["trl"], write(tmp_path, "trl.yaml", "\n".join(lines)), {}).config
+    assert (config.groups_per_step, config.group_size) == (groups, 8)
+    assert config.steps * config.trainer.mini_batches == 40
+
+
+def test_rounds_and_updates_of_trl_that_do_not_fit_are_marked(tmp_path: Path) -> None:
+    text = "per_device_train_batch_size: 8\nsteps_per_generation: 3\ngradient_accumulation_steps: 4\n"
+    result = import_file(SOURCES["trl"], write(tmp_path, "trl.yaml", text), {})
+    settings = {setting.key: setting for setting in result.settings}
+    assert settings["groups_per_step"].value == 4 and "CHANGE ME" in settings["groups_per_step"].comment
+
+
+VERL_SIZES = """\
+data: {{train_batch_size: 8}}
+trainer: {{n_gpus_per_node: {devices}, nnodes: {nodes}, device: cuda}}
+actor_rollout_ref:
+  actor: {{megatron: {{tensor_model_parallel_size: {trains}}}}}
+  rollout: {{tensor_model_parallel_size: {generates}, n: 4}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "trains", "generates", "ranks", "servers"),
+    [(1, 1, 1, 1, 1), (8, 8, 4, 8, 2), (8, 8, 8, 8, 1), (16, 16, 2, 16, 8)],
+)
+def test_devices_that_are_too_few_for_two_sides_are_shared(
+    tmp_path: Path, devices: int, trains: int, generates: int, ranks: int, servers: int
+) -> None:
+    text = VERL_SIZES.format(devices=devices, nodes=1, trains=trains, generates=generates)
+    result = import_file(SOURCES["verl"], write(tmp_path, "verl.yaml", text), {})
+    config, comments = result.config, {setting.key: setting.comment for setting in result.settings}
+    assert config.launch.share_devices == "sleep"
+    assert (config.trainer.processes, config.rollout.servers) == (ranks, servers)
+    given = assign_devices(config, {}, devices)
+    assert {index for role in given.values() for index in role["CUDA_VISIBLE_DEVICES"].split(",")} == {
+        str(index) for index in range(devices)
+    }
+    assert "CHANGE ME" in comments["rollout.vllm.kv_cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "trains", "generates", "ranks", "servers"),
+    [(2, 1, 1, 1, 1), (8, 1, 6, 2, 1), (8, 4, 2, 4, 2), (16, 8, 2, 8, 4)],
+)
+def test_devices_that_suffice_for_two_sides_are_split(
+    tmp_path: Path, devices: int, trains: int, generates: int, ranks: int, servers: int
+) -> None:
+    text = VERL_SIZES.format(devices=devices, nodes=1, trains=trains, generates=generates)
+    config = import_file(SOURCES["verl"], write(tmp_path, "verl.yaml", text), {}).config
+    assert (config.trainer.processes, config.rollout.servers) == (ranks, servers)
+    assert ranks + servers * generates <= devices and config.launch.share_devices == "off"
+
+
+def test_machines_that_the_trainer_fills_are_marked(tmp_path: Path) -> None:
+    text = VERL_SIZES.format(devices=8, nodes=2, trains=16, generates=2)
+    result = import_file(SOURCES["verl"], write(tmp_path, "verl.yaml", text), {})
+    assert (result.config.trainer.nodes, result.config.trainer.processes) == (2, 16)
+    assert "CHANGE ME" in {setting.key: setting.comment for setting in result.settings}["trainer.processes"]
+
+
+def test_a_file_of_mindspeed_rl_needs_no_more_devices_than_it_has(tmp_path: Path) -> None:
+    text = (PUBLISHED / "mindspeed_rl_grpo_qwen25_7b.yaml").read_text()
+    larger = re.sub(r"tensor_model_parallel_size: 2\b", "tensor_model_parallel_size: 8", text)
+    config = import_file(SOURCES["mindspeed-rl"], write(tmp_path, "msrl.yaml", larger), {}).config
+    assert config.trainer.tensor_parallel == 8 and config.trainer.pipeline_parallel == 2
+    assert len(assign_devices(config, {}, 16)) == 1 + config.rollout.servers == 17
+
+
+def test_values_that_are_the_default_are_listed_too(tmp_path: Path) -> None:
+    result = imported("mindspeed_rl_grpo_qwen25_7b.yaml")
+    given = SOURCES["mindspeed-rl"].read(PUBLISHED / "mindspeed_rl_grpo_qwen25_7b.yaml", {}).values
+    listed = {item.key for item in result.defaults} & set(given)
+    assert {"rl_config.adv_estimator", "generate_config.sampling_config.top_p"} <= listed
+    assert "rl_config.adv_estimator: 'group_norm' (trainer.objective.advantage)" in result.text("x")
 
 
 def test_truncated_sampling_is_listed_and_not_taken(tmp_path: Path) -> None:
