@@ -395,5 +395,5 @@ SERVER_METRICS: tuple[ServerMetric, ...] = (
     ServerMetric("buffer_groups", "Groups of the whole run: waiting, inflight, ready or taken.", ("state",)),
     ServerMetric("window_groups", "Groups of the whole run in the staleness window."),
     ServerMetric("window_capacity_groups", "Size of the staleness window, (S in force + 1) * P."),
-    ServerMetric("window_fill_ratio", "How full the window is; 1 means that the trainer is the bottleneck."),
+    ServerMetric("window_fill_ratio", "Share of the window in use, groups in generation included."),
 )

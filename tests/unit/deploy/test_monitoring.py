@@ -43,6 +43,7 @@ def test_every_metric_of_a_query_is_one_that_the_code_shows(tmp_path: Path) -> N
     )
     counters = ("epoch", "version", "tasks_put", "waiting", "inflight", "ready", "taken", "admitted")
     collector.stats = BufferStats(**dict.fromkeys(counters, 0))
+    collector.servers_wanted = 1
     row: dict[str, Any] = {metric.key: 1.0 for metric in METRICS} | {"replayed": False, "reward_by_function": {}}
     collector.progress = TrainerProgress().after(row)
     trainer = [family.name for family in collector.collect()]
@@ -61,6 +62,17 @@ def test_every_alert_says_what_to_do_and_is_in_the_table_of_the_documentation() 
         assert rule["annotations"].keys() == {"summary", "action", "runbook"}
         assert rule["annotations"]["runbook"] == "docs/operations.md#alerts"
         assert f"| `{rule['alert']}` |" in operations
+
+
+def test_no_alert_takes_an_age_within_the_bound_for_a_fault() -> None:
+    """A run whose trainer is the slower side has a mean age close to its bound: 0.95 of 1, 7.87 of 8."""
+    assert [rule["alert"] for rule in RULES if "age_bound" in rule["expr"]] == ["AgeAboveBound"]
+    assert [rule["alert"] for rule in RULES if "age_mean" in rule["expr"]] == []
+
+
+def test_servers_are_advised_only_where_the_run_can_use_more() -> None:
+    (expr,) = [rule["expr"] for rule in RULES if rule["alert"] == "TrainerIdle"]
+    assert "async_grpo_trainer_servers_wanted" in expr and "async_grpo_ready" in expr
 
 
 def test_grafana_is_given_the_dashboard_and_its_source() -> None:

@@ -22,6 +22,7 @@ DEFAULTS = {
     )
 }
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
+FILES = re.compile(r".*\.(py|md|yaml|jsonl?|log)")
 NOT_KEYS = ("model.norm.weight", "model.embed_tokens.weight")
 """Tensors of a checkpoint."""
 
@@ -42,8 +43,17 @@ def plain(text: str) -> float | str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_keys_in_the_text_exist(page: Path) -> None:
     named = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_.]+[a-z])(?:: [^`]*)?`", page.read_text())
-    files = re.compile(r".*\.(py|md|yaml|jsonl?|log)")
-    known = [name for name in named if not files.fullmatch(name) and name not in NOT_KEYS]
+    known = [name for name in named if not FILES.fullmatch(name) and name not in NOT_KEYS]
+    assert [name for name in known if not any(f"{key}.".startswith(f"{name}.") for key in KEYS)] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy/prometheus/alerts.yml"], ids=lambda page: page.name)
+def test_keys_outside_backticks_exist(page: Path) -> None:
+    text = re.sub(
+        r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)|https?://\S+", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    named = re.findall(rf"(?<![\w./$-])(?:{'|'.join(SECTIONS)})\.[a-z_.]+[a-z](?![\w/-])", text)
+    known = [name for name in named if not FILES.fullmatch(name)]
     assert [name for name in known if not any(f"{key}.".startswith(f"{name}.") for key in KEYS)] == []
 
 
