@@ -38,7 +38,7 @@ async def rewrite_report(run: Run) -> Path:
     known = run.written_summary()
     summary = run.computed_summary(*counted) if counted else run.computed_summary()
     if not counted and known.get("steps") == summary.get("steps"):
-        summary |= {key: known[key] for key in _OF_THE_SERVER if known.get(key)}
+        summary |= {key: known[key] for key in _OF_THE_SERVER if known.get(key) is not None}
     merge_timelines(run.path)
     return write_report(run.path, summary)
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
 from async_grpo.app.launch.run_folder import RunFolder, RunState
+from async_grpo.app.sweep.results import from_summary
 from async_grpo.config import dump, validate
 
 
@@ -100,6 +101,18 @@ def test_the_report_of_a_killed_run_is_written_from_its_files(tmp_path: Path) ->
     (path / "summary.json").write_text(json.dumps(written))
     assert type_in("report", path).exit_code == 0
     assert "32 admitted = 32 trained" in (path / "report.md").read_text()
+
+
+def test_a_report_written_again_keeps_that_the_groups_do_not_balance(tmp_path: Path) -> None:
+    path = make_run(tmp_path, "unbalanced")
+    type_in("report", path)
+    account = {"groups": {"admitted": 32, "trained": 31}, "balanced": False}
+    written = json.loads((path / "summary.json").read_text()) | account
+    (path / "summary.json").write_text(json.dumps(written))
+    assert type_in("report", path).exit_code == 0
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["balanced"] is False
+    assert from_summary(summary)["balanced"] is False, "a sweep recommends no such setting"
 
 
 def test_clean_lists_and_deletes_only_with_yes_and_never_a_live_run(tmp_path: Path) -> None:
