@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from typing import Any
 from async_grpo.data.base import RejectedRow
 
 Chat = list[dict[str, str]]
+_ONE_NUMBER = re.compile(r"[^\d,()\[\]{}]*\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d,()\[\]{}]*")
+"""One number with thousands separators, and perhaps a sign, a currency or a unit: $1,800."""
 
 
 class Rejections(Counter[str]):
@@ -104,13 +107,17 @@ def example_of(fields: Mapping[str, Any], where: FieldMap, kept: Sequence[str] =
 
 
 def reference(answer: str) -> str:
-    """The reference answer: the text after the last `####` with commas stripped, else the whole text.
+    """The reference answer: the text after the last `####`, without commas if it is one number with thousands
+    separators, else the whole text.
 
-    >>> reference("He pays 9 * 200 = 1800. #### 1,800")
-    '1800'
+    >>> [reference(text) for text in ("9 * 200 = 1800. #### 1,800", "#### (1,2)", "#### 3, 4")]
+    ['1800', '(1,2)', '3, 4']
     """
     _, mark, gold = answer.rpartition("####")
-    return gold.replace(",", "").strip() if mark else answer.strip()
+    gold = gold.strip()
+    if mark and _ONE_NUMBER.fullmatch(gold):
+        gold = gold.replace(",", "")
+    return gold
 
 
 def _chat(value: Any, name: str) -> Chat:

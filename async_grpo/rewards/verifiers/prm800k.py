@@ -11,9 +11,11 @@ never equals an expression that must be worked out.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from async_grpo.errors import DependencyError
@@ -67,6 +69,8 @@ _MIXED = re.compile("([0-9]) +([0-9])")
 _THOUSANDS = re.compile(r"(\d),(\d{3})(?!\d)")
 _FRACTION = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?\n?\Z")
 _NEAR = 1e-7
+_EXACT_FLOATS = 2.0**53
+"""Beyond it a float is no longer the whole number that was written."""
 
 _MOST_LETTERS = 2
 _SYMPY_NAMES = "Integer Float Number Symbol Function sqrt ln re im factorial pi oo zoo"
@@ -150,12 +154,13 @@ def normal_form(answer: str) -> str:
     if text.startswith("{") and text.endswith("}"):
         text = text[1:-1]
     text = re.sub(r",\\! *", "", text)
-    if (number := _number(text)) is not None and _is_whole(number):
-        text = str(round(number))
+    if (number := _whole_number(text)) is not None:
+        text = str(number)
     text = _plain(text) if "\\" in text else text
     text = _MIXED.sub(r"\1+\2", re.sub("- *", "-", text)).replace(" ", "")
     text = text.replace("{", "").replace("}", "").lower()
-    return str(_whole(text)) if _is_whole_number(text) else text
+    number = _whole_number(_without_thousands(text))
+    return text if number is None else str(number)
 
 
 class _Malformed(Exception):
@@ -286,24 +291,25 @@ def _evaluated(node: ast.expr) -> Any:
     raise ValueError(f"{ast.unparse(node)[:80]!r} is not arithmetic")
 
 
-def _number(text: str) -> float | None:
+def _whole_number(text: str) -> int | None:
+    """The whole number that a text is, or nearly is (within _NEAR); None for any other text.
+
+    Large numbers are read exactly: a float would make equal whole numbers of 12345678901234567891 and ...890.
+    """
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
-
-
-def _is_whole(number: float) -> bool:
-    return abs(number) != float("inf") and number == number and abs(number - round(number)) <= _NEAR
+    if not math.isfinite(number):
+        return None
+    if abs(number) >= _EXACT_FLOATS:
+        exact = Decimal(text)
+        return int(exact) if exact == int(exact) else None
+    return round(number) if abs(number - round(number)) <= _NEAR else None
 
 
 def _is_whole_number(text: str) -> bool:
-    number = _number(_without_thousands(text))
-    return number is not None and _is_whole(number)
-
-
-def _whole(text: str) -> int:
-    return int(float(text.replace(",", "")))
+    return _whole_number(_without_thousands(text)) is not None
 
 
 def _without_thousands(text: str) -> str:

@@ -1,7 +1,7 @@
 """Symbolic equality of mathematical answers, by the package math-verify, and the verifiers that rest on it.
 
 The package's own time limits are switched off: they use SIGALRM, and a process that hangs is killed anyway.
-`acc` alone has a limit of its own, because its rule says what a timeout scores.
+`acc` alone has a limit of its own, because its rule has one.
 """
 
 from __future__ import annotations
@@ -82,9 +82,14 @@ def behind_box(completion: str) -> str | None:
 
 
 @extracts(behind_box)
-def acc(completion: str, answer: str) -> float:
+def acc(completion: str, answer: str) -> float | None:
     """1 if what stands in (or behind) the last "boxed" equals the reference, -0.5 if it does not, -1 if there is no
-    "boxed" or nothing in it; 0 if comparing takes longer than a second or fails.
+    "boxed" or nothing in it; None, which cannot be judged, if comparing takes longer than a second.
+
+    MindSpeed-RL scores 0 then. That is more than a wrong answer gets, so a policy learns to write what cannot be worked
+    out (`9^{9^{9^{9}}}`).
+
+    Raises ValueError if the reference is not an expression.
 
     >>> [acc(text, "18") for text in (r"\\boxed{18}", r"\\boxed{17}", "18")]
     [1.0, -0.5, -1.0]
@@ -95,8 +100,8 @@ def acc(completion: str, answer: str) -> float:
     try:
         with _at_most(ACC_TIMEOUT_S):
             return 1.0 if equal(given, answer) else -0.5
-    except (Exception, _TimeIsUp):
-        return 0.0
+    except _TimeIsUp:
+        return None
 
 
 def canonical(given: str) -> str:

@@ -156,3 +156,21 @@ def test_a_template_that_cannot_be_had_is_an_error_with_the_fix(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Template(name, tokenizer, system)
+
+
+@pytest.mark.parametrize(
+    ("written", "reference"),
+    [
+        ("1,800", "1800"),
+        ("$1,234,567.50", "$1234567.50"),
+        ("-1,800 dollars", "-1800 dollars"),
+        ("(1,2)", "(1,2)"),
+        ("(1,200)", "(1,200)"),
+        ("3, 4", "3, 4"),
+        ("1,2,3", "1,2,3"),
+        ("yes, it does", "yes, it does"),
+    ],
+)
+def test_only_thousands_separators_are_taken_from_a_reference(written: str, reference: str) -> None:
+    row = {"question": "q", "answer": f"so #### {written}"}
+    assert example_of(row, FORMATS["gsm8k"]).answer == reference

@@ -125,10 +125,6 @@ PAIRS = {
         ("Answer: 18\nAnswer: 19", "18"),
         ("Answer:", "18"),
     ],
-    ("acc", 0.0): [  # comparing takes too long, or fails
-        (r"\boxed{9^{9^{9^{9}}}}", "18"),
-        (r"\boxed{18}", ""),
-    ],
 }
 GRADES = {
     # (verifier, reference): completions and their scores
@@ -332,3 +328,27 @@ def test_no_reference_makes_a_comparison_of_texts_fail(reference: str) -> None:
 def test_gsm8k_tells_any_two_whole_numbers_apart(value: int, other: int) -> None:
     assert gsm8k(f"so it is {value:,}.", str(value)) == 1.0
     assert gsm8k(f"so it is {value:,}.", str(other)) == float(value == other)
+
+
+def test_acc_gives_no_score_for_what_it_cannot_work_out() -> None:
+    assert load_verifier("acc")[0](RewardInput(r"\boxed{9^{9^{9^{9}}}}", "18")) is None
+    with pytest.raises(ValueError, match="not a mathematical expression"):
+        load_verifier("acc")[0](RewardInput(r"\boxed{18}", ""))
+
+
+@pytest.mark.parametrize("name", ["math_17k_acc", "acc", "math_verify", "gsm8k"])
+@pytest.mark.parametrize("number", [2**53, 12345678901234567890, -(10**30)])
+def test_large_whole_numbers_are_compared_exactly(name: str, number: int) -> None:
+    verifier = load_verifier(name)[0]
+    assert verifier(RewardInput(rf"\boxed{{{number}}}", str(number))) == 1.0
+    for other in (number + 1, number - 1):
+        assert verifier(RewardInput(rf"\boxed{{{other}}}", str(number))) in (0.0, -0.5)
+
+
+def test_a_large_number_with_a_fraction_is_not_a_whole_one() -> None:
+    assert (
+        load_verifier("math_17k_acc")[0](RewardInput(r"\boxed{12345678901234567890.5}", "12345678901234567890")) == 0.0
+    )
+    assert (
+        load_verifier("math_17k_acc")[0](RewardInput(r"\boxed{12345678901234567890.0}", "12345678901234567890")) == 1.0
+    )
