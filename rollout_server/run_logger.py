@@ -16,7 +16,7 @@ from async_grpo.data.tokenizer import Tokenizer, TokenPieces
 from async_grpo.telemetry.contention import Contention
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.rows import is_sampled
-from async_grpo.telemetry.timeline import CPU_TRACK, Timeline
+from async_grpo.telemetry.timeline import CPU_TRACK, PROCESS_TRACK, STARTED, Timeline
 from async_grpo.wire import Group, Sample
 from async_grpo.wire.board import Evaluation
 
@@ -34,6 +34,7 @@ class RolloutLogger:
     def __init__(self, run_dir: Path, name: str, *, samples_every: int, tokenizer: Tokenizer | None = None) -> None:
         self._samples = JsonLines(run_dir / "samples" / f"{name}.jsonl")
         self._timeline = Timeline(run_dir / "timeline" / f"{name}.jsonl", name)
+        self._timeline.instant(PROCESS_TRACK, STARTED, time.time())
         self._evaluations = run_dir / "evaluations" / f"{name}.jsonl"
         self._samples_every = samples_every
         self._pieces = TokenPieces(tokenizer) if tokenizer is not None else None

@@ -10,6 +10,8 @@ A rollout server is idle while it generates nothing. Only the time of the traine
     rollout-0      |-group 0-|        |--group 1-|          it generates
     idle         |-|         |--------|
 
+Steps that waited for a server to be started again say nothing about either side: `undisturbed_steps` leaves them out.
+
 Reports, sweeps and the page of runs use these functions, so that their shares and verdicts agree.
 """
 
@@ -22,6 +24,7 @@ import numpy.typing as npt
 
 from async_grpo.staleness import Selector
 from async_grpo.telemetry.rows import Row, number, numbers, rate
+from async_grpo.telemetry.timeline import PROCESS_TRACK, STARTED
 
 Floats = npt.NDArray[np.float64]
 Span = tuple[float, float]
@@ -42,10 +45,12 @@ def bottleneck(
     evaluating: float | None = None,
     *,
     selector: Selector = "fifo",
+    disturbed: int = 0,
 ) -> str:
     """A sentence with the idle shares and what follows from them; "" if the trainer's is not known.
 
-    All shares are of the trainer's time, 0 to 1. `evaluating`: the share in which servers evaluated.
+    All shares are of the trainer's time, 0 to 1. `evaluating`: the share in which servers evaluated. `disturbed`:
+    number of steps that are not in the shares, because a server was started again.
     """
     if trainer_idle is None:
         return ""
@@ -54,7 +59,12 @@ def bottleneck(
         return f"{waited}; how long the rollout servers waited is not known."
     tested = f" Evaluations kept the servers busy for {evaluating:.0%} of it." if (evaluating or 0) >= 0.05 else ""
     reading = _reading(trainer_idle, rollout_idle, selector)
-    return f"{waited}, and the rollout servers generated nothing for {rollout_idle:.0%} of it: {reading}.{tested}"
+    without = ""
+    if disturbed:
+        steps = "1 step" if disturbed == 1 else f"{disturbed} steps"
+        without = f" This is without {steps} in which a rollout server was started again."
+    verdict = f"{waited}, and the rollout servers generated nothing for {rollout_idle:.0%} of it: {reading}."
+    return f"{verdict}{tested}{without}"
 
 
 def _reading(trainer_idle: float, rollout_idle: float, selector: Selector) -> str:
@@ -68,6 +78,36 @@ def _reading(trainer_idle: float, rollout_idle: float, selector: Selector) -> st
     if ahead <= -_NOTICEABLE:
         return "training was the bottleneck, and a faster trainer would make the run faster"
     return "generation and training were balanced"
+
+
+def outages(server: Iterable[Row]) -> list[Span]:
+    """The times in which a rollout server was away: from the last that a process of it wrote until the next process
+    generated. `server`: the rows of its timeline.
+
+        group 1 |-----|   killed   started |..loads, waits for leases..| group 2 |-----|
+                      |--------------------- outage --------------------|
+    """
+    rows = list(server)
+    starts = np.array([row["start_s"] for row in rows if _is_start(row)], dtype=np.float64)
+    generating, _ = _spans(row for row in rows if row.get("track") in GENERATING)
+    _, ends = _spans(rows)
+    found = []
+    for started in np.sort(starts)[1:]:
+        before, after = ends[ends <= started], generating[generating >= started]
+        if len(before) and len(after):
+            found.append((float(before.max()), float(after.min())))
+    return merged(found)
+
+
+def undisturbed_steps(rows: Sequence[Row], servers: Iterable[Iterable[Row]]) -> Sequence[Row]:
+    """The steps during which no server was away; all of them if none is left.
+
+    While a server is away, its groups hold the window: the trainer waits for them, and other servers may not admit
+    new ones. Both sides wait as they do where S is too small, but a larger S would not help.
+    """
+    away = merged(span for server in servers for span in outages(server))
+    calm = [row for row in rows if not overlap(away, _window(row))]
+    return calm or rows
 
 
 def trainer_idle_share(rows: Sequence[Row]) -> float | None:
@@ -111,6 +151,17 @@ def _windows(rows: Iterable[Row]) -> tuple[Floats, Floats]:
     """When each step began and ended; rows without times are left out."""
     ends, lengths = _columns(rows, "time_s", "step_s")
     return ends - lengths, ends
+
+
+def _window(row: Row) -> list[Span]:
+    """When the step began and ended; [] without times."""
+    end, took_s = number(row, "time_s"), number(row, "step_s")
+    return [] if end is None or took_s is None else [(end - took_s, end)]
+
+
+def _is_start(row: Row) -> bool:
+    """True if a process of the server began."""
+    return row.get("track") == PROCESS_TRACK and row.get("name") == STARTED and number(row, "start_s") is not None
 
 
 def _spans(rows: Iterable[Row]) -> tuple[Floats, Floats]:

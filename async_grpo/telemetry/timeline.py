@@ -23,7 +23,10 @@ from async_grpo.utils.files import write_atomic
 
 Event = dict[str, Any]
 
-TRACK, CPU_TRACK = "trainer", "cpu"
+TRACK, CPU_TRACK, PROCESS_TRACK = "trainer", "cpu", "process"
+STARTED = "started"
+"""Instant on PROCESS_TRACK: a rollout server's process began. Between it and what the one before wrote last, the server
+was away (`idle.outages`)."""
 START, WAIT = "start", "wait"
 """Spans of waiting for a batch: `start` for the first batch of a process, while engines load; `wait` for later ones."""
 _FIRST_ROLES = ("supervisor", "trainer", "publisher")

@@ -86,7 +86,7 @@ def _table(key: str, rows: Iterable[tuple[str, Row]], samples: int) -> str:
 
 def _remarks(row: Row) -> str:
     reason, unjudged = row.get("no_majority"), row["figures"].get("unjudged")
-    remarks = f" No maj@{_samples(row)}: {_cell(str(reason))}." if reason else ""
+    remarks = f" No maj@{_samples(row)}: {_cell(str(reason), characters=400)}." if reason else ""
     remarks += f" {unjudged} completions could not be judged and are left out." if unjudged else ""
     unextracted = row["figures"].get("unextracted")
     return remarks + (f" {no_vote(unextracted, _samples(row))}; `logs/` has why." if unextracted else "")
@@ -96,9 +96,12 @@ def _samples(row: Row) -> int:
     return int(row.get("samples") or 1)
 
 
-def _cell(text: str) -> str:
+def _cell(text: str, *, characters: int = 80) -> str:
     """Text from data or configuration as code, without characters that Markdown would interpret."""
-    return "`" + "".join(c if c.isprintable() and c not in "`|" else "?" for c in text)[:80] + "`"
+    shown = "".join(c if c.isprintable() and c not in "`|" else "?" for c in text.replace("`", "'"))
+    if len(shown) > characters:
+        shown = shown[: characters - 3] + "..."
+    return f"`{shown}`"
 
 
 def samples_section(run_dir: Path) -> str:

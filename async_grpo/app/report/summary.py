@@ -9,7 +9,13 @@ import msgspec
 
 from async_grpo.config.schema import RunConfig
 from async_grpo.staleness import Selector
-from async_grpo.telemetry.idle import bottleneck, evaluating_share, rollout_idle_share, trainer_idle_share
+from async_grpo.telemetry.idle import (
+    bottleneck,
+    evaluating_share,
+    rollout_idle_share,
+    trainer_idle_share,
+    undisturbed_steps,
+)
 from async_grpo.telemetry.rows import (
     GENERATED_TOKENS,
     RESTARTS_PREFIX,
@@ -99,17 +105,27 @@ def _whole_run(steps: Sequence[Row], generated_tokens: int) -> Facts:
 
 def _steady(steps: Sequence[Row], servers: Sequence[Sequence[Row]], selector: Selector) -> Facts:
     """Throughput and where the time went, over the steps behind the head start."""
-    trainer, rollout = trainer_idle_share(steps), rollout_idle_share(steps, servers)
-    evaluating = evaluating_share(steps, servers) if servers else None
     return {
         "first_timed_step": steps[0]["step"] if steps else None,
         "tokens_per_s": tokens_per_s(steps),
-        "trainer_idle": trainer,
-        "rollout_idle": rollout,
-        "evaluating": evaluating,
-        "bottleneck": bottleneck(trainer, rollout, evaluating, selector=selector),
+        "trainer_idle": trainer_idle_share(steps),
+        "rollout_idle": rollout_idle_share(steps, servers),
+        "evaluating": evaluating_share(steps, servers) if servers else None,
+        "bottleneck": _verdict(steps, servers, selector),
         "time_split_s": _time_split(steps),
     }
+
+
+def _verdict(steps: Sequence[Row], servers: Sequence[Sequence[Row]], selector: Selector) -> str:
+    """Which side was the bottleneck, from the steps in which no rollout server was started again."""
+    calm = undisturbed_steps(steps, servers)
+    return bottleneck(
+        trainer_idle_share(calm),
+        rollout_idle_share(calm, servers),
+        evaluating_share(calm, servers) if servers else None,
+        selector=selector,
+        disturbed=len(steps) - len(calm),
+    )
 
 
 def held_out_score(evaluations: Sequence[Row]) -> str:

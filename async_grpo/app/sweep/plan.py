@@ -24,6 +24,12 @@ _NAME_LENGTH = 64
 _SHOWN_REFUSALS = 10
 _OPENING, _CLOSING, _QUOTES = "[{(", "]})", "'\""
 _RESERVED = {
+    "seed": "Give one seed with --seed N",
+    "name": "It changes nothing that is predicted. Leave it out",
+    "runs_dir": "It changes nothing that is predicted. Leave it out",
+}
+"""Keys that no command varies on an axis -> what to do, for commands that start no runs."""
+_RESERVED_IN_SWEEPS = {
     "seed": "Give the seeds with --seeds 1,2,3",
     "name": "A sweep names its runs itself; -o name=... names the sweep",
     "runs_dir": "A sweep keeps its runs in its own folder; set it with --out",
@@ -41,9 +47,9 @@ class Axis:
     values: tuple[str, ...]
 
 
-def parse_axis(text: str, option: str = "--grid") -> Axis:
+def parse_axis(text: str, option: str = "--grid", reserved: Mapping[str, str] = _RESERVED) -> Axis:
     """The axis of one `--grid key=a,b,c`, or of another option of that form; a comma inside brackets or quotes belongs
-    to its value.
+    to its value. `reserved`: keys that cannot be varied, and what to do.
 
     Raises ConfigError for another form, a reserved key or a repeated value.
 
@@ -54,8 +60,8 @@ def parse_axis(text: str, option: str = "--grid") -> Axis:
     key, parts = key.strip(), split_values(values)
     if not equals or not key or not all(parts):
         raise ConfigError(f"{option} {text!r} is not of the form key=value,value,... such as max_staleness=0,1,2,4")
-    if key in _RESERVED:
-        raise ConfigError(f"{option} {text!r}: {key} cannot be an axis. {_RESERVED[key]}")
+    if key in reserved:
+        raise ConfigError(f"{option} {text!r}: {key} cannot be an axis. {reserved[key]}")
     twice = [value for value in parts if parts.count(value) > 1]
     if twice:
         raise ConfigError(f"{option} {text!r}: the value {twice[0]} stands twice. Remove one")
@@ -65,7 +71,7 @@ def parse_axis(text: str, option: str = "--grid") -> Axis:
 def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> list[Axis]:
     """The axes of all `--grid` options. Raises ConfigError if there are none or one is wrong, and for a key that stands
     twice or in `-o` as well."""
-    axes = [parse_axis(text) for text in texts]
+    axes = [parse_axis(text, reserved=_RESERVED_IN_SWEEPS) for text in texts]
     if not axes:
         raise ConfigError(
             "a sweep needs something to vary: --grid key=value,value,... such as --grid max_staleness=0,2"

@@ -116,7 +116,7 @@ async def test_samples_and_a_timeline_are_written(tmp_path: Path) -> None:
     assert rows[0]["completions"][0]["spans"] == [[0, 0, 3]]
     assert rows[0]["completions"][0]["reward"] == 1.0
     spans = [json.loads(line) for line in (tmp_path / "timeline" / "rollout-0.jsonl").read_text().splitlines()]
-    assert {"generation", "weights", "evaluation"} <= {span["track"] for span in spans}
+    assert {"process", "generation", "weights", "evaluation"} <= {span["track"] for span in spans}
 
 
 async def test_a_server_that_starts_while_others_finish_the_run_waits_for_no_weights(

@@ -8,10 +8,12 @@ from async_grpo.telemetry.idle import (
     bottleneck,
     evaluating_share,
     merged,
+    outages,
     overlap,
     rollout_idle_s,
     rollout_idle_share,
     trainer_idle_share,
+    undisturbed_steps,
 )
 from async_grpo.telemetry.rows import Row, behind_head_start, tokens_per_s
 
@@ -85,3 +87,25 @@ def test_evaluations_that_kept_servers_busy_are_named_and_nothing_is_said_of_a_r
     assert "Evaluations kept the servers busy for 16% of it." in bottleneck(0.55, 0.02, 0.16)
     assert "Evaluations" not in bottleneck(0.55, 0.02, 0.01)
     assert bottleneck(None, 0.5) == ""
+
+
+def started(at_s: float) -> Row:
+    return {"track": "process", "name": "started", "start_s": at_s}
+
+
+def test_a_server_is_away_from_its_last_word_until_it_generates_again() -> None:
+    first = [started(1), span(5, 9), span(9, 12, "weights")]
+    second = [started(20), span(21, 22, "weights"), span(44, 50)]
+    assert outages([*first, *second]) == [(12, 44)]
+    assert outages(first) == [] and outages(second) == [] and outages([*first, started(20)]) == []
+    assert outages([*first, *second, started(60), span(70, 71)]) == [(12, 44), (50, 70)]
+
+
+def test_steps_that_waited_for_a_server_to_come_back_are_left_out() -> None:
+    steps: list[Row] = [{"step": n, "time_s": 10.0 * n, "step_s": 10.0, "wait_s": 1.0} for n in range(1, 7)]
+    steps[2] = {"step": 3, "time_s": 50.0, "step_s": 30.0, "wait_s": 28.0}
+    steps[3:] = [{"step": n, "time_s": 20.0 + 10.0 * n, "step_s": 10.0, "wait_s": 1.0} for n in range(4, 7)]
+    server = [started(0), span(0, 24), started(30), span(46, 90)]
+    calm = undisturbed_steps(steps, [server])
+    assert [step["step"] for step in calm] == [1, 2, 4, 5, 6]
+    assert undisturbed_steps(steps[2:3], [server]) == steps[2:3], "without others it is all that there is"

@@ -133,6 +133,29 @@ def test_accuracy_is_that_of_the_first_and_the_last_version(summary: dict[str, A
     assert (summary["greedy_accuracy_before"], summary["greedy_accuracy_after"]) == (0.13, 0.88)
 
 
+def test_an_outage_is_not_read_as_a_window_that_is_too_small() -> None:
+    ends = [10.0, 20.0, 30.0, 70.0, 80.0, 90.0, 100.0, 110.0]  # a server was killed in the fourth step
+    waits = [1.0, 1.0, 1.0, 38.0, 1.0, 1.0, 1.0, 1.0]
+    steps = [
+        {"step": n + 1, "time_s": end, "step_s": end - before, "wait_s": wait, "trained_tokens": 10}
+        for n, (before, end, wait) in enumerate(zip([0.0, *ends], ends, waits, strict=False))
+    ]
+    times = [(0.0, 32.0), (68.0, 110.0)]
+    server = [{"track": "generation", "name": "group 1", "start_s": start, "end_s": end} for start, end in times]
+    processes = [{"track": "process", "name": "started", "start_s": start} for start in (0.0, 50.0)]
+    made = summarize(config(), steps, [], [], {}, {}, 110.0, servers=[[*processes, *server]])
+    assert made["trainer_idle"] > 0.3 and made["rollout_idle"] > 0.3
+    assert "max_staleness" not in made["bottleneck"] and "started again" in made["bottleneck"]
+
+
+def test_a_reason_is_not_cut_where_it_says_what_is_missing(run_dir: Path, summary: dict[str, Any]) -> None:
+    reason = (
+        f"the reward function {'long_' * 12}name does not say which answer a completion gives (it has no `extract`)"
+    )
+    summary["evaluations"][-1]["no_majority"] = reason
+    assert "(it has no 'extract')`." in write_report(run_dir, summary).read_text()
+
+
 def test_the_report_has_the_figures_of_every_version_with_their_intervals(
     run_dir: Path, summary: dict[str, Any]
 ) -> None:

@@ -85,6 +85,11 @@ def test_what_is_no_grid_is_refused_with_what_to_type(grid: list[str], overrides
         parse_axes(grid, overrides)
 
 
+def test_what_simulates_is_told_the_option_for_the_seed_that_it_has() -> None:
+    with pytest.raises(ConfigError, match="--seed N"):
+        parse_axis("seed=1,2")
+
+
 def test_the_last_axis_turns_fastest() -> None:
     axes = parse_axes(["s=0,1", "p=x,y"], [])
     assert [tuple(choice.values()) for choice in combinations(axes)] == [("0", "x"), ("0", "y"), ("1", "x"), ("1", "y")]
