@@ -120,6 +120,11 @@ class StepColumns:
         known = values[~np.isnan(values)]
         return float(known[-1]) if len(known) else None
 
+    def means(self, keys: Sequence[str]) -> dict[str, float]:
+        """Mean over the steps, of the keys that at least one step has."""
+        columns = {key: self.column(key) for key in keys}
+        return {key: float(np.nanmean(values)) for key, values in columns.items() if not np.isnan(values).all()}
+
     def tokens_per_s(self, max_staleness: Any) -> float | None:
         """Tokens trained per second over the steps behind the head start, as reports have it; None if unknown."""
         window = max_staleness if isinstance(max_staleness, int) else 0

@@ -21,7 +21,7 @@ from markdown_it.token import Token
 
 from async_grpo.app.runs.run import RunStatus
 from async_grpo.app.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot, is_run
-from async_grpo.app.view.columns import READ_S, ROLLOUT_IDLE, metric_groups, thinned
+from async_grpo.app.view.columns import READ_S, ROLLOUT_IDLE, TRAINER_IDLE, metric_groups, thinned
 from async_grpo.app.view.vendor import UPLOT, is_there
 from async_grpo.config.load import differing_keys
 
@@ -29,6 +29,8 @@ LOG_BYTES = 64 << 10
 """Most bytes of a log that are shown, from its end."""
 _FOLD = re.compile(r"<details><summary>(.+)</summary>|</details>")
 """A line that opens or closes a collapsible section of a report."""
+SHOWN_BY_MEAN = (TRAINER_IDLE, ROLLOUT_IDLE)
+"""Curves whose last value says little about the run: at its end one side always waits."""
 Axis = Literal["step", "time"]
 Runs = Annotated[list[str], Query(max_length=50)]
 Keys = Annotated[list[str], Query(max_length=200)]
@@ -147,9 +149,10 @@ def curves_of(run: KnownRun, keys: list[str], axis: Axis, budget_s: float) -> di
         x, known = columns.x(axis), columns.keys()
         wanted = [one for key in keys for one in (known if key.endswith(".") else [key]) if one.startswith(key)]
         points = {key: thinned(x, columns.column(key)) for key in wanted}
+        means = columns.means([key for key in wanted if key in SHOWN_BY_MEAN])
         evaluations = _evaluations(run, axis)
     curves = {key: [part.tolist() for part in xy] for key, xy in points.items() if len(xy[0])}
-    return {**facts, "read": read, "curves": curves, "evaluations": evaluations}
+    return {**facts, "read": read, "curves": curves, "means": means, "evaluations": evaluations}
 
 
 def _evaluations(run: KnownRun, axis: Axis) -> list[dict[str, Any]]:

@@ -66,7 +66,8 @@ export function smoothed(values, half) {
   });
 }
 
-/** A chart of spec: { title, unit, doc, axis, lines: [{ label, x, y, style (number), points, hidden }], marks: [x] }.
+/** A chart of spec: { title, unit, doc, axis, lines: [{ label, x, y, style (number), points, hidden, mean }], marks: [x] }.
+ * A line's `mean` is shown while nothing is pointed at, where the last step says little; else its last value is.
  * Returns { root, update(spec), close }. */
 export function chart(first) {
   let spec = first;
@@ -91,14 +92,16 @@ export function chart(first) {
     read(null);
   }
 
-  /** Values at a place of the joined axis; the last ones without a place. */
+  /** Values at a place of the joined axis; the last ones, or the means, without a place. */
   function read(place) {
     const at = place === null || !plot ? null : plot.data[0][place];
     const shown = spec.lines.filter((line) => !line.hidden);
-    const item = (line) => el("li", {}, swatch(line.style), ` ${line.label} `, el("b", {}, reading(valueAt(line, at))));
-    const head = at === null ? "last" : `${spec.axis === "time" ? `${figure(at, 1)} s` : `step ${at}`}`;
+    const value = (line) => (at === null && line.mean !== undefined ? line.mean : valueAt(line, at));
+    const item = (line) => el("li", {}, swatch(line.style), ` ${line.label} `, el("b", {}, reading(value(line))));
+    const atRest = shown.some((line) => line.mean !== undefined) ? "mean" : "last";
+    const head = at === null ? atRest : `${spec.axis === "time" ? `${figure(at, 1)} s` : `step ${at}`}`;
     values.replaceChildren(el("li", { class: "at" }, head), ...shown.map(item));
-    box.setAttribute("aria-label", `${spec.title}: ${shown.map((line) => `${line.label} ${reading(valueAt(line, at))}`).join(", ")}, ${head}. Arrow keys read it`);
+    box.setAttribute("aria-label", `${spec.title}: ${shown.map((line) => `${line.label} ${reading(value(line))}`).join(", ")}, ${head}. Arrow keys read it`);
   }
 
   function steer(event) {

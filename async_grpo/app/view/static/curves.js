@@ -104,7 +104,7 @@ function groupsOfCurves(root, runs, parameters, changed) {
   function plainLines(run, index, metric) {
     const curve = run.curves[metric.key];
     if (!curve) return [];
-    const lines = [{ run: run.id, label: run.name, x: curve[0], y: smoothed(curve[1], controls.half()), style: index }];
+    const lines = [{ run: run.id, label: run.name, x: curve[0], y: smoothed(curve[1], controls.half()), style: index, mean: run.means[metric.key] }];
     const bound = metric.key === "age_max" && run.age_bound !== null && found.findIndex((other) => other.age_bound === run.age_bound) === index;
     if (bound) lines.push({ run: run.id, label: "bound", x: curve[0], y: curve[0].map(() => run.age_bound), style: index + 7 });
     return lines;

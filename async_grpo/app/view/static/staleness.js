@@ -69,8 +69,8 @@ function sentence({ curves, age_bound: bound, status }) {
   return `${age}, and the bound is ${figure(bound, 0)}: ${oldest <= bound ? kept : "THE BOUND WAS BROKEN"}.`;
 }
 
-function line(curves, key, label, style) {
-  return curves[key] ? [{ label, x: curves[key][0], y: curves[key][1], style }] : [];
+function line(curves, key, label, style, means = {}) {
+  return curves[key] ? [{ label, x: curves[key][0], y: curves[key][1], style, mean: means[key] }] : [];
 }
 
 function ageChart({ curves, age_bound: bound }) {
@@ -80,8 +80,8 @@ function ageChart({ curves, age_bound: bound }) {
   return { title: "Age of trained tokens", unit: "steps", axis: "step", lines, doc: "Optimizer steps between generation and training." };
 }
 
-function idleChart({ curves }) {
-  const lines = [...line(curves, "idle.trainer", "trainer", 0), ...line(curves, "idle.rollout", "rollout servers", 8)];
+function idleChart({ curves, means }) {
+  const lines = [...line(curves, "idle.trainer", "trainer", 0, means), ...line(curves, "idle.rollout", "rollout servers", 8, means)];
   return { title: "Idle share of both sides", unit: "share", axis: "step", lines, doc: "Trainer: waiting for a batch. Servers: generating nothing." };
 }
 

@@ -190,3 +190,10 @@ async def test_the_speed_in_the_list_is_that_of_the_report(tmp_path: Path) -> No
     (run / "config.yaml").write_text("name: run\nsteps: 5\nmax_staleness: 1\n")
     (listed,) = await Page(tmp_path).json("/api/runs")
     assert listed["tokens_per_s"] == pytest.approx(30.0), "three steps of 60 tokens in six seconds"
+
+
+async def test_idle_shares_come_with_their_means(page: Page) -> None:
+    (found,) = await page.json("/api/curves?run=one&key=idle.trainer&key=reward_mean")
+    assert found["means"] == {"idle.trainer": pytest.approx(0.2)}
+    (without,) = await page.json("/api/curves?run=one&key=idle.rollout")
+    assert without["means"] == {}
