@@ -143,6 +143,12 @@ def samples(
     grep: Annotated[
         str | None, typer.Option("--grep", metavar="REGEX", help="Only groups whose prompt or a completion matches.")
     ] = None,
+    reward_min: Annotated[
+        float | None, typer.Option("--reward-min", help="Only groups with a completion of this reward or more.")
+    ] = None,
+    reward_max: Annotated[
+        float | None, typer.Option("--reward-max", help="Only groups with a completion of this reward or less.")
+    ] = None,
     count: Annotated[int, typer.Option("-n", min=1, help="Number of groups.")] = 3,
     characters: Annotated[int, typer.Option("--characters", min=1, help="Characters to show of each text.")] = 600,
 ) -> None:
@@ -160,6 +166,8 @@ def samples(
         if grep is not None:
             matches = _pattern(grep)
             groups = [row for row in groups if any(map(matches, _texts(row)))]
+        if reward_min is not None or reward_max is not None:
+            groups = [row for row in groups if _has_reward_within(row, reward_min, reward_max)]
         groups.sort(key=_mean_reward if best or worst else _time, reverse=not worst)
         if not groups:
             raise ConfigError(
@@ -370,6 +378,12 @@ def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
 
 def _texts(row: dict[str, Any]) -> list[str]:
     return [str(row.get("prompt", "")), *(str(one.get("text", "")) for one in row["completions"])]
+
+
+def _has_reward_within(row: dict[str, Any], low: float | None, high: float | None) -> bool:
+    """True if one completion has a reward within both limits. What could not be judged has none."""
+    rewards = [one["reward"] for one in row["completions"] if one.get("reward") is not None]
+    return any((low is None or reward >= low) and (high is None or reward <= high) for reward in rewards)
 
 
 def _time(row: dict[str, Any]) -> float:

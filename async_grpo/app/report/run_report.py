@@ -131,10 +131,12 @@ def _ends_of(run_dir: Path) -> tuple[list[Row], list[Row]]:
 
 
 def _group(row: Row) -> str:
-    """Markdown: the prompt, and its best and worst completion."""
+    """Markdown: the prompt, the reference answer, and the best and the worst completion."""
     ranked = sorted(_completions(row), key=lambda completion: -(completion.get("reward") or 0.0))
     shown = ranked if len(ranked) <= 2 else [ranked[0], ranked[-1]]
     blocks = [f"Prompt (policy version {_version(row)}):", fenced(str(row.get("prompt", "")))]
+    if answer := str(row.get("answer") or ""):
+        blocks += ["Reference answer:", fenced(answer)]
     for completion in shown:
         blocks += [_caption(completion), fenced(str(completion.get("text", "")))]
     return "\n\n".join(blocks)

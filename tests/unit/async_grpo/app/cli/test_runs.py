@@ -92,6 +92,13 @@ def test_samples_are_chosen_sorted_and_cannot_control_the_terminal(tmp_path: Pat
     assert "not a regular expression" in type_in("samples", path, "--grep", "(").output
 
 
+def test_samples_are_filtered_by_the_reward_of_a_completion(tmp_path: Path) -> None:
+    path = make_run(tmp_path, "run")  # group 0 has the reward 0, group 1 the reward 1
+    assert "group 1," in (shown := type_in("samples", path, "--reward-min", 0.5).output) and "group 0," not in shown
+    assert "group 0," in (shown := type_in("samples", path, "--reward-max", 0.5).output) and "group 1," not in shown
+    assert type_in("samples", path, "--reward-min", 2).exit_code == 1
+
+
 def test_the_report_of_a_killed_run_is_written_from_its_files(tmp_path: Path) -> None:
     path = make_run(tmp_path, "killed", finished=0)
     assert type_in("report", path).exit_code == 0

@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.app.launch.local import headline
 from async_grpo.app.launch.run_folder import RunFolder
-from async_grpo.app.report.run_report import write_report
+from async_grpo.app.report.run_report import samples_section, write_report
 from async_grpo.app.report.summary import summarize
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.jsonl import JsonLines, read_rows
@@ -285,3 +285,7 @@ def test_model_output_stays_inside_its_block(run_dir: Path, summary: dict[str, A
     assert "<script>" not in outside and "evil" not in outside
     assert "\x1b" not in hostile and "\u202e" not in hostile
     assert any("[... 4400 more characters]" in line for line in lines)
+
+
+def test_samples_stand_beside_their_reference_answer(run_dir: Path) -> None:
+    assert "Reference answer:\n\n```text\n12\n```" in samples_section(run_dir)
