@@ -210,8 +210,8 @@ class ReplayBuffer(Protocol):
         """Lease 1 to `limit` groups: first those that lost their holder, lowest sequence first, with the attempt
         raised and the partial attached; then new ones.
 
-        A group whose lease has expired max_attempts times is released as `failed` instead (giving back uses up no
-        attempt). Under on_stale drop, a group whose partial is older than S is released as `expired`. A group without a
+        A group with max_attempts strikes is released as `failed` instead. An expired lease is a strike, and so is a
+        `give_back` that says so. Under on_stale drop, a group whose partial is older than S is released as `expired`. A group without a
         partial restarts at the newest version. A cancelled call gives back what it was granted. Raises RunEnded, and
         WaitTimeout if nothing could be admitted.
         """
@@ -225,8 +225,11 @@ class ReplayBuffer(Protocol):
         """Store what is generated so far and renew the lease. Raises LeaseLost."""
         ...
 
-    async def give_back(self, ticket: Ticket) -> None:
-        """End the lease now, so that another server can continue. Idempotent; a lost lease is no error."""
+    async def give_back(self, ticket: Ticket, *, strike: bool = False) -> None:
+        """End the lease now, so that another server can continue. Idempotent; a lost lease is no error.
+
+        `strike`: count this attempt, as an expired lease counts, because the group may have killed its engine.
+        """
         ...
 
     async def insert(self, ticket: Ticket, group: Group) -> None:

@@ -15,7 +15,8 @@ class ActiveGroup:
     begun: int
     """While INFLIGHT, no reported token is older than this version."""
     attempt: int = 0
-    expired_leases: int = 0
+    strikes: int = 0
+    """Number of attempts that their holder, or its engine, did not survive."""
     deadline_s: float = 0.0
     partial: Partial | None = None
     group: Group | None = None

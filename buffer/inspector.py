@@ -53,7 +53,7 @@ class GroupFacts:
     attempt: int
     """Number of leases so far."""
     strikes: int = 0
-    """Number of leases that expired."""
+    """Number of leases that expired, or whose engine died."""
     uses: int = 0
     oldest_version: int | None = None
     """Version of its oldest token; for an INFLIGHT group, a version that no token is older than."""

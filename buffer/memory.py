@@ -58,8 +58,8 @@ class InMemoryBuffer:
     async def progress(self, ticket: Ticket, partial: Partial) -> None:
         self._state.progress(ticket, partial, self._clock())
 
-    async def give_back(self, ticket: Ticket) -> None:
-        self._state.give_back(ticket)
+    async def give_back(self, ticket: Ticket, *, strike: bool = False) -> None:
+        self._state.give_back(ticket, strike=strike)
         self._wake()
 
     async def insert(self, ticket: Ticket, group: Group) -> None:

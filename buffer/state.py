@@ -107,9 +107,11 @@ class BufferState:
         slot.begun = max(slot.begun, partial.oldest_version or 0)
         slot.deadline_s = now_s + self.lease_s
 
-    def give_back(self, ticket: Ticket) -> None:
+    def give_back(self, ticket: Ticket, *, strike: bool = False) -> None:
         if self._holds(ticket):
-            self.open[ticket.seq].deadline_s = self._no_lease_ends_before_s = 0.0
+            slot = self.open[ticket.seq]
+            slot.strikes += strike
+            slot.deadline_s = self._no_lease_ends_before_s = 0.0
 
     def insert(self, ticket: Ticket, group: Group) -> None:
         if self._holds(ticket):
@@ -216,7 +218,7 @@ class BufferState:
         self._no_lease_ends_before_s = min(held.values(), default=math.inf)
         for seq in over:
             slot = self.open[seq]
-            if slot.expired_leases + (slot.deadline_s > 0) >= self.max_attempts:
+            if slot.strikes + (slot.deadline_s > 0) >= self.max_attempts:
                 self._release(seq, ReleaseReason.FAILED, how=None)
             elif slot.partial is not None and too_old_to_finish(self.policy, self.version, slot.begun):
                 self._release(seq, ReleaseReason.EXPIRED, how=None)
@@ -260,7 +262,7 @@ class BufferState:
 
     def _lease(self, seq: int, holder: str, now_s: float) -> Ticket:
         slot = self.open[seq]
-        slot.expired_leases += slot.deadline_s > 0
+        slot.strikes += slot.deadline_s > 0
         slot.attempt += 1
         slot.deadline_s = now_s + self.lease_s
         self._no_lease_ends_before_s = min(self._no_lease_ends_before_s, slot.deadline_s)
@@ -275,6 +277,7 @@ class BufferState:
             holder=holder,
             lease_s=self.lease_s,
             partial=slot.partial,
+            strikes=slot.strikes,
         )
 
     def _may_sample(self, least: int, *, begun: bool) -> bool:

@@ -191,7 +191,8 @@ class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
     """The leased right to generate the group of `task`.
 
     `seq` orders groups by admission. `version` is the policy version published at admission; no token of the group may
-    be older. `attempt` counts the leases of this group from 1, and fences late messages of an earlier holder.
+    be older. `attempt` counts the leases of this group from 1, and fences late messages of an earlier holder. `strikes`
+    counts those that their holder, or its engine, did not survive.
     """
 
     seq: NonNegative
@@ -202,6 +203,7 @@ class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
     holder: str
     lease_s: float
     partial: Partial | None = None
+    strikes: int = 0
 
 
 class Group(Record, frozen=True, kw_only=True, tag="group"):

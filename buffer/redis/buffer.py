@@ -111,8 +111,8 @@ class RedisBuffer:
         reply = await self._script("progress", ticket.seq, ticket.attempt, *age_and_length, payloads=staged)
         _check_lease(reply, ticket)
 
-    async def give_back(self, ticket: Ticket) -> None:
-        await self._script("give_back", ticket.seq, ticket.attempt)
+    async def give_back(self, ticket: Ticket, *, strike: bool = False) -> None:
+        await self._script("give_back", ticket.seq, ticket.attempt, int(strike))
 
     async def insert(self, ticket: Ticket, group: Group) -> None:
         stored = [Payload(self._keys.group(ticket.seq, ticket.attempt), encode(group), only_new=True)]
@@ -210,8 +210,9 @@ class RedisBuffer:
                 holder=holder,
                 lease_s=lease_ms / 1000,
                 partial=decode(partial, Partial) if partial is not None else None,
+                strikes=strikes,
             )
-            for seq, attempt, version, task, partial in batched(leases, 5)
+            for seq, attempt, strikes, version, task, partial in batched(leases, 6)
         ]
 
     async def _take(self, epoch: int, version: int, have: int, extent: str, timeout_s: float) -> Batch:

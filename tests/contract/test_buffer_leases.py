@@ -139,6 +139,28 @@ async def test_giving_back_uses_up_no_attempt(open_buffer: Open) -> None:
         await buffer.give_back(ticket)
 
 
+async def test_a_group_that_keeps_killing_engines_is_failed_after_max_attempts(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=0, P=1), max_attempts=3)
+    for attempt in range(1, 4):
+        (ticket,) = await admit(buffer, 1)
+        assert (ticket.seq, ticket.attempt, ticket.strikes) == (0, attempt, attempt - 1)
+        await buffer.give_back(ticket, strike=True)
+        await buffer.give_back(ticket, strike=True)  # its reply was lost: counted once
+    (other,) = await admit(buffer, 1)
+    stats = await buffer.stats()
+    assert (other.seq, other.strikes) == (1, 0)
+    assert (released(stats), stats.active, stats.balanced) == ({"failed": 1}, 1, True)
+
+
+async def test_strikes_of_engines_and_of_expired_leases_are_added(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=0, P=1), lease_s=SHORT_S, max_attempts=2)
+    (ticket,) = await admit(buffer, 1)
+    await buffer.give_back(ticket, strike=True)
+    assert [ticket.seq for ticket in await admit(buffer, 1)] == [0]
+    await asyncio.sleep(1.5 * SHORT_S)
+    assert [ticket.seq for ticket in await admit(buffer, 1)] == [1]
+
+
 async def test_a_failed_group_does_not_hold_up_the_batch(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=1, P=1), lease_s=SHORT_S, max_attempts=1)
     _dying, living = await admit(buffer, 2)

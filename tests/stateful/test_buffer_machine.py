@@ -171,10 +171,10 @@ class BufferMachine(RuleBasedStateMachine):
         self.both(lambda buffer: buffer.progress(ticket, partial_of(ticket, length)))
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), strike=st.booleans())
+    def give_back(self, data: st.DataObject, strike: bool) -> None:
         ticket = data.draw(st.sampled_from(self.tickets[-6:]))
-        self.both(lambda buffer: buffer.give_back(ticket))
+        self.both(lambda buffer: buffer.give_back(ticket, strike=strike))
 
     @precondition(lambda self: self.tickets)
     @rule()

@@ -1,8 +1,8 @@
 #!lua
 -- After: books paging records many_records endings leases
 -- WAITING -> INFLIGHT, and groups that nobody holds to their next holder. ARGV[2], ARGV[3]: limit, request.
--- Returns {'ok', epoch, lease_ms, seq, attempt, version, task, partial, ...}, {'wait', ms} or {'ended'}. The
--- same request gets the same leases again, as far as they still hold.
+-- Returns {'ok', epoch, lease_ms, seq, attempt, strikes, version, task, partial, ...}, {'wait', ms} or {'ended'}.
+-- The same request gets the same leases again, as far as they still hold.
 local limit, now = tonumber(ARGV[2]), now_ms()
 local grant, dials = payload('grant', ARGV[3]), {}
 for i, value in ipairs(redis.call('HMGET', META, 'lease_ms', 'version', 'staleness', 'groups_per_step', 'horizon',
@@ -14,8 +14,8 @@ local lease_ms, version, staleness, size, horizon, min_size, samples_per_insert,
   admitted, ended, epoch, used_active, stored_bytes, room_bytes, group_bytes = unpack(dials)
 local answer, leases = {'ok', epoch, lease_ms}, {}
 
-local function add(seq, attempt, begun, task, partial)
-  for _, value in ipairs({tonumber(seq), tonumber(attempt), tonumber(begun), task, partial}) do
+local function add(seq, attempt, strikes, begun, task, partial)
+  for _, value in ipairs({tonumber(seq), tonumber(attempt), strikes, tonumber(begun), task, partial}) do
     answer[#answer + 1] = value
   end
   leases[#leases + 1] = seq .. ':' .. attempt
@@ -31,7 +31,7 @@ local function lease_again(seq)
   redis.call('HSET', GROUPS, seq, printed(record))
   redis.call('ZADD', LEASES, now + lease_ms, seq)
   local begun = partial and redis.call('ZSCORE', BEGUN, seq) or version
-  add(seq, record.attempt, begun, redis.call('GET', payload('task', seq)), partial)
+  add(seq, record.attempt, record.strikes, begun, redis.call('GET', payload('task', seq)), partial)
 end
 
 -- New groups: WAITING -> INFLIGHT.
@@ -51,13 +51,14 @@ local function lease_new(first, count)
   redis.call('HINCRBY', META, 'admitted', count)
   for page = 1, count, PAGE do
     local found = redis.call('MGET', unpack(tasks, page, math.min(page + PAGE - 1, count)))
-    for i, task in ipairs(found) do add(first + page + i - 2, 1, version, task, false) end
+    for i, task in ipairs(found) do add(first + page + i - 2, 1, 0, version, task, false) end
   end
 end
 
 for seq, attempt in (redis.call('GET', grant) or ''):gmatch('(%d+):(%d+)') do
-  if held(seq, attempt) then
-    add(seq, attempt, redis.call('ZSCORE', BEGUN, seq), unpack(redis.call('MGET', payload('task', seq),
+  local record = held(seq, attempt)
+  if record then
+    add(seq, attempt, record.strikes, redis.call('ZSCORE', BEGUN, seq), unpack(redis.call('MGET', payload('task', seq),
       payload('partial', seq))))
   end
 end

@@ -5,8 +5,8 @@ local function outdated(seq)
     and redis.call('EXISTS', payload('partial', seq)) == 1
 end
 
--- Sequences that nobody holds, lowest first. Those that have no attempt left end as failed (a lease
--- that was given back, deadline 0, is no strike), those with an outdated partial as expired.
+-- Sequences that nobody holds, lowest first. Those that have no attempt left end as failed (a lease that was given
+-- back, deadline 0, has its strike already if it is one), those with an outdated partial as expired.
 local function unheld(now)
   local again, limit = {}, meta('max_attempts')
   local over = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'WITHSCORES')

@@ -1,6 +1,6 @@
--- What is known of one group: attempt (leases so far), strikes (those that expired), longest (tokens of its
--- longest completion), oldest and newest (versions of its tokens, once it is finished), uses (how often it was
--- taken while active), pins (reasons to keep its payload: it is finished and active; a logged step has it).
+-- What is known of one group: attempt (leases so far), strikes (those that expired, or whose engine died), longest
+-- (tokens of its longest completion), oldest and newest (versions of its tokens, once it is finished), uses (how often
+-- it was taken while active), pins (reasons to keep its payload: it is finished and active; a logged step has it).
 local RECORD = '%d %d %d %d %d %d %d'
 local RECORD_PATTERN = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
 
