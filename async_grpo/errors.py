@@ -23,6 +23,8 @@ AsyncGrpoError
 │   ├── PublisherLost      the publisher has been silent for too long
 │   └── FetchInterrupted   a fetch that cannot be finished; the receiver starts over with the newest version
 ├── EngineError            the inference engine failed
+├── RequestRefused         a request that the inference engine cannot take; the engine itself is well
+├── WorkflowFailed         a workflow that ended in a way that leaves no sample to train
 ├── LogprobsWrong          an engine whose log-probabilities are not of the distribution that it samples from
 ├── TrainingError          the trainer cannot go on (too many non-finite steps in a row)
 │   ├── NonFiniteStep      a loss or gradient that is not finite; the trainer skips the rest of the step
@@ -138,6 +140,14 @@ class PublisherLost(WeightsError):
 
 class EngineError(AsyncGrpoError):
     """The inference engine failed or cannot be started as configured."""
+
+
+class RequestRefused(AsyncGrpoError):
+    """The inference engine cannot take this request: an unknown token, or a prompt that is too long. Others go on."""
+
+
+class WorkflowFailed(AsyncGrpoError):
+    """A workflow was cancelled by something of its own, or returned no finished sample though nothing interrupted it."""
 
 
 class LogprobsWrong(AsyncGrpoError):

@@ -211,9 +211,9 @@ class ReplayBuffer(Protocol):
         raised and the partial attached; then new ones.
 
         A group with max_attempts strikes is released as `failed` instead. An expired lease is a strike, and so is a
-        `give_back` that says so. Under on_stale drop, a group whose partial is older than S is released as `expired`. A group without a
-        partial restarts at the newest version. A cancelled call gives back what it was granted. Raises RunEnded, and
-        WaitTimeout if nothing could be admitted.
+        `give_back` that says so. Under on_stale drop, a group whose partial is older than S is released as `expired`. A
+        group without a partial restarts at the newest version. A cancelled call gives back what it was granted. Raises
+        RunEnded, and WaitTimeout if nothing could be admitted.
         """
         ...
 

@@ -64,6 +64,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             "vllm.sampling_params:RequestOutputKind",
             "vllm.config:WeightTransferConfig",
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "from_engine_args", "generate", "abort", "shutdown"),
+            "vllm.v1.engine.async_llm:AsyncLLM.errored",
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "pause_generation", "resume_generation", "collective_rpc"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "sleep", "wake_up", "add_lora"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "init_weight_transfer_engine", "start_weight_update"),

@@ -76,7 +76,8 @@ class Sampler(Protocol):
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one completion; many calls run concurrently, the engine batches them.
 
-        Cancelling the call aborts the request. Raises EngineError if the engine died.
+        Cancelling the call aborts the request. Raises EngineError if the engine died, RequestRefused if the engine is
+        well but cannot take this request.
         """
         ...
 
@@ -86,7 +87,7 @@ class Sampler(Protocol):
         The pieces follow each other without gap; spans count from the start of their piece. The last one has
         the finish reason (and perhaps no token); the others have "". Closing the generator aborts the
         request. An update with interruption `drain` waits for the stream, so read it without pause. Raises
-        EngineError.
+        EngineError and RequestRefused, as `generate`.
         """
         ...
 

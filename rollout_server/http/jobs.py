@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
-from async_grpo.errors import EngineError
+from async_grpo.errors import EngineError, RequestRefused
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Engine, GenerationRequest, join_spans
@@ -108,6 +108,8 @@ class CompletionJobs:
         error = not_ready("the server is stopping") if task.cancelled() else task.exception()
         if isinstance(error, EngineError):
             error = HttpError(503, f"the engine failed: {error}", code="engine_failed")
+        elif isinstance(error, RequestRefused):
+            error = HttpError(400, f"the engine cannot take this request: {error}", code="request_refused")
         chunks.put_nowait(error)
 
 

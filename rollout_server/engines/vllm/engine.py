@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from async_grpo.config.model import LoraConfig, Precision
 from async_grpo.config.rollout import RolloutConfig
-from async_grpo.errors import DependencyError, EngineError
+from async_grpo.errors import DependencyError, EngineError, RequestRefused
 from async_grpo.telemetry.logging import is_json
 from async_grpo.utils.aio import Overtaken, race
 from async_grpo.utils.private_names import check_private_names
@@ -35,7 +35,7 @@ from async_grpo.utils.requirements import installed
 from async_grpo.weights.base import HeldWeights, SourceReader
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import CHECKPOINT_VERSION, EngineLoad, Generation, GenerationRequest, Interruption
-from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes
+from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes, vocabulary_size
 from rollout_server.engines.vllm.adapters import EngineAdapters
 from rollout_server.engines.vllm.compat import LOGPROBS_MODE
 from rollout_server.engines.vllm.platform import (
@@ -47,6 +47,7 @@ from rollout_server.engines.vllm.platform import (
 )
 from rollout_server.engines.vllm.requests import (
     EngineRequest,
+    check_tokens,
     generated_so_far,
     generation_of,
     kv_use,
@@ -102,6 +103,8 @@ class VllmEngine:
         self._streamed_tokens = 0
         self.disputed_spans = 0
         """Requests for which vLLM reported other spans than were kept here: always 0, or one of the two is wrong."""
+        self._vocabulary: int | None = None
+        """Token ids are below it; None before `start`."""
         self._gate = asyncio.Event()
         self._finished = asyncio.Event()
 
@@ -128,6 +131,7 @@ class VllmEngine:
         self._shapes = tensor_shapes(self._model_dir)
         self._stop_tokens = stop_tokens(self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)
+        self._vocabulary = vocabulary_size(self._model_dir)
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
             await self._unless_dead(self._transfer.start(self._llm))
@@ -137,7 +141,7 @@ class VllmEngine:
         self._gate.set()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one completion. Raises EngineError if the engine has failed or refuses the request."""
+        """Sample one completion. Raises EngineError if the engine has failed, RequestRefused if only the request has."""
         output, active = await self._final_output(request)
         generation = generation_of(output, active)
         self.disputed_spans += generation.spans != active.spans.spans(len(generation.tokens))
@@ -145,7 +149,7 @@ class VllmEngine:
         return generation
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
-        """Sample one completion and hand it on piece by piece. Raises EngineError, as `generate`."""
+        """Sample one completion and hand it on piece by piece. Raises EngineError, RequestRefused, as `generate`."""
         while True:
             active = await self._new_request(request, streams=True)
             async with aclosing(self._submit(request, active)) as outputs:
@@ -256,7 +260,10 @@ class VllmEngine:
                 return output, active
 
     async def _new_request(self, request: GenerationRequest, *, streams: bool = False) -> EngineRequest:
-        """A request with a fresh id in vLLM, once no update is under way."""
+        """A request with a fresh id in vLLM, once no update is under way. Raises EngineError, RequestRefused."""
+        # vLLM checks token ids only with a tokenizer, which this engine does not give it. An id beyond the embedding is
+        # an index error on CPU and a device-side assert on CUDA: both kill the engine with all its requests.
+        check_tokens(request, self._vocabulary, self._name)
         await self._gate.wait()
         self._raise_failure()
         self._submissions += 1
@@ -281,13 +288,19 @@ class VllmEngine:
                     yield output
         except Exception as error:  # vLLM raises many kinds; what the request has is kept first
             self._remember(request.request_id, active)
-            raise EngineError(
-                f"{self._name}: request {request.request_id} failed: {type(error).__name__}: {error}"
-            ) from error
+            raise self._failure_of(request, error) from error
         finally:
             del self._active[request.request_id]
             self._ended_tokens += 0 if active.streams else active.counted
             self._finished.set()
+
+    def _failure_of(self, request: GenerationRequest, error: Exception) -> EngineError | RequestRefused:
+        """The error of one failed request. vLLM's exceptions differ between releases, so its state decides: an engine
+        that still runs has refused this request only, and must not be restarted for it."""
+        reason = f"{type(error).__name__}: {error}"
+        if self._failure is not None or self._llm is None or self._llm.errored:
+            return EngineError(f"{self._name}: request {request.request_id} failed: {reason}")
+        return RequestRefused(f"{self._name}: vLLM refused request {request.request_id}: {reason}")
 
     async def _drain(self, interruption: Interruption) -> None:
         while interruption == "drain" and self._active:
@@ -337,6 +350,10 @@ class VllmEngine:
     async def _give_up(self, reason: str, cause: BaseException) -> NoReturn:
         """Fail every request, now and later: half-loaded weights must not generate."""
         self._failure = EngineError(f"{self._name}: {reason}. The engine stays paused; restart this rollout server.")
+        # An aborted request ends without an error, so `_submit` does not keep its tokens, and after the abort vLLM has
+        # forgotten them.
+        for request_id, active in self._active.items():
+            self._remember(request_id, active)
         with suppress(Exception):  # the engine may be dead, and then its requests fail by themselves
             await self._llm.abort([active.vllm_id for active in self._active.values()])
         if not isinstance(cause, Exception):  # cancelled

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from async_grpo.errors import RequestRefused
 from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, from_labels
 
 
@@ -50,6 +51,19 @@ def sampling_params(
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
     )
+
+
+def check_tokens(request: GenerationRequest, vocabulary: int | None, name: str) -> None:
+    """Raise RequestRefused if a token id of the prompt or the prefix is not in [0, vocabulary); None: unknown."""
+    tokens = [*request.prompt, *request.prefix]
+    if vocabulary is None or not tokens:
+        return
+    lowest, highest = min(tokens), max(tokens)
+    if lowest < 0 or highest >= vocabulary:
+        raise RequestRefused(
+            f"{name}: request {request.request_id} has token id {lowest if lowest < 0 else highest}, and those of the "
+            f"model are 0 to {vocabulary - 1}. Encode prompts and observations with the tokenizer of this model"
+        )
 
 
 def generation_of(output: Any, active: EngineRequest) -> Generation:

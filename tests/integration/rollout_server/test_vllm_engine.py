@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from async_grpo.config.rollout import RolloutConfig
-from async_grpo.errors import EngineError, LogprobsWrong, WeightsCorrupt
+from async_grpo.errors import EngineError, LogprobsWrong, RequestRefused, WeightsCorrupt
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
@@ -156,16 +156,25 @@ async def test_weights_of_another_model_are_refused_and_generation_goes_on(untie
     assert untied_lab.error(prompt_of(10, 5), generation) < EXACT
 
 
-async def test_a_request_that_does_not_fit_the_context_is_refused(untied_lab: Lab) -> None:
-    with pytest.raises(EngineError, match="request r"):
+async def test_a_request_that_does_not_fit_the_context_is_refused_and_generation_goes_on(untied_lab: Lab) -> None:
+    with pytest.raises(RequestRefused, match="request r"):
         await untied_lab.generate(prompt_of(1100, 5), 10)
+    assert len((await untied_lab.generate(prompt_of(10, 5), 10)).tokens) > 0
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 10**6])
+async def test_an_unknown_token_is_refused_before_it_can_kill_the_engine(untied_lab: Lab, token: int) -> None:
+    with pytest.raises(RequestRefused, match=f"token id {token}"):
+        await untied_lab.generate(prompt_of(10, 5), 10, prefix=[1, token, 2])
+    assert len((await untied_lab.generate(prompt_of(10, 5), 10)).tokens) > 0
 
 
 @pytest.mark.ends_engine
 async def test_an_engine_with_half_loaded_weights_never_generates_again(
     tied_lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = [asyncio.create_task(tied_lab.generate(prompt_of(4, index), 900)) for index in range(32)]
+    requests = [GenerationRequest(f"half{index}", prompt_of(4, index), 900) for index in range(32)]
+    running = [asyncio.create_task(tied_lab.engine.generate(request)) for request in requests]
     await more_tokens(tied_lab, 32)
 
     async def half_load(*_: object) -> None:
@@ -180,6 +189,12 @@ async def test_an_engine_with_half_loaded_weights_never_generates_again(
     assert all(isinstance(failure, EngineError) and "stays paused" in str(failure) for failure in failures)
     with pytest.raises(EngineError, match="stays paused"):
         await tied_lab.generate(prompt_of(4, 1), 5)
+    left = [
+        tied_lab.engine.peek(request.request_id)
+        for request, outcome in zip(requests, outcomes, strict=True)
+        if not isinstance(outcome, Generation)
+    ]
+    assert sum(len(partial.tokens) for partial in left if partial is not None) >= 32
 
 
 async def prove(lab: Lab, temperature: float) -> LogprobProof | None:
