@@ -32,6 +32,10 @@ FORMAT = 1
 TOKEN_DTYPE = np.dtype("<i4")
 LOGPROB_DTYPE = np.dtype("<f4")
 
+LOGPROB_ROUNDING = 1e4 * float(np.finfo(LOGPROB_DTYPE).eps)
+"""Largest log-probability that is accepted, in nats. It is 0 in exact arithmetic; log-softmax in float32 misses it by as
+much as the rounding of its logits, which are below 1e4."""
+
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -92,7 +96,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     """One completion of the policy.
 
-    `validate` checks that there are as many log-probabilities as tokens, that the spans cover [0, len(tokens)) in order
+    `validate` checks that there are as many log-probabilities as tokens, that these are finite and not above 0 (but for
+    rounding), that the spans cover [0, len(tokens)) in order
     without gap or overlap, with versions that never decrease, and that the turns, if there are any, cover it too.
     Without turns the policy wrote everything. Tokens of the environment have log-probability 0 and the version of the
     token before them. `reward` is None if no verifier could judge the sample, which is then masked, not scored 0.
@@ -152,6 +157,14 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
             raise ValueError("a sample has no tokens")
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens but {len(logprobs)} log-probabilities")
+        impossible = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING)))
+        if len(impossible):
+            place = impossible[0]
+            raise ValueError(
+                f"token {place} of {len(tokens)} has log-probability {logprobs[place]}, and {len(impossible) - 1} others "
+                "are impossible too. They must be finite and at most 0, or the policy ratio is not a number. The engine "
+                "has computed them: check rollout.vllm.quantization and its release"
+            )
         position, version = 0, -1
         for span in self.spans:
             if span.start != position or span.end <= span.start or span.version < version:
