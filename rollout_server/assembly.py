@@ -135,7 +135,19 @@ async def _assemble(
     stack.callback(logger.close)
     engine, proof = await start_engine(stack, config, model, name)
     workflow = make_workflow(config.rollout, tokenizer)
-    return ServerContext(config, name, engine, pool, workflow, source, state, board, logger, proof)
+    return ServerContext(
+        config,
+        name,
+        engine,
+        pool,
+        workflow,
+        source,
+        state,
+        board,
+        logger,
+        proof,
+        vocabulary=vocabulary_size(model),
+    )
 
 
 async def start_engine(

@@ -39,3 +39,5 @@ class ServerContext(EvalContext):
     logger: RolloutLogger
     proof: LogprobProof | None = None
     """How the engine's log-probabilities were checked; None: it does not sample."""
+    vocabulary: int | None = None
+    """Token ids of the model are below it; None: unknown."""

@@ -105,4 +105,4 @@ class Heartbeat:
             if stats.waiting == 0:
                 return "tasks"
             return "room under redis.quota_bytes" if stats.held_by_quota else "staleness window"
-        return "weights" if len(self._dispatcher.leases) and not load.running + load.waiting else ""
+        return "weights" if len(self._dispatcher.groups) and not load.running + load.waiting else ""

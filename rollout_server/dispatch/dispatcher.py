@@ -15,6 +15,12 @@ Partials: what was generated is stored every progress_interval_s, so a server th
 `run` is cancelled, or the engine dies, admission ends, what exists is stored and all tickets are given back. The server
 that resumes a group goes on behind the last token of every sample.
 
+Strikes: a group that kills its engine must not kill them all, so every group with a request in a dying engine gets a
+strike, and with max_attempts of them it is `failed`. Most of these groups are innocent. So a group with CAREFUL_STRIKES
+is generated with care: only one such group at a time is in this server's engine. Then a group that kills engines dies
+alone among them and uses up its attempts, while the innocent ones finish at their turn. Groups with fewer strikes run
+next to it, so that the engine stays full; another death costs each of them one strike.
+
 Pausing and draining (`admission`): a ticket that comes after either is given back at once. A dispatcher that drains
 asks for no more tickets and ends once its groups have finished. Groups that have not finished after
 rollout.http.drain_timeout_s, or when it is told to stop now, are stored and given back.
@@ -34,7 +40,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from async_grpo.errors import EngineError, LeaseLost, RoleFailed, RunEnded, SampleOverdue, WaitTimeout
+from async_grpo.errors import EngineError, RoleFailed, RunEnded, SampleOverdue, WaitTimeout
 from async_grpo.rewards.base import RewardInput
 from async_grpo.telemetry.rows import REWARD_FAILURES_PREFIX
 from async_grpo.utils.aio import root_cause
@@ -43,12 +49,12 @@ from rollout_server.context import ServerContext
 from rollout_server.dispatch.admission import AdmissionGate, TaskFeeder
 from rollout_server.dispatch.concurrency import SampleSlots
 from rollout_server.dispatch.group_rollout import GroupRollout
-from rollout_server.dispatch.leases import Leases
+from rollout_server.dispatch.groups_in_progress import Discard, Drop, GiveBack, GroupsInProgress, Insert
 from rollout_server.dispatch.outcomes import (
     GroupCounters,
     apply_length_rule,
+    find_invalid_sample,
     reason_to_discard,
-    what_is_broken,
     with_rewards,
 )
 from rollout_server.engines.base import sample_seed
@@ -59,6 +65,9 @@ from rollout_server.workflows.session import SampleSession
 ADMIT_TIMEOUT_S = 10.0
 GIVE_BACK_TIMEOUT_S = 10.0
 NOTED_WAIT_S = 0.05
+CAREFUL_STRIKES = 2
+"""Strikes from which on a group is generated with care. Not 1: a machine that fails strikes all of its groups once, and
+to generate these one at a time would starve the trainer."""
 MAX_FAILURES_IN_A_ROW, MAX_OVERDUE_IN_A_ROW = 32, 4
 """Groups in a row that fail or cannot be judged before the server gives up. The second figure holds if the last of them
 missed its deadline: that takes so long that the trainer would give up first."""
@@ -67,7 +76,7 @@ log = structlog.get_logger()
 
 
 class Dispatcher:
-    """One server's stream of groups. Reports and administration use `admission`, `counters`, `slots` and `leases`."""
+    """One server's stream of groups. Reports and administration use `admission`, `counters`, `slots` and `groups`."""
 
     def __init__(self, context: ServerContext, watcher: WeightWatcher, feeder: TaskFeeder) -> None:
         self._context = context
@@ -83,63 +92,69 @@ class Dispatcher:
         self.counters = GroupCounters()
         self.slots = SampleSlots(context.config.rollout.min_concurrency or context.config.rollout.max_concurrency)
         rollout = context.config.rollout
-        self.leases = Leases(
-            context.buffer, every_s=context.config.lease_s / 3, store_every_s=rollout.progress_interval_s
+        self.groups = GroupsInProgress(
+            context.buffer,
+            self.slots,
+            renew_every_s=context.config.lease_s / 3,
+            save_every_s=rollout.progress_interval_s,
+            max_attempts=rollout.max_attempts,
         )
         self.asking_since_s: float | None = None
         """Unix time in seconds since when the dispatcher waits for a ticket; None while it does not."""
         self._weights_timeout_s = context.config.weights.update_timeout_s + context.config.eval.timeout_s
         self._failures_in_a_row = 0
+        self._careful_turn = asyncio.Lock()
+        # With few attempts, care has to start before the last one.
+        self._careful_strikes = max(1, min(CAREFUL_STRIKES, rollout.max_attempts - 1))
 
     async def run(self) -> None:
         """Make groups until the run has ended, or this server is drained. Raises EngineError (the engine died),
         RoleFailed (too many groups in a row failed), WaitTimeout (published weights do not come)."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                lease_loops = [tasks.create_task(loop) for loop in (self.leases.run(), self.leases.run_storing())]
+                loops = [tasks.create_task(loop) for loop in (self.groups.run_renewing(), self.groups.run_saving())]
                 try:
                     await self._admit_until_end(tasks)
-                    await self._finish()
-                except asyncio.CancelledError:
-                    self.leases.keep_partials()
-                    raise
-                for loop in lease_loops:
-                    loop.cancel()
-                self._drop_rest()
+                    if self.admission.is_draining:
+                        await self._wait_for_groups()
+                    else:
+                        await self._drop_groups()
+                finally:
+                    # Before anything is cancelled, because cancelled requests lose their tokens. If a group has failed,
+                    # the others are cancelled already: `_generate_sample` has frozen the partials then.
+                    self.groups.freeze_partials()
+                for task in [*loops, *self._running_tasks()]:
+                    task.cancel()
         finally:
-            await self._give_back_all()
+            await self._give_back_groups()
 
-    async def _finish(self) -> None:
-        """If the server drains, wait for the groups in work; the last one to end unblocks it, or `stop_now`."""
+    async def _wait_for_groups(self) -> None:
+        """The server drains: wait until its groups have ended, for drain_timeout_s at most, or until `stop_now`."""
         timeout_s = self._context.config.rollout.http.drain_timeout_s
         stop_now = asyncio.create_task(self.admission.stop_now.wait())
         try:
             async with asyncio.timeout(timeout_s):
-                while self.admission.is_draining and not stop_now.done() and (doing := self._in_work()):
-                    await asyncio.wait([stop_now, *doing], return_when=asyncio.FIRST_COMPLETED)
+                while not stop_now.done() and (running := self._running_tasks()):
+                    await asyncio.wait([stop_now, *running], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             log.warning("groups are still in work; what exists of them is stored", waited_s=timeout_s)
         finally:
             stop_now.cancel()
 
-    def _in_work(self) -> list[asyncio.Task[None]]:
-        return [work.doing for work in self.leases if work.doing is not None and not work.doing.done()]
+    def _running_tasks(self) -> list[asyncio.Task[None]]:
+        return [group.task for group in self.groups if group.task is not None and not group.task.done()]
 
-    def _drop_rest(self) -> None:
-        """End all generation. If the run has ended, nothing is kept; if the server drains, all partials are."""
-        if self.admission.is_draining:
-            self.leases.keep_partials()
-        for work in self.leases:
-            if not self.admission.is_draining:
-                self.leases.forget(work)
-            if work.doing is not None:
-                work.doing.cancel()
+    async def _drop_groups(self) -> None:
+        """The run has ended: nobody needs what is still being generated."""
+        for group in self.groups:
+            await self.groups.end(group, Drop())
 
-    async def _give_back_all(self) -> None:
-        """Give all groups back, as far as time allows. A lease that is not given back runs out by itself."""
+    async def _give_back_groups(self) -> None:
+        """Give back all groups that are left, as far as time allows. A lease that is not given back runs out by
+        itself."""
         try:
             async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
-                await asyncio.gather(*(self.leases.give_back(work) for work in self.leases))
+                await asyncio.gather(*(self.groups.end(group, GiveBack()) for group in self.groups))
         except TimeoutError:
             log.warning("the buffer did not take all groups back; their leases run out", waited_s=GIVE_BACK_TIMEOUT_S)
 
@@ -150,11 +165,11 @@ class Dispatcher:
                 groups = await self.admission.until_draining(self._next_groups()) or []
             except RunEnded:
                 return
-            if not self.admission.is_open:
-                await self._return(groups)
-                continue
-            for work in groups:
-                work.doing = tasks.create_task(self._make(work), name=f"group {work.ticket.seq}")
+            for group in groups:
+                if self.admission.is_open:
+                    group.task = tasks.create_task(self._run_group(group), name=f"group {group.ticket.seq}")
+                else:  # it came after a pause, or while the server drains
+                    await self.groups.end(group, GiveBack())
 
     async def _next_groups(self) -> list[GroupRollout]:
         """Groups for all free slots, asked for in one request, so that a buffer that answers slowly costs one wait and
@@ -171,20 +186,19 @@ class Dispatcher:
         finally:
             self._note_wait(self.asking_since_s)
             self._feeder.notify()
-        return [self._take_up(ticket) for ticket in tickets]  # at once: what `leases` holds is given back in any case
+        # Without waiting in between: a cancellation there would leave tickets that nobody gives back.
+        return [self._add_group(ticket) for ticket in tickets]
 
-    async def _return(self, groups: Sequence[GroupRollout]) -> None:
-        """Give back groups that came after a pause, or while the server drains."""
-        for work in groups:
-            self.slots.finish(work.committed)
-            await self.leases.give_back(work)
-
-    def _take_up(self, ticket: Ticket) -> GroupRollout:
+    def _add_group(self, ticket: Ticket) -> GroupRollout:
         config = self._context.config
-        work = GroupRollout.resume(ticket, config.group_size, oversample=config.rollout.oversample)
-        self.slots.commit(work.committed)
-        self.leases.hold(work)
-        return work
+        group = GroupRollout.resume(ticket, config.group_size, oversample=config.rollout.oversample)
+        self.groups.add_group(group)
+        if not self._needs_care(group):
+            self.groups.commit_slots(group)
+        return group
+
+    def _needs_care(self, group: GroupRollout) -> bool:
+        return group.ticket.strikes >= self._careful_strikes
 
     def _note_wait(self, since_s: float) -> None:
         self.asking_since_s = None
@@ -192,52 +206,65 @@ class Dispatcher:
         if now_s - since_s >= NOTED_WAIT_S:
             self._context.logger.wait("ticket", since_s, now_s)
 
-    async def _make(self, work: GroupRollout) -> None:
-        """Make a group, from ticket to insert or discard. Raises EngineError, RoleFailed."""
+    async def _run_group(self, group: GroupRollout) -> None:
+        """Bring a group from its ticket to its end. Raises EngineError, RoleFailed, WaitTimeout."""
         try:
-            await self._watcher.wait_for_version(work.version_needed, self._weights_timeout_s)
-            await self._generate(work)
-            await self._settle(work)
-        except LeaseLost:
-            self.leases.drop(work)
-        except RunEnded:
-            self.leases.forget(work)
-        finally:
-            self.slots.finish(work.committed)
-            work.committed = 0
+            await self._watcher.wait_for_version(group.version_needed, self._weights_timeout_s)
+            if self._needs_care(group):
+                async with self._careful_turn:
+                    # Its slots are committed only now: groups that wait for their turn do not keep the engine empty.
+                    self.groups.commit_slots(group)
+                    await self._generate_group(group)
+            else:
+                await self._generate_group(group)
+            await self._settle_group(group)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # by the dispatcher, or by `GroupsInProgress`: whoever did it parts with the group
+            log.error("a group's task was cancelled by something that it awaits", seq=group.ticket.seq)
 
-    async def _generate(self, work: GroupRollout) -> None:
-        """Make the missing samples, until enough have finished; a workflow that fails makes the group `failed`."""
+        # A safety net: a group that is still here although its task ends would have its lease renewed for ever. With a
+        # strike, so that a group to which this happens each time does not come back without end.
+        if group in self.groups:
+            group.is_struck = True
+            await self.groups.end(group, GiveBack())
+
+    async def _generate_group(self, group: GroupRollout) -> None:
+        """Generate the missing samples, until enough have finished; a workflow that fails makes the group `failed`."""
         try:
-            async with asyncio.TaskGroup() as samples:
-                making = [samples.create_task(self._make_sample(work, index)) for index in work.missing]
-                for sample in asyncio.as_completed(making):
+            async with asyncio.TaskGroup() as tasks:
+                samples = [tasks.create_task(self._generate_sample(group, index)) for index in group.missing]
+                for sample in asyncio.as_completed(samples):
                     await sample
-                    if not work.missing:
+                    if not group.missing:
                         break
-                for task in making:
+                for task in samples:
                     task.cancel()
         except ExceptionGroup as errors:
             cause = root_cause(errors)
             if isinstance(cause, EngineError):
                 raise cause from None
-            work.error, work.is_overdue = f"{type(cause).__name__}: {cause}", isinstance(cause, SampleOverdue)
+            group.error = f"{type(cause).__name__}: {cause}"
+            group.is_overdue = isinstance(cause, SampleOverdue)
 
-    async def _make_sample(self, work: GroupRollout, index: int) -> None:
+    async def _generate_sample(self, group: GroupRollout, index: int) -> None:
         try:
             async with self.slots.running():
-                session = work.sessions[index] = self._session(work, index)
-                work.keep(index, await self._maker.make(work.ticket.task, session))
-                del work.sessions[index]
+                session = group.sessions[index] = self._session(group, index)
+                group.keep_sample(index, await self._maker.make(group.ticket.task, session))
+                del group.sessions[index]
         except EngineError:
-            self.leases.keep_partials()  # before the failure cancels everything else, and what it had is gone
+            # Now, before this failure cancels the other samples and groups: then their tokens are lost, and it can no
+            # longer be told which of them were in the engine.
+            self.groups.freeze_partials()
+            self.groups.strike_groups_in_engine()
             raise
         finally:
-            work.committed -= 1
-            self.slots.finish(1)
+            self.groups.free_slot(group)
 
-    def _session(self, work: GroupRollout, index: int) -> SampleSession:
-        ticket, config = work.ticket, self._context.config
+    def _session(self, group: GroupRollout, index: int) -> SampleSession:
+        ticket, config = group.ticket, self._context.config
         seed = sample_seed(config.seed, "train", ticket.task.index, index, ticket.attempt)
         return SampleSession(
             self._context.engine,
@@ -246,40 +273,42 @@ class Dispatcher:
             seed=seed if config.rollout.seeds_samples else None,
             temperature=config.sampling.temperature,
             max_tokens=config.sampling.max_tokens,
-            prior=work.samples[index],
+            prior=group.samples[index],
             interruptible=ticket.attempt <= config.rollout.max_interruptions,
             index=index,
+            vocabulary=self._context.vocabulary,
         )
 
-    async def _settle(self, work: GroupRollout) -> None:
-        """Insert the group, discard it, or give it back if the engine cut samples short."""
-        if work.error:
-            await self._discard(work, ReleaseReason.FAILED, work.error)
+    async def _settle_group(self, group: GroupRollout) -> None:
+        """Insert the group, discard it, or give it back if the engine cut samples short. Raises RoleFailed."""
+        if group.error:
+            await self._discard_group(group, ReleaseReason.FAILED, group.error)
             return
-        if work.missing:
+        if group.missing:
             self.counters.groups["interrupted"] += 1
-            await self.leases.give_back(work)
+            await self.groups.end(group, GiveBack())
             return
-        samples = work.whole()
-        if broken := what_is_broken(samples):
-            await self._discard(work, ReleaseReason.FAILED, broken)
+
+        samples = group.finished_samples()
+        invalid = find_invalid_sample(samples)
+        if invalid:
+            await self._discard_group(group, ReleaseReason.FAILED, f"{self._context.name} generated {invalid}")
             return
-        samples = await self._judge(work, samples)
+        samples = await self._judge_samples(group, samples)
         reason = reason_to_discard(samples, dynamic_sampling=self._context.config.rollout.dynamic_sampling)
         if reason is not None:
-            await self._discard(work, reason, samples[0].unverifiable)
+            await self._discard_group(group, reason, samples[0].unverifiable)
             return
-        group = work.group(self._context.name, samples)
-        work.settling = True
-        await self._context.buffer.insert(work.ticket, group)
-        self.leases.forget(work)
-        self._failures_in_a_row = 0
-        self.counters.inserted(samples)
-        self._context.logger.group(group, version=self._context.engine.version)
 
-    async def _judge(self, work: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
+        finished = group.finished_group(self._context.name, samples)
+        if await self.groups.end(group, Insert(finished)):
+            self._failures_in_a_row = 0
+            self.counters.inserted(samples)
+            self._context.logger.group(finished, version=self._context.engine.version)
+
+    async def _judge_samples(self, group: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards. Failures of reward functions are counted by kind."""
-        task = work.ticket.task
+        task = group.ticket.task
         items = [RewardInput.of(sample, task) for sample in samples]
         judged = zip(samples, await self._context.pool.judge(items), strict=True)
         results = [apply_length_rule(sample, result, self._context.config) for sample, result in judged]
@@ -289,18 +318,20 @@ class Dispatcher:
             await self._context.board.count(f"{REWARD_FAILURES_PREFIX}{kind}", count)
         return [with_rewards(sample, result) for sample, result in zip(samples, results, strict=True)]
 
-    async def _discard(self, work: GroupRollout, reason: ReleaseReason, why: str) -> None:
-        work.settling = True
-        await self._context.buffer.discard(work.ticket, reason)
-        self.leases.forget(work)
+    async def _discard_group(self, group: GroupRollout, reason: ReleaseReason, why: str) -> None:
+        """Discard the group. Raises RoleFailed after too many failures in a row."""
+        if not await self.groups.end(group, Discard(reason)):
+            return
         self.counters.groups[reason.value] += 1
         if reason is ReleaseReason.FILTERED:
             self._failures_in_a_row = 0
             return
-        log.warning("group discarded", seq=work.ticket.seq, reason=reason.value, why=why)
+
+        log.warning("group discarded", seq=group.ticket.seq, reason=reason.value, why=why)
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= (MAX_OVERDUE_IN_A_ROW if work.is_overdue else MAX_FAILURES_IN_A_ROW):
+        limit = MAX_OVERDUE_IN_A_ROW if group.is_overdue else MAX_FAILURES_IN_A_ROW
+        if self._failures_in_a_row >= limit:
             raise RoleFailed(
                 f"{self._failures_in_a_row} groups in a row ended as {reason.value}, the last because: {why}. "
-                "Nothing can be trained like this; mend the workflow or the verifier"
+                "Training cannot continue like this. Fix the workflow or the verifier"
             )

@@ -1,115 +1,248 @@
-"""The groups in work on this server: renews their leases, stores their partials, and gives them back.
+"""The groups that this server is generating, from their lease to their end.
 
-The heartbeat (`run`) and the storing (`run_storing`) wait for their timers only. A group whose lease is lost is dropped
-at once: another server makes it, and the buffer would refuse what this one inserts.
+    admit --> GroupsInProgress --renew_leases, every lease_s / 3 -----------> buffer
+                     |---------- save_partials, every progress_interval_s --> buffer
+                     |---------- end, in one of four ways ------------------> buffer
+
+Both loops wait for their timers only. A group whose lease is lost is dropped: another server generates it now, and the
+buffer would refuse our insert.
+
+This is also the only place that counts a group's samples in `SampleSlots`: from `add_group` (or `commit_slots`) until
+the sample or its group has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import structlog
 
-from async_grpo.errors import BufferFault, LeaseLost
-from async_grpo.wire import Partial
+from async_grpo.errors import BufferFault, LeaseLost, RunEnded
+from async_grpo.wire import Group, ReleaseReason
 from buffer.base import ReplayBuffer
-from rollout_server.dispatch.group_rollout import GroupRollout, tokens_of
+from rollout_server.dispatch.concurrency import SampleSlots
+from rollout_server.dispatch.group_rollout import GroupRollout, token_count
 
 log = structlog.get_logger()
 
 
-class Leases:
-    """Groups in work, by ticket sequence; iterating yields them. `lost` counts dropped groups."""
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """The group is finished."""
 
-    def __init__(self, buffer: ReplayBuffer, *, every_s: float, store_every_s: float) -> None:
+    finished: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The group cannot be trained."""
+
+    reason: ReleaseReason
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Another server, or this one later, is to finish the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The buffer has ended the lease already: it was lost, or the run is over."""
+
+
+Ending = Insert | Discard | GiveBack | Drop
+
+
+class GroupsInProgress:
+    """Groups by ticket sequence number. Iterating yields a snapshot, so groups may end while you iterate."""
+
+    def __init__(
+        self, buffer: ReplayBuffer, slots: SampleSlots, *, renew_every_s: float, save_every_s: float, max_attempts: int
+    ) -> None:
         self._buffer = buffer
-        self._every_s = every_s
-        self._store_every_s = store_every_s
-        self._works: dict[int, GroupRollout] = {}
-        self.lost = 0
+        self._slots = slots
+        self._renew_every_s = renew_every_s
+        self._save_every_s = save_every_s
+        self._max_attempts = max_attempts
+        self._groups: dict[int, GroupRollout] = {}
+        self.lost_leases = 0
 
     def __iter__(self) -> Iterator[GroupRollout]:
-        return iter(list(self._works.values()))
+        return iter(list(self._groups.values()))
 
     def __len__(self) -> int:
-        return len(self._works)
+        return len(self._groups)
 
-    def hold(self, work: GroupRollout) -> None:
-        """Take up a group. An earlier attempt at it that is still in work here is dropped."""
-        if (earlier := self._works.get(work.ticket.seq)) is not None:
-            self.drop(earlier)
-        self._works[work.ticket.seq] = work
+    def __contains__(self, group: GroupRollout) -> bool:
+        return self._groups.get(group.ticket.seq) is group
 
-    def forget(self, work: GroupRollout) -> None:
-        """Remove a group that has ended here."""
-        if self._works.get(work.ticket.seq) is work:
-            del self._works[work.ticket.seq]
+    def add_group(self, group: GroupRollout) -> None:
+        """Add a group, replacing an earlier attempt at the same ticket.
 
-    def drop(self, work: GroupRollout) -> None:
-        """Stop working on a group whose lease was lost."""
-        self.forget(work)
-        self.lost += 1
-        log.warning("lease lost, group dropped", seq=work.ticket.seq, attempt=work.ticket.attempt)
-        if work.doing is not None:
-            work.doing.cancel()
+        An earlier attempt can still be here if its lease expired and the buffer offered the ticket to us again before
+        our heartbeat noticed.
+        """
+        earlier = self._groups.get(group.ticket.seq)
+        if earlier is not None and not earlier.is_ending:
+            self._note_lost_lease(earlier)
+            self._remove(earlier)
+        self._groups[group.ticket.seq] = group
 
-    async def run(self) -> None:
-        """Renew the leases every `every_s` seconds, until cancelled."""
-        while True:
-            await asyncio.sleep(self._every_s)
-            await self.renew()
+    def commit_slots(self, group: GroupRollout) -> None:
+        """Count the group's missing samples as committed, until `free_slot` or the end of the group."""
+        group.committed = len(group.missing)
+        self._slots.commit(group.committed)
 
-    async def renew(self) -> None:
-        """Renew the leases of all groups once, and drop the groups whose lease the buffer no longer knows."""
-        held = {work.ticket.seq: work for work in self if not work.settling}
-        lost = await self._buffer.heartbeat([work.ticket for work in held.values()])
-        for work in (held[seq] for seq in lost if seq in held):
-            if self._works.get(work.ticket.seq) is work and not work.settling:
-                self.drop(work)
+    def free_slot(self, group: GroupRollout) -> None:
+        """One sample of the group has ended. Does nothing once the group itself has, which freed all its slots."""
+        self._free_slots(group, min(1, group.committed))
 
-    async def run_storing(self) -> None:
-        """Store partials every `store_every_s` seconds, until cancelled."""
-        while True:
-            await asyncio.sleep(self._store_every_s)
-            await self.store()
+    async def end(self, group: GroupRollout, how: Ending) -> bool:
+        """Part with a group. This is the only way; every group that was added comes here, once.
 
-    async def store(self) -> None:
-        """Store what was generated since the last time, so that a crash costs no more than that."""
-        for work in self:
-            partial = work.partial()
-            if (
-                not work.settling
-                and self._works.get(work.ticket.seq) is work
-                and tokens_of(partial) > work.stored_tokens
-            ):
-                await self._store(work, partial)
+            how              its task            partial   call to the buffer            False if
+            ---------------  ------------------  --------  ----------------------------  ------------------------
+            Insert(group)    is the caller       -         insert                        the lease was lost
+            Discard(reason)  is the caller       -         discard                       the lease was lost
+            GiveBack()       cancelled, if any   saved     progress (for new tokens),    never
+                                                           give_back (with the group's
+                                                           strike, if it has one)
+            Drop()           cancelled, if any   -         none                          never
 
-    async def give_back(self, work: GroupRollout) -> None:
-        """Store what exists and end the lease, so that another server goes on at once. If the call is cancelled, the
-        group stays in work, to be given back later."""
-        self.forget(work)
+        In every case the group leaves this object, its leases are no longer renewed, and its slots are free. If the
+        call to the buffer is cancelled or fails otherwise, the group stays, for a later GiveBack. Does nothing, and
+        returns False, if the group is not here any more.
+        """
+        if group not in self:
+            return False
+
+        # Neither the heartbeat nor the saving loop may touch it now. Once the buffer has accepted the call the lease is
+        # gone, so a heartbeat would report it as lost, and we would cancel a group that has just succeeded.
+        group.is_ending = True
         try:
-            partial = work.partial()
-            if tokens_of(partial) > work.stored_tokens:
-                await self._buffer.progress(work.ticket, partial)
-            await self._buffer.give_back(work.ticket)
-        except BufferFault:
-            pass  # the lease or the run has ended: nothing to give back
-        except asyncio.CancelledError:
-            self._works.setdefault(work.ticket.seq, work)
-            raise
-
-    def keep_partials(self) -> None:
-        """Remember what exists of every group, for `give_back`: all generation is about to be cancelled."""
-        for work in self:
-            work.kept = work.partial()  # which is the same from then on
-
-    async def _store(self, work: GroupRollout, partial: Partial) -> None:
-        try:
-            await self._buffer.progress(work.ticket, partial)
+            match how:
+                case Insert(finished):
+                    await self._buffer.insert(group.ticket, finished)
+                case Discard(reason):
+                    await self._buffer.discard(group.ticket, reason)
+                case GiveBack():
+                    await self._give_back(group)
         except LeaseLost:
-            if not work.settling:
-                self.drop(work)
-        else:
-            work.stored_tokens = tokens_of(partial)
+            self._note_lost_lease(group)
+            self._remove(group)
+            return False
+        except RunEnded:
+            self._remove(group)
+            return False
+        finally:
+            group.is_ending = False
+        self._remove(group)
+        return True
+
+    async def run_renewing(self) -> None:
+        """Renew the leases every `renew_every_s` seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(self._renew_every_s)
+            await self.renew_leases()
+
+    async def renew_leases(self) -> None:
+        """Renew all leases once, and drop the groups whose lease the buffer no longer knows."""
+        groups = {group.ticket.seq: group for group in self if not group.is_ending}
+        lost = await self._buffer.heartbeat([group.ticket for group in groups.values()])
+
+        for seq in lost:
+            # The group may have ended, or been replaced by a newer attempt, while we waited for the answer.
+            group = groups[seq]
+            if group in self and not group.is_ending:
+                self._note_lost_lease(group)
+                await self.end(group, Drop())
+
+    async def run_saving(self) -> None:
+        """Save partials every `save_every_s` seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(self._save_every_s)
+            await self.save_partials()
+
+    async def save_partials(self) -> None:
+        """Save what was generated since the last time, so that a crash costs no more than that."""
+        for group in self:
+            if group in self and not group.is_ending:
+                await self._save_partial(group)
+
+    def freeze_partials(self) -> None:
+        """Take a snapshot of every partial, for `GiveBack`. Cancelling generation would lose the tokens."""
+        for group in self:
+            group.freeze_partial()
+
+    def strike_groups_in_engine(self) -> None:
+        """The engine has died: mark the groups of which it had a request, because each of them may have killed it.
+
+        They are given back with a strike, so that a group that kills every engine ends as `failed` after max_attempts.
+        """
+        for group in self:
+            if not group.is_struck and (samples := group.samples_in_engine):
+                group.is_struck = True
+                log.warning(
+                    "the engine died while it generated this group",
+                    seq=group.ticket.seq,
+                    task=group.ticket.task.index,
+                    attempt=group.ticket.attempt,
+                    samples=", ".join(map(str, samples)),
+                    strikes=group.ticket.strikes + 1,
+                    failed_at=self._max_attempts,
+                )
+
+    async def _save_partial(self, group: GroupRollout) -> None:
+        partial = group.partial()
+        if token_count(partial) <= group.saved_tokens:
+            return
+
+        async def save() -> None:
+            await self._buffer.progress(group.ticket, partial)
+            group.saved_tokens = token_count(partial)
+
+        # A save that was cancelled may still be on its way to the server, where it could replace the newer partial
+        # that GiveBack saves over another connection. So it is never cancelled with this loop; GiveBack waits for it.
+        group.saving = asyncio.create_task(save())
+        group.saving.add_done_callback(_retrieve_error)
+        try:
+            await asyncio.shield(group.saving)
+        except LeaseLost:
+            if group in self and not group.is_ending:
+                self._note_lost_lease(group)
+                await self.end(group, Drop())
+
+    async def _give_back(self, group: GroupRollout) -> None:
+        if group.saving is not None:
+            await asyncio.gather(group.saving, return_exceptions=True)
+        try:
+            partial = group.partial()
+            if token_count(partial) > group.saved_tokens:
+                await self._buffer.progress(group.ticket, partial)
+            await self._buffer.give_back(group.ticket, strike=group.is_struck)
+        except BufferFault:
+            pass  # the lease or the run has ended, or the buffer is gone: the lease runs out by itself
+
+    def _note_lost_lease(self, group: GroupRollout) -> None:
+        self.lost_leases += 1
+        log.warning("lease lost, group dropped", seq=group.ticket.seq, attempt=group.ticket.attempt)
+
+    def _remove(self, group: GroupRollout) -> None:
+        """Forget a group that has ended. Does not touch a newer attempt that has replaced it."""
+        if group in self:
+            del self._groups[group.ticket.seq]
+        self._free_slots(group, group.committed)
+        if group.task is not None and group.task is not asyncio.current_task():
+            group.task.cancel()
+
+    def _free_slots(self, group: GroupRollout, count: int) -> None:
+        group.committed -= count
+        self._slots.finish(count)
+
+
+def _retrieve_error(saving: asyncio.Task[None]) -> None:
+    """Retrieve the error of a save that nobody waits for any more, so that asyncio does not log it."""
+    if not saving.cancelled():
+        saving.exception()

@@ -16,8 +16,8 @@ MIN_JUDGED = 2
 """Rewards that a group needs at least, because an advantage compares the samples of a group."""
 
 
-def what_is_broken(samples: Sequence[Sample]) -> str:
-    """Why `Sample.validate` refuses a sample of the group, or "" if it accepts all."""
+def find_invalid_sample(samples: Sequence[Sample]) -> str:
+    """The index of the first sample that `Sample.validate` refuses, with the reason; "" if it accepts all."""
     for index, sample in enumerate(samples):
         try:
             sample.validate()

@@ -59,7 +59,7 @@ def admin_routes(http: HttpContext) -> APIRouter:
 
 def _state(http: HttpContext) -> JSONResponse:
     dispatcher = http.open().dispatcher
-    return JSONResponse({"admission": dispatcher.admission.state.value, "groups_in_work": len(dispatcher.leases)}, 202)
+    return JSONResponse({"admission": dispatcher.admission.state.value, "groups_in_work": len(dispatcher.groups)}, 202)
 
 
 def probe_routes(http: HttpContext) -> APIRouter:

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import SampleOverdue
+from async_grpo.errors import SampleOverdue, WorkflowFailed
 from async_grpo.wire import Sample, Task
 from rollout_server.workflows.base import Workflow
 from rollout_server.workflows.session import SampleSession
@@ -77,7 +77,10 @@ class SampleMaker:
         self._clock_s = clock_s
 
     async def make(self, task: Task, session: SampleSession) -> Sample:
-        """Run the workflow once and return its sample. Raises SampleOverdue, and what the workflow raises."""
+        """Run the workflow once and return its sample, which is unfinished only if the engine cut it short.
+
+        Raises SampleOverdue, WorkflowFailed, and what the workflow raises.
+        """
         name = f"sample {session.index} of task {task.index}, workflow {self._name}"
         deadline_s = self._deadline.deadline_s
         started_s = self._clock_s()
@@ -89,11 +92,32 @@ class SampleMaker:
                 left_s = None if deadline_s is None else deadline_s - (self._clock_s() - started_s)
             if deadline_s is not None and not making.done():
                 raise SampleOverdue(name, deadline_s, " < ".join(where_it_waits(making)))
-            sample = making.result()
+            sample = _result_of(making, name)
         finally:
             await _end(making)
+        if sample.finish_reason == "" and not session.is_cut_short:
+            # The dispatcher would take it for an interrupted sample and have the group generated again, without end.
+            raise WorkflowFailed(
+                f"{name} returned an unfinished sample, although the engine has not interrupted it. Call "
+                "`await session.turn()` before `session.sample(text)`"
+            )
         self._deadline.record(self._clock_s() - started_s, sample.length)
         return sample
+
+
+def _result_of(making: asyncio.Task[Sample], name: str) -> Sample:
+    """The sample of a workflow that has returned. Raises what it raised, and WorkflowFailed."""
+    if making.cancelled():
+        # Nobody here has cancelled it. Passed on, the CancelledError would look like a cancellation of the whole group,
+        # whose task would end without a word while its lease is renewed for ever.
+        raise WorkflowFailed(
+            f"{name} ended with CancelledError, although nothing has cancelled it: something that it awaits was "
+            "cancelled, such as a task that it shares with other samples. Catch that in the workflow"
+        )
+    sample = making.result()
+    if not isinstance(sample, Sample):
+        raise WorkflowFailed(f"{name} returned {type(sample).__name__}, not a Sample. Return `session.sample(text)`")
+    return sample
 
 
 async def _end(making: asyncio.Task[Sample]) -> None:

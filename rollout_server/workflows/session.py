@@ -33,7 +33,7 @@ class SampleSession:
 
     `prompt`: token ids. `max_tokens` bounds the whole completion, observations included. The engine may cut short a
     session that is `interruptible`; another session then goes on from what this one wrote. `index`: number of the
-    sample in its group.
+    sample in its group. `vocabulary`: token ids are below it (None: unknown).
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class SampleSession:
         prior: Sample | None = None,
         interruptible: bool = True,
         index: int = 0,
+        vocabulary: int | None = None,
     ) -> None:
         self.index = index
+        self._vocabulary = vocabulary
         self._engine = engine
         self._request_id = request_id
         self._prompt = [int(token) for token in prompt]
@@ -72,6 +74,11 @@ class SampleSession:
         """Number of tokens that the completion may still have."""
         return self._max_tokens - len(self._written.tokens)
 
+    @property
+    def is_generating(self) -> bool:
+        """True while the engine has a request of this session, and after the engine has died with it."""
+        return self._generating != ""
+
     def limit(self, tokens: int) -> None:
         """Bound the completion by `tokens` (>= 1), if that is less than its present bound. Call it before the first
         turn."""
@@ -92,7 +99,8 @@ class SampleSession:
         """Append an observation and return its tokens, int32 [n], cut at max_tokens. `make` is called only if the
         record of an earlier attempt does not have the observation.
 
-        Raises RuntimeError if the policy has not written anything yet.
+        Raises RuntimeError if the policy has not written anything yet, ValueError for a token id that the model does
+        not have.
         """
         if not self._written.spans:
             raise RuntimeError(
@@ -100,7 +108,7 @@ class SampleSession:
                 "has that version. Put what comes first into the prompt, or call turn() before"
             )
         recorded = self._played_back(by_policy=False)
-        tokens = recorded.tokens if len(recorded.tokens) else np.asarray(await make(), np.int32)
+        tokens = recorded.tokens if len(recorded.tokens) else self._checked(await make())
         if len(tokens) >= self.tokens_left:
             tokens, self._reason = tokens[: self.tokens_left], LENGTH
         version = self._written.spans[-1].version
@@ -148,6 +156,18 @@ class SampleSession:
         rest = await self._engine.generate(request)  # if that fails, `snapshot` still finds what there was
         self._generating = ""
         return join(begun, rest)
+
+    def _checked(self, observation: Sequence[int]) -> Tokens:
+        """The observation as int32 [n]. Raises ValueError for an id that would kill the engine and the trainer."""
+        tokens = np.asarray(observation, np.int32)
+        limit = self._vocabulary or np.iinfo(np.int32).max
+        unknown = tokens[(tokens < 0) | (tokens >= limit)]
+        if len(unknown):
+            raise ValueError(
+                f"observe() was given token id {unknown[0]}, and those of the model are 0 to {limit - 1}: engine and "
+                "trainer have no embedding for it. Encode the observation with the tokenizer that the workflow is given"
+            )
+        return tokens
 
     def _played_back(self, *, by_policy: bool) -> Generation:
         """The next piece of the record, if it is of this author; otherwise nothing, and the record ends here."""

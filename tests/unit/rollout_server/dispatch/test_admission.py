@@ -48,7 +48,7 @@ async def test_a_paused_server_finishes_what_it_has_and_takes_nothing_new(tmp_pa
         house.engine.release()
         await until(lambda: house.dispatcher.counters.groups["inserted"] == 2)
         await asyncio.sleep(0.05)
-        assert (len(house.dispatcher.leases), (await buffer.stats()).ready) == (0, 2)
+        assert (len(house.dispatcher.groups), (await buffer.stats()).ready) == (0, 2)
         house.dispatcher.admission.resume()
         await until(lambda: house.dispatcher.counters.groups["inserted"] == 4)
 
@@ -74,9 +74,9 @@ class Slow(InMemoryBuffer):
 
     slow: asyncio.Event
 
-    async def give_back(self, ticket: Ticket) -> None:
+    async def give_back(self, ticket: Ticket, *, strike: bool = False) -> None:
         await self.slow.wait()
-        await super().give_back(ticket)
+        await super().give_back(ticket, strike=strike)
 
 
 @pytest.mark.parametrize("stop", ["drain", "cancel"])
@@ -124,7 +124,7 @@ async def test_a_dispatcher_drained_in_a_hurry_gives_everything_back_with_partia
     await engine.start()
     house = await house_of(tmp_path, engine, config=config, buffer=buffer, version=0)
     async with dispatching(house) as running:
-        await until(lambda: engine.load().generated_tokens >= 8 and len(house.dispatcher.leases) > 0)
+        await until(lambda: engine.load().generated_tokens >= 8 and len(house.dispatcher.groups) > 0)
         house.dispatcher.admission.drain(now=True)
         await buffer.publish_version(epoch=0, version=0)
         async with asyncio.timeout(15):

@@ -163,13 +163,13 @@ async def test_a_group_whose_lease_was_lost_is_dropped(tmp_path: Path) -> None:
     engine.hold = True
     async with dispatching(context_of(tmp_path, config, engine, buffer)) as (dispatcher, _):
         await until(lambda: len(engine.held) == 4)
-        (work,) = dispatcher.leases
-        await buffer.give_back(work.ticket)
+        (group,) = dispatcher.groups
+        await buffer.give_back(group.ticket)
         await buffer.admit(1, holder="somebody else", timeout_s=1.0)
-        await dispatcher.leases.renew()
+        await dispatcher.groups.renew_leases()
         await until(lambda: engine.held == {} and dispatcher.slots.committed == 0)
-        assert dispatcher.leases.lost == 1
-        assert list(dispatcher.leases) == []
+        assert dispatcher.groups.lost_leases == 1
+        assert list(dispatcher.groups) == []
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ async def test_a_sample_that_breaks_its_guarantees_makes_the_group_failed_and_is
             await ready(buffer, 2)
     assert (await buffer.stats()).released["failed"] == 1
     (why,) = [entry["why"] for entry in logs if entry["event"] == "group discarded"]
-    assert why == "sample 0: a sample has no tokens"
+    assert why == "rollout-0 generated sample 0: a sample has no tokens"
 
 
 async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_failure(
@@ -239,7 +239,7 @@ async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_fail
     buffer, engine = buffer_of(config), FakeEngine()
     engine.hold = True
     monkeypatch.setattr("rollout_server.dispatch.dispatcher.GIVE_BACK_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(buffer, "give_back", lambda ticket: asyncio.sleep(3600))
+    monkeypatch.setattr(buffer, "give_back", lambda ticket, strike: asyncio.sleep(3600))
     async with dispatching(context_of(tmp_path, config, engine, buffer)) as (_, running):
         await until(lambda: len(engine.held) > 0)
         running.cancel()

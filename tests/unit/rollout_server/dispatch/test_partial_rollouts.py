@@ -98,7 +98,7 @@ async def test_a_server_that_is_killed_costs_what_it_made_since_it_last_stored(t
     assert 0 <= regenerated <= 40
 
 
-async def nothing(*arguments: Any) -> None:
+async def nothing(*arguments: Any, **options: Any) -> None:
     """A dead server's calls do not arrive."""
 
 

@@ -72,7 +72,7 @@ async def test_a_workflow_that_never_returns_fails_its_group_and_is_named(
     with structlog.testing.capture_logs() as logs:
         async with dispatching(context) as (dispatcher, _):
             await until_buffer(buffer, lambda stats: stats.released["failed"] == 1 and stats.ready >= 3)
-            held = [work.ticket.seq for work in dispatcher.leases]
+            held = [group.ticket.seq for group in dispatcher.groups]
         workflow.freed.set()
     (entry,) = [entry for entry in logs if entry["event"] == "group discarded"]
     assert (entry["seq"], entry["reason"], 1 in held) == (1, "failed", False)
@@ -123,7 +123,7 @@ async def test_a_workflow_that_hangs_in_an_evaluation_ends_it_and_is_named(tmp_p
 
 async def test_time_in_which_the_engine_sleeps_does_not_count() -> None:
     clock_s = [0.0]
-    task, session = cast(Any, SimpleNamespace(index=3)), cast(Any, SimpleNamespace(index=0))
+    task, session = cast(Any, SimpleNamespace(index=3)), cast(Any, SimpleNamespace(index=0, is_cut_short=False))
     maker = SampleMaker(Hangs(), "my:Workflow", SampleDeadline(0.01), clock_s=lambda: clock_s[0])
     making = asyncio.create_task(maker.make(task, session))
     await asyncio.wait([making], timeout=0.12)

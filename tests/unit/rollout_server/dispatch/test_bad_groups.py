@@ -1,0 +1,242 @@
+"""A group that cannot be generated costs itself and nothing else: not its server, not its neighbours, not the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+
+from async_grpo.errors import EngineError, RequestRefused
+from async_grpo.rewards.base import RewardInput, RewardResult
+from async_grpo.utils.aio import root_cause
+from async_grpo.wire import Partial, Sample, Task, Ticket, VersionSpan
+from buffer import InMemoryBuffer
+from rollout_server.engines.base import Generation, GenerationRequest
+from rollout_server.workflows import SingleTurn
+from rollout_server.workflows.session import SampleSession
+from tests.support.rollout_fakes import (
+    Bytes,
+    FakeEngine,
+    FakePool,
+    buffer_of,
+    config_of,
+    context_of,
+    dispatching,
+    until,
+    until_buffer,
+)
+
+
+class KilledByGroup0(FakeEngine):
+    """Dies of a request of group 0, once every other group is in the engine as well; the others are slow."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        if not request.request_id.startswith("0-"):
+            self.running += 1
+            await asyncio.sleep(0.05)
+            self.running -= 1
+            return await super().generate(request)
+        await asyncio.sleep(0.02)
+        raise EngineError("vLLM's engine died")
+
+
+async def live_until_the_engine_dies(tmp_path: Path, buffer: InMemoryBuffer, life: int) -> None:
+    config = config_of(rollout={"max_concurrency": 16})
+    context = context_of(tmp_path / str(life), config, KilledByGroup0(), buffer, name=f"rollout-{life}")
+    async with dispatching(context) as (_, running), asyncio.timeout(5):
+        (error,) = await asyncio.gather(running, return_exceptions=True)
+    assert isinstance(error, BaseException)
+    assert isinstance(root_cause(error), EngineError)
+
+
+async def test_a_group_that_kills_its_engine_is_failed_and_its_neighbours_are_not(tmp_path: Path) -> None:
+    config = config_of(rollout={"max_concurrency": 16})
+    buffer = buffer_of(config)
+    with structlog.testing.capture_logs() as logs:
+        for life in range(config.rollout.max_attempts):
+            await live_until_the_engine_dies(tmp_path, buffer, life)
+
+    async with dispatching(context_of(tmp_path / "last", config, KilledByGroup0(), buffer)):
+        await until_buffer(buffer, lambda stats: stats.ready == 4)
+    assert {reason: count for reason, count in (await buffer.stats()).released.items() if count} == {"failed": 1}
+    strikes = [entry["strikes"] for entry in logs if entry.get("seq") == 0 and "engine died" in entry["event"]]
+    assert strikes == [1, 2, 3, 4, 5]
+
+
+async def test_groups_without_a_request_in_the_dead_engine_get_no_strike(tmp_path: Path) -> None:
+    config = config_of(rollout={"max_concurrency": 4})
+    buffer, engine = buffer_of(config), FakeEngine()
+    context = context_of(tmp_path, config, engine, buffer)
+    assert isinstance(context.pool, FakePool)
+    context.pool.gate = asyncio.Event()  # group 0 waits for its rewards
+    async with dispatching(context) as (_, running):
+        await until(lambda: len(engine.requests) >= 4)
+        engine.error = EngineError("died")
+        await asyncio.wait([running], timeout=5)
+    tickets = await buffer.admit(4, holder="rollout-1", timeout_s=1.0)
+    assert [(ticket.seq, ticket.strikes) for ticket in tickets][:2] == [(0, 0), (1, 1)]
+
+
+async def test_a_server_that_is_stopped_strikes_no_group(tmp_path: Path) -> None:
+    config = config_of()
+    buffer, engine = buffer_of(config), FakeEngine()
+    engine.hold = True
+    async with dispatching(context_of(tmp_path, config, engine, buffer)):
+        await until(lambda: len(engine.held) == 8)
+    assert [ticket.strikes for ticket in await buffer.admit(2, holder="rollout-1", timeout_s=1.0)] == [0, 0]
+
+
+async def test_a_request_that_the_engine_refuses_fails_its_group_and_the_server_goes_on(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+
+    def answer(request: GenerationRequest) -> str:
+        if request.request_id.startswith("0-"):
+            raise RequestRefused("rollout-0: vLLM refused request 0-1-0.0: too long")
+        return "yes"
+
+    assert await reason_of_failure(tmp_path, buffer, FakeEngine(answer)) == "RequestRefused"
+
+
+class Misbehaves(SingleTurn):
+    """Ends in its own way for task 0."""
+
+    def __init__(self, ending: str) -> None:
+        super().__init__(Bytes())
+        self.ending = ending
+
+    async def run(self, task: Task, session: SampleSession) -> Sample:
+        if task.index > 0:
+            return await super().run(task, session)
+        match self.ending:
+            case "cancelled":
+                shared = asyncio.get_running_loop().create_future()
+                shared.cancel()
+                await shared
+            case "no turn":
+                return session.sample("silent")
+            case "no sample":
+                return None  # type: ignore[return-value]
+            case "unknown token":
+                await session.turn()
+                await session.observe(lambda: asyncio.sleep(0, [10**6]))
+        return session.sample("")
+
+
+@pytest.mark.parametrize(
+    ("ending", "error"),
+    [
+        ("cancelled", "WorkflowFailed"),
+        ("no turn", "WorkflowFailed"),
+        ("no sample", "WorkflowFailed"),
+        ("unknown token", "ValueError"),
+    ],
+)
+async def test_a_workflow_that_misbehaves_fails_its_group_with_a_named_error(
+    tmp_path: Path, ending: str, error: str
+) -> None:
+    assert await reason_of_failure(tmp_path, buffer_of(config_of()), FakeEngine(), Misbehaves(ending)) == error
+
+
+async def reason_of_failure(
+    tmp_path: Path, buffer: InMemoryBuffer, engine: FakeEngine, workflow: SingleTurn | None = None
+) -> str:
+    """Name of the error that failed group 0, which is the only group that failed; the others are READY."""
+    context = replace(context_of(tmp_path, config_of(), engine, buffer), vocabulary=256)
+    context = context if workflow is None else replace(context, workflow=workflow)
+    with structlog.testing.capture_logs() as logs:
+        async with dispatching(context) as (dispatcher, running):
+            await until_buffer(buffer, lambda stats: stats.released["failed"] == 1 and stats.ready == 4)
+            assert not running.done()
+            assert len(dispatcher.groups) == 0
+            assert dispatcher.slots.committed == 0
+    (entry,) = [entry for entry in logs if entry["event"] == "group discarded"]
+    assert (entry["seq"], (await buffer.stats()).admitted) == (0, 5)
+    return str(entry["why"]).partition(":")[0]
+
+
+class CancelledPool(FakePool):
+    """Judging task 0 ends as if a future that it shares had been cancelled."""
+
+    async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
+        if items[0].prompt == "p0":
+            raise asyncio.CancelledError
+        return await super().judge(items)
+
+
+async def test_a_group_whose_task_ends_without_a_word_comes_back_until_it_is_failed(tmp_path: Path) -> None:
+    config = config_of(rollout={"max_concurrency": 8, "max_attempts": 3})
+    buffer = buffer_of(config)
+    context = replace(context_of(tmp_path, config, FakeEngine(), buffer), pool=CancelledPool())  # type: ignore[arg-type]
+    async with dispatching(context):
+        await until_buffer(buffer, lambda stats: stats.released["failed"] == 1 and stats.ready == 4)
+
+
+class WrongLogprobs(FakeEngine):
+    """Gives the first token of group 0 this log-probability."""
+
+    def __init__(self, logprob: float) -> None:
+        super().__init__()
+        self.logprob = logprob
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        generation = await super().generate(request)
+        if request.request_id.startswith("0-"):
+            generation.logprobs[0] = self.logprob
+        return generation
+
+
+@pytest.mark.parametrize("logprob", [np.nan, -np.inf, np.inf, 0.5])
+async def test_impossible_log_probabilities_fail_the_group_and_name_the_server(tmp_path: Path, logprob: float) -> None:
+    why = await reason_of_failure(tmp_path, buffer_of(config_of()), WrongLogprobs(logprob))
+    assert why == "rollout-0 generated sample 0"
+
+
+class SlowProgress(InMemoryBuffer):
+    """The first save of a partial arrives only when the test says so."""
+
+    def __init__(self, buffer: InMemoryBuffer) -> None:
+        self.__dict__ = buffer.__dict__
+        self.arrives = asyncio.Event()
+        self.saves = 0
+
+    async def progress(self, ticket: Ticket, partial: Partial) -> None:
+        self.saves += 1
+        if self.saves == 1:
+            # As on a connection to a server: a caller that is cancelled does not call its command back.
+            arriving = asyncio.create_task(self.arrives.wait())
+            arriving.add_done_callback(lambda _: self._state.progress(ticket, partial, self._clock()))
+            await asyncio.shield(arriving)
+        else:
+            await super().progress(ticket, partial)
+
+
+class Growing(FakeEngine):
+    """Requests never end, and their tokens are as many as the test says."""
+
+    length = 1
+
+    def peek(self, request_id: str) -> Generation:
+        tokens = np.full(self.length, 97, np.int32)
+        return Generation(tokens, np.full(self.length, -0.5, np.float32), [VersionSpan(0, 0, self.length)], "")
+
+
+async def test_a_save_on_its_way_does_not_replace_the_newer_partial_of_a_stop(tmp_path: Path) -> None:
+    config = config_of(max_staleness=0, groups_per_step=1, rollout={"max_concurrency": 4, "progress_interval_s": 0.01})
+    buffer, engine = SlowProgress(buffer_of(config)), Growing()
+    engine.hold = True
+    async with dispatching(context_of(tmp_path, config, engine, buffer)) as (_, running):
+        await until(lambda: buffer.saves == 1)
+        engine.length = 5
+        running.cancel()
+        await asyncio.sleep(0.01)
+        buffer.arrives.set()
+        await asyncio.wait([running], timeout=5)
+    (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
+    assert ticket.partial is not None
+    assert ticket.partial.longest == 5
