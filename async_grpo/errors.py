@@ -147,7 +147,7 @@ class RequestRefused(AsyncGrpoError):
 
 
 class WorkflowFailed(AsyncGrpoError):
-    """A workflow was cancelled by something of its own, or returned no finished sample though nothing interrupted it."""
+    """A workflow was cancelled by something of its own, or returned no finished sample without an interruption."""
 
 
 class LogprobsWrong(AsyncGrpoError):

@@ -33,8 +33,8 @@ TOKEN_DTYPE = np.dtype("<i4")
 LOGPROB_DTYPE = np.dtype("<f4")
 
 LOGPROB_ROUNDING = 1e4 * float(np.finfo(LOGPROB_DTYPE).eps)
-"""Largest log-probability that is accepted, in nats. It is 0 in exact arithmetic; log-softmax in float32 misses it by as
-much as the rounding of its logits, which are below 1e4."""
+"""Largest log-probability that is accepted, in nats. It is 0 in exact arithmetic; log-softmax in float32 misses that by
+as much as the rounding of its logits, which are below 1e4."""
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 R = TypeVar("R", bound=msgspec.Struct)
@@ -161,9 +161,9 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         if len(impossible):
             place = impossible[0]
             raise ValueError(
-                f"token {place} of {len(tokens)} has log-probability {logprobs[place]}, and {len(impossible) - 1} others "
-                "are impossible too. They must be finite and at most 0, or the policy ratio is not a number. The engine "
-                "has computed them: check rollout.vllm.quantization and its release"
+                f"token {place} of {len(tokens)} has log-probability {logprobs[place]}, one of {len(impossible)} such. "
+                "It must be finite and at most 0, or the policy ratio is not a number. The engine has computed it: "
+                "check rollout.vllm.quantization and the release of vLLM"
             )
         position, version = 0, -1
         for span in self.spans:

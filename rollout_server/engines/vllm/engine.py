@@ -141,7 +141,7 @@ class VllmEngine:
         self._gate.set()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one completion. Raises EngineError if the engine has failed, RequestRefused if only the request has."""
+        """Sample one completion. Raises EngineError if the engine has failed, RequestRefused for a bad request."""
         output, active = await self._final_output(request)
         generation = generation_of(output, active)
         self.disputed_spans += generation.spans != active.spans.spans(len(generation.tokens))

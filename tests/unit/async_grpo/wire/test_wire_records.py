@@ -36,6 +36,16 @@ def test_a_sample_has_tokens_and_as_many_log_probabilities() -> None:
         replace(sample(1, 4), logprobs=logprobs_to_bytes([-0.5] * 3)).validate()
 
 
+@pytest.mark.parametrize("logprob", [float("nan"), float("inf"), float("-inf"), 0.25])
+def test_a_log_probability_is_finite_and_at_most_0(logprob: float) -> None:
+    with pytest.raises(ValueError, match=f"token 2 of 4 has log-probability {logprob}"):
+        replace(sample(1, 4), logprobs=logprobs_to_bytes([-0.5, -0.5, logprob, -0.5])).validate()
+
+
+def test_rounding_of_float32_may_lift_a_log_probability_above_0() -> None:
+    replace(sample(1, 4), logprobs=logprobs_to_bytes([1e-6, 0.0, -0.0, -100.0])).validate()
+
+
 def test_a_group_is_as_old_as_its_oldest_token() -> None:
     group = Group(seq=0, attempt=1, task=tasks(0, 1)[0], samples=[sample(3), mixed_sample(2, 5)])
     assert (group.oldest_version, group.newest_version) == (2, 5)
