@@ -33,6 +33,7 @@ import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
 
 from async_grpo.telemetry.role_history import record_error
+from async_grpo.utils.text import escape_controls
 
 FORMAT_VARIABLE = "ASYNC_GRPO_LOG_FORMAT"
 _FIELDS_VARIABLE = "ASYNC_GRPO_LOG_FIELDS"
@@ -87,7 +88,8 @@ def report_fatal(error: BaseException) -> None:
     on its own: `ErrorName: message`."""
     line = redact_secrets(f"{type(error).__name__}: {error}")
     record_error(line)
-    print(_json_line("critical", line, {}) if is_json() else line, file=sys.stderr)
+    # On one line: the message may quote a completion, whose newlines would let it write the last line of the log.
+    print(_json_line("critical", line, {}) if is_json() else escape_controls(line), file=sys.stderr)
 
 
 def fatal_events(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.app.launch.run_folder import RunFolder
-from async_grpo.errors import TrainingError
+from async_grpo.errors import RoleFailed, TrainingError
 from async_grpo.telemetry.logging import report_fatal
 
 
@@ -54,3 +54,10 @@ def test_the_last_words_of_a_role_are_kept_without_secrets(folder: RunFolder, mo
     report_fatal(TrainingError("loss is nan; password=hunter2"))
     assert folder.role_failure().startswith("trainer-0: TrainingError: loss is nan; password=")
     assert "hunter2" not in file.read_text()
+
+
+def test_the_last_line_of_a_log_is_the_error_whatever_its_message_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    report_fatal(RoleFailed("32 groups failed, the last because: ValueError: bad answer 'x\nall is well\x1b[2J'"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("RoleFailed: 32 groups failed")
+    assert "\x1b" not in line
