@@ -28,7 +28,9 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
-from async_grpo.errors import WaitTimeout
+import structlog
+
+from async_grpo.errors import BufferFault, WaitTimeout
 from buffer import TASKS_AHEAD
 from rollout_server.context import ServerContext
 from rollout_server.dispatch.admission import FEEDER_TTL_S, TaskFeeder
@@ -40,6 +42,10 @@ from rollout_server.weight_watcher import WeightWatcher
 
 if TYPE_CHECKING:
     from rollout_server.http.server import ApiServer
+
+COUNT_TIMEOUT_S = 5.0
+
+log = structlog.get_logger()
 
 
 class RolloutServer:
@@ -94,7 +100,19 @@ class RolloutServer:
                 for task in background:
                     task.cancel()
         finally:
-            await self._heartbeat.count_tokens()
+            await self._count_last_tokens()
+
+    async def _count_last_tokens(self) -> None:
+        """Count the tokens since the last heartbeat, unless the buffer's server is gone.
+
+        Its error must not replace the one that ends the server: an engine that died would not be started again, and a
+        stop by SIGTERM would look like a failure.
+        """
+        try:
+            async with asyncio.timeout(COUNT_TIMEOUT_S):
+                await self._heartbeat.count_tokens()
+        except (BufferFault, TimeoutError) as error:
+            log.warning("the tokens since the last heartbeat are not counted", error=f"{type(error).__name__}: {error}")
 
     async def _leave(self, evaluation: asyncio.Task[None]) -> None:
         """The server was drained: only completions over HTTP are still in flight."""

@@ -8,15 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.errors import EngineError, WaitTimeout
+from async_grpo.errors import EngineError, ServerLost, WaitTimeout
 from async_grpo.utils.aio import root_cause
 from async_grpo.weights.manifest import WeightVersion
-from buffer import InMemoryBuffer
+from buffer import InMemoryBoard, InMemoryBuffer
 from rollout_server import assembly
 from rollout_server.assembly import came_before_the_end
 from rollout_server.context import ServerContext
 from rollout_server.server import RolloutServer
-from tests.support.rollout_fakes import FakeEngine, FakeReceiver, buffer_of, config_of, context_of, until, watcher_of
+from tests.support.rollout_fakes import (
+    FakeEngine,
+    FakeReceiver,
+    buffer_of,
+    config_of,
+    context_of,
+    until,
+    until_buffer,
+    watcher_of,
+)
 
 
 async def server_of(context: ServerContext, receiver: FakeReceiver) -> RolloutServer:
@@ -145,3 +154,30 @@ async def test_a_server_that_starts_while_others_finish_the_run_waits_for_no_wei
     assert ended.is_set()
     with pytest.raises(WaitTimeout, match="first publication"):
         await came_before_the_end(late(), is_not_over)
+
+
+class LosableBoard(InMemoryBoard):
+    """Counts nothing any more once it is lost."""
+
+    is_lost = False
+
+    async def count(self, name: str, amount: int) -> None:
+        if self.is_lost:
+            raise ServerLost("Redis has not answered")
+        await super().count(name, amount)
+
+
+async def test_a_buffer_that_is_gone_does_not_hide_that_the_engine_died(tmp_path: Path) -> None:
+    config, engine, board = config_of(), FakeEngine(), LosableBoard()
+    buffer, receiver = buffer_of(config), FakeReceiver(WeightVersion(1, 0))
+    serving = asyncio.create_task(
+        (await server_of(context_of(tmp_path, config, engine, buffer, board), receiver)).serve()
+    )
+    await until_buffer(buffer, lambda stats: stats.ready == 4)
+    board.is_lost = True
+    engine.tokens += 100  # to be counted when the server ends
+    engine.error = EngineError("rollout-0: the engine died")
+    await train(buffer, receiver, 1)  # so that there is room for a group
+    with pytest.raises(ExceptionGroup) as raised:
+        await asyncio.wait_for(serving, 5.0)
+    assert isinstance(root_cause(raised.value), EngineError)
