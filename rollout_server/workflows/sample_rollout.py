@@ -122,14 +122,13 @@ def _result_of(making: asyncio.Task[Sample], name: str) -> Sample:
 
 async def _end(making: asyncio.Task[Sample]) -> None:
     """Cancel the task if it has not ended, and wait END_S for its end."""
-    if making.done():
-        return
-    making.cancel()
-    await asyncio.wait([making], timeout=END_S)
+    if not making.done():
+        making.cancel()
+        await asyncio.wait([making], timeout=END_S)
     if not making.done():
         log.error("a workflow does not end when it is cancelled, and is left behind", what=making.get_name())
     elif not making.cancelled():
-        making.exception()  # the sample came too late: retrieve its error, so that asyncio does not log it
+        making.exception()  # the sample may have come too late: retrieve its error, so that asyncio does not log it
 
 
 def where_it_waits(task: asyncio.Task[Any]) -> list[str]:
