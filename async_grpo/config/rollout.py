@@ -281,7 +281,7 @@ class RolloutConfig(StrictModel):
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal (`filtered`) and admit the same number of new ones."""
     max_attempts: PositiveInt = 5
-    """Number of attempts at a group: it is `failed` once the leases of this many holders have expired."""
+    """Number of attempts at a group: it is `failed` once this many holders, or their engines, have died with it."""
     seed_per_sample: bool | None = None
     """Give every training sample a seed of its own, so that the same weights sample the same tokens on every server.
     Engines on accelerators then start a kernel for each sample and token (vLLM's model runner V2 does not). False: an
