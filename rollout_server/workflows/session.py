@@ -108,9 +108,11 @@ class SampleSession:
                 "has that version. Put what comes first into the prompt, or call turn() before"
             )
         recorded = self._played_back(by_policy=False)
-        tokens = recorded.tokens if len(recorded.tokens) else self._checked(await make())
+        tokens = recorded.tokens if recorded.finish_reason else self._checked(await make())
         if len(tokens) >= self.tokens_left:
             tokens, self._reason = tokens[: self.tokens_left], LENGTH
+        if not self.tokens_left:
+            return tokens  # nothing of it fits
         version = self._written.spans[-1].version
         spans = [VersionSpan(version, 0, len(tokens))] if len(tokens) else []
         self._write(Generation(tokens, np.zeros(len(tokens), np.float32), spans, "stop"), by_policy=False)
@@ -204,8 +206,13 @@ def join(first: Generation, second: Generation) -> Generation:
 
 
 def _turn(written: Generation, more: Generation, *, by_policy: bool, finish_reason: str) -> list[Turn]:
+    """The record of `more`; none of a turn that the policy has not begun."""
+    if by_policy and not len(more.tokens):
+        return []
+    # An empty observation is recorded too. Left out, the next recorded turn would not follow it when the sample is
+    # resumed, so that the rest of the record would be thrown away and its tools be called again.
     start = len(written.tokens)
-    return [Turn(start, start + len(more.tokens), by_policy, finish_reason)] if len(more.tokens) else []
+    return [Turn(start, start + len(more.tokens), by_policy, finish_reason)]
 
 
 def _nothing() -> Generation:

@@ -111,6 +111,31 @@ async def test_what_a_tool_has_answered_is_not_asked_again() -> None:
     assert sample.spans == [VersionSpan(3, 0, 4), VersionSpan(4, 4, 6)]
 
 
+async def test_an_empty_observation_does_not_end_the_record() -> None:
+    calls = 0
+
+    async def says_nothing() -> Sequence[int]:
+        nonlocal calls
+        calls += 1
+        return []
+
+    async def play(session: SampleSession) -> None:
+        await session.turn()
+        await session.observe(says_nothing)
+        await session.observe(says_nothing)
+
+    engine = await engine_at(3)
+    session = session_on(engine)
+    await play(session)
+    left = session.snapshot()
+    assert left is not None
+    left.validate()
+
+    generated = engine.load().generated_tokens
+    await play(session_on(engine, left))
+    assert (calls, engine.load().generated_tokens) == (2, generated)
+
+
 async def test_a_turn_that_had_stopped_is_not_continued() -> None:
     session = session_on(await engine_at(3))
     await session.turn()
