@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from async_grpo.config.http import HttpConfig
-from async_grpo.errors import BufferFault, ConfigError, EngineError
+from async_grpo.errors import BufferFault, ConfigError, EngineError, RequestRefused
 from async_grpo.telemetry.metrics import SERVER_METRICS
 from async_grpo.utils.http_server import is_local_name
 from buffer.base import BufferStats
@@ -187,6 +187,15 @@ async def test_an_engine_that_fails_is_an_error_of_the_server(tmp_path: Path) ->
     for stream in (False, True):
         status, body = await ask(house, stream=stream)
         assert (status, body["error"]["message"]) == (503, "the engine failed: rollout-0: the engine died")
+
+
+async def test_a_request_that_the_engine_refuses_is_an_error_of_the_client(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    house = await house_of(tmp_path, engine)
+    engine.error = RequestRefused("rollout-0: vLLM refused request r: too long")
+    for stream in (False, True):
+        status, body = await ask(house, stream=stream)
+        assert (status, body["error"]["code"]) == (400, "request_refused")
 
 
 async def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
