@@ -32,12 +32,14 @@ Matrix = npt.NDArray[np.float64]
 class GradedAnswer:
     """One completion: its score (None if it could not be judged) and its answer.
 
-    The answer is None if the completion gives none, or if extracting it failed (`unextracted`).
+    The answer is None if the completion gives none, or if extracting it failed (`unextracted`). `failed`: the workflow
+    made no completion, so there is neither score nor answer.
     """
 
     score: float | None
     answer: str | None = None
     unextracted: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

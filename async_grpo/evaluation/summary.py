@@ -35,8 +35,8 @@ _NOTHING: Observation = (0.0, 0.0)
 def eval_metrics(prompts: Sequence[GradedPrompt], *, samples: int, right_at: float, votes: bool) -> EvalMetrics:
     """Mean score, pass@k, maj@k (if there are `votes`: the reward function gives answers) and greedy score.
 
-    `samples`: completions asked of each prompt. Completions that could not be judged are left out; a prompt with
-    fewer than k judged completions is left out of pass@k, one without any of all figures.
+    `samples`: completions asked of each prompt. Completions that could not be judged, or whose workflow failed, are
+    left out; a prompt with fewer than k judged completions is left out of pass@k, one without any of all figures.
     """
     ks = k_values(samples)
     columns = [
@@ -48,15 +48,17 @@ def eval_metrics(prompts: Sequence[GradedPrompt], *, samples: int, right_at: flo
     table_PF2 = np.array(columns, np.float64).reshape(len(columns), len(prompts), 2).transpose(1, 0, 2)
     mean, greedy, most, *passes = estimates(table_PF2[:, :, 0], table_PF2[:, :, 1])
     judged = [_judged(prompt.sampled) for prompt in prompts]
+    made = sum(not grade.failed for prompt in prompts for grade in prompt.sampled)
     return EvalMetrics(
         prompts=sum(count > 0 for count in judged),
         completions=sum(judged),
-        unjudged=sum(len(prompt.sampled) for prompt in prompts) - sum(judged),
+        unjudged=made - sum(judged),
         unextracted=sum(grade.unextracted for prompt in prompts for grade in prompt.sampled),
         mean=mean,
         pass_at={str(k): passed for k, passed in zip(ks, passes, strict=True) if passed is not None},
         majority=most,
         greedy=greedy,
+        failed=sum(grade.failed for prompt in prompts for grade in (*prompt.sampled, *prompt.greedy)),
     )
 
 
@@ -99,6 +101,15 @@ def no_vote(unextracted: int, samples: int) -> str:
         f"In {unextracted} completions the reward function failed to find the answer (`extract`): they have no vote in "
         f"maj@{samples}"
     )
+
+
+def left_out(failed: int) -> str:
+    """A sentence for the number of completions whose workflow failed.
+
+    >>> left_out(3)
+    'The workflow failed in 3 completions, which are left out of all figures'
+    """
+    return f"The workflow failed in {failed} completions, which are left out of all figures"
 
 
 def shown(estimate: Estimate | None) -> str:

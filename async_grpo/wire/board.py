@@ -80,6 +80,8 @@ class EvalMetrics(Record, frozen=True, kw_only=True, tag="figures"):
     """maj@k: probability that the most frequent answer is right."""
     greedy: Estimate | None = None
     """Mean score at temperature 0."""
+    failed: int = 0
+    """Number of completions, sampled or greedy, whose workflow failed; they count nowhere else."""
 
 
 class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):

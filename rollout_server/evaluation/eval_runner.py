@@ -5,6 +5,9 @@
 Completions wait for one of `rollout.max_concurrency` places, which are separate from those of training; a completion
 that ends frees its place. Grading waits for the reward pool. Prompts, seeds and rewards follow from the configuration
 alone, so the same weights give the same completions in both.
+
+A completion whose workflow fails is logged, counted and left out, as one that could not be judged: one prompt that a
+workflow cannot handle must not end the server, and with it the run. Only a fault of the engine ends an evaluation.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, TypeVar
 
+import structlog
+
 from async_grpo.config import RunConfig
+from async_grpo.errors import EngineError, SampleOverdue, WaitTimeout
 from async_grpo.evaluation.estimators import GradedAnswer, GradedPrompt
 from async_grpo.evaluation.summary import eval_metrics, metrics_by_source
 from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult
@@ -25,6 +31,7 @@ from async_grpo.utils.aio import root_cause
 from async_grpo.wire import Group, Sample, Task
 from async_grpo.wire.board import EvalMetrics
 from rollout_server.context import EvalContext
+from rollout_server.dispatch.outcomes import what_is_broken
 from rollout_server.engines.base import sample_seed
 from rollout_server.workflows.sample_rollout import SampleDeadline, SampleMaker
 from rollout_server.workflows.session import SampleSession
@@ -35,6 +42,8 @@ PROBE_GROUPS = 16
 PROBE_SAMPLES = 4
 SOURCE_FIELDS = ("data_source", "source", "file")
 """Metadata keys of a task: the first one that a task has says where it is from."""
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +68,22 @@ class EvalPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """A completion that the workflow did not make, and its error."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GradedCompletion:
     """A completion with its grade. The answer is extracted from sampled completions only; `extraction` says why that
-    failed."""
+    failed. `failure` is the error of the workflow, "" if there is none; the sample of a failed workflow is empty."""
 
     sample: Sample
     result: RewardResult
     grade: GradedAnswer
     extraction: RewardFailure | None = None
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +124,12 @@ class EvalResult:
         return [answer.extraction for answer in answers if answer.extraction is not None]
 
     @property
+    def failures(self) -> list[str]:
+        """The errors of workflows that failed, sampled and greedy."""
+        answers = (answer for prompt in self.prompts for answer in (*prompt.sampled, *prompt.greedy))
+        return [answer.failure for answer in answers if answer.failure]
+
+    @property
     def sampled_accuracy(self) -> float:
         """mean@k: mean score of the sampled completions."""
         return math.nan if self.figures.mean is None else self.figures.mean.value
@@ -132,26 +155,36 @@ class EvalRunner:
         on_grades: Callable[[int], None] = lambda _: None,
         *,
         deadline_s: float | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_answer` is called after every completion, `on_grades(count)` when all `count` completions of a prompt are
-        graded. A completion that takes longer than `deadline_s` ends the call with SampleOverdue."""
+        graded. A completion that takes longer than `deadline_s`, measured by `clock_s`, has failed."""
         self._context = context
-        self._maker = SampleMaker(context.workflow, context.config.rollout.workflow, SampleDeadline(deadline_s))
+        name = context.config.rollout.workflow
+        self._maker = SampleMaker(context.workflow, name, SampleDeadline(deadline_s), clock_s)
         self._on_answer = on_answer
         self._on_grades = on_grades
         self._room = asyncio.Semaphore(context.config.rollout.max_concurrency)
         self._judged_by = context.config.rewards.functions[0].name
+        self._sessions = 0
         self.tokens = 0
         self.generating = 0
         """Completions that are waiting or under way."""
 
     async def grade(self, plan: EvalPlan) -> EvalResult:
-        """Complete and grade the prompts of the plan. Raises SampleOverdue and what the workflow raises."""
+        """Complete and grade the prompts of the plan. Raises EngineError, WaitTimeout (of the engine)."""
         tasks = self._context.source.held_out()[: plan.prompts]
-        sampled = await self._grade_all(tasks, plan.samples, plan.temperature)
-        greedy = await self._grade_all(tasks, 1, 0.0) if plan.greedy else [[] for _ in tasks]
-        prompts = [PromptResult(*parts) for parts in zip(tasks, sampled, greedy, strict=True)]
-        lengths = [answer.sample.length for answers in sampled for answer in answers]
+
+        # Sampled and greedy completions together: a workflow that hangs for one prompt hangs in both, and one after the
+        # other they would wait for the deadline twice, which is more than an evaluation may take.
+        parts = [self._grade_all(tasks, plan.samples, plan.temperature)]
+        if plan.greedy:
+            parts.append(self._grade_all(tasks, 1, 0.0))
+        sampled, *rest = await _all(parts)
+        greedy = rest[0] if rest else [[] for _ in tasks]
+
+        prompts = [PromptResult(*results) for results in zip(tasks, sampled, greedy, strict=True)]
+        lengths = [answer.sample.length for answers in sampled for answer in answers if not answer.failure]
         no_majority = self._context.pool.why_no_answers(self._judged_by)
         figures, by_source = await asyncio.to_thread(self._statistics, prompts, plan.samples, votes=not no_majority)
         return EvalResult(
@@ -159,12 +192,17 @@ class EvalRunner:
         )
 
     async def probe(self, version: int) -> list[Group]:
-        """PROBE_GROUPS groups of PROBE_SAMPLES samples, sampled as for training, without rewards."""
+        """PROBE_GROUPS groups of PROBE_SAMPLES samples, sampled as for training, without rewards; without the samples
+        whose workflow failed, and without a group of which nothing is left."""
         tasks = list(islice(cycle(self._context.source.held_out()), PROBE_GROUPS))
         started_s, temperature = time.time(), self._context.config.sampling.temperature
         makes = (self._complete(task, PROBE_SAMPLES, temperature, f"probe{seq}") for seq, task in enumerate(tasks))
-        return [
-            Group(
+        groups = []
+        for seq, (task, made) in enumerate(zip(tasks, await _all(makes), strict=True)):
+            samples = [sample for sample in made if isinstance(sample, Sample)]
+            if not samples:
+                continue
+            group = Group(
                 seq=seq,
                 attempt=0,
                 task=task,
@@ -174,8 +212,8 @@ class EvalRunner:
                 started_s=started_s,
                 finished_s=time.time(),
             )
-            for seq, (task, samples) in enumerate(zip(tasks, await _all(makes), strict=True))
-        ]
+            groups.append(group)
+        return groups
 
     def _statistics(
         self, prompts: Sequence[PromptResult], samples: int, *, votes: bool
@@ -191,35 +229,58 @@ class EvalRunner:
         return await _all(self._grade_prompt(task, samples, temperature) for task in tasks)
 
     async def _grade_prompt(self, task: Task, count: int, temperature: float) -> list[GradedCompletion]:
-        samples = await self._complete(task, count, temperature, f"eval{temperature:g}")
+        made = await self._complete(task, count, temperature, f"eval{temperature:g}")
+        samples = [sample for sample in made if isinstance(sample, Sample)]
         pool, name = self._context.pool, self._judged_by
         results = await pool.judge([RewardInput.of(sample, task) for sample in samples])
-        found: list[str | RewardFailure | None] = [None] * count
+        found: list[str | RewardFailure | None] = [None] * len(samples)
         if temperature and not pool.why_no_answers(name):
             found = await pool.extract(name, [sample.text for sample in samples])
         self._on_grades(count)
         scores = [result.scores.get(name) for result in results]
-        return [_graded(*parts) for parts in zip(samples, results, scores, found, strict=True)]
+        graded = [_graded(*parts) for parts in zip(samples, results, scores, found, strict=True)]
+        return graded + [_failed(failure) for failure in made if isinstance(failure, SampleFailure)]
 
-    async def _complete(self, task: Task, count: int, temperature: float, purpose: str) -> list[Sample]:
+    async def _complete(self, task: Task, count: int, temperature: float, purpose: str) -> list[Sample | SampleFailure]:
         return await _all(self._sample(task, index, temperature, purpose) for index in range(count))
 
-    async def _sample(self, task: Task, index: int, temperature: float, purpose: str) -> Sample:
+    async def _sample(self, task: Task, index: int, temperature: float, purpose: str) -> Sample | SampleFailure:
         self.generating += 1
         try:
             async with self._room:
                 session = self._session(task, index, temperature, purpose)
-                sample = await self._maker.make(task, session)
+                result = await self._run_workflow(task, session)
         finally:
             self.generating -= 1
-        self.tokens += len(sample.token_ids())
+        if isinstance(result, SampleFailure):
+            what = {"task": task.index, "sample": index, "purpose": purpose}
+            log.warning("a held-out completion failed", **what, why=result.reason)
+        else:
+            self.tokens += len(result.token_ids())
         self._on_answer()
+        return result
+
+    async def _run_workflow(self, task: Task, session: SampleSession) -> Sample | SampleFailure:
+        """The sample, or the error of the workflow. Raises EngineError, WaitTimeout: the engine has failed."""
+        try:
+            sample = await self._maker.make(task, session)
+        except SampleOverdue as error:
+            return SampleFailure(f"SampleOverdue: {error}")
+        except (EngineError, WaitTimeout):
+            raise
+        except Exception as error:  # a workflow may raise anything
+            return SampleFailure(f"{type(error).__name__}: {error}")
+        if broken := what_is_broken([sample]):
+            return SampleFailure(broken)
+        if not sample.finish_reason:
+            return SampleFailure("the workflow returned an unfinished sample, although nothing interrupted it")
         return sample
 
     def _session(self, task: Task, index: int, temperature: float, purpose: str) -> SampleSession:
+        self._sessions += 1
         return SampleSession(
             self._context.engine,
-            f"{purpose}-{task.index}-{index}-{self.tokens}",
+            f"{purpose}-{task.index}-{index}-{self._sessions}",
             task.prompt_ids(),
             seed=sample_seed(self._context.config.seed, purpose, task.index, index),
             temperature=temperature,
@@ -236,6 +297,11 @@ def _graded(
     if isinstance(found, RewardFailure):
         return GradedCompletion(sample, result, GradedAnswer(score, unextracted=True), found)
     return GradedCompletion(sample, result, GradedAnswer(score, found))
+
+
+def _failed(failure: SampleFailure) -> GradedCompletion:
+    empty = Sample(tokens=b"", logprobs=b"", spans=[], finish_reason="")
+    return GradedCompletion(empty, RewardResult(), GradedAnswer(None, failed=True), failure=failure.reason)
 
 
 async def _all(makes: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -11,7 +11,10 @@ server that holds the claim. The board sends no events, so it looks once a secon
 claim has run out.
 
 Training generation goes on beside it, at the pinned version. Every server runs one evaluator; the claim makes sure that
-only one of them evaluates a milestone.
+only one of them evaluates a milestone. If the claim cannot be renewed, the evaluation ends with that error.
+
+Timeouts are measured by the watcher's clock, which stands still while the engine sleeps: steps of a trainer that shares
+the device would otherwise count as time of the evaluation.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import SampleOverdue, WaitTimeout
+from async_grpo.errors import WaitTimeout
+from async_grpo.utils.aio import cancel_and_wait, race, root_cause
 from async_grpo.wire.board import Evaluation, EvaluationState, Probe
 from rollout_server.context import ServerContext
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
@@ -32,7 +38,9 @@ from rollout_server.weight_watcher import WeightWatcher
 CLAIM_TTL_S = 20.0
 LOOK_EVERY_S = 1.0
 COMPLETION_SHARE = 0.9
-"""Share of eval.timeout_s that one completion may take, so that the one that hangs is named before the time is over."""
+"""Share of eval.timeout_s that one completion may take: one that hangs is given up, and the rest is still graded."""
+LEAST_LOOK_S = 0.05
+"""Least number of seconds between two looks at a clock that may stand still."""
 
 log = structlog.get_logger()
 
@@ -63,7 +71,12 @@ class MilestoneEvaluator:
     def __init__(self, context: ServerContext, watcher: WeightWatcher) -> None:
         self._context = context
         self._watcher = watcher
-        self._runner = EvalRunner(context, self._count_one, deadline_s=longest_completion_s(context.config))
+        self._runner = EvalRunner(
+            context,
+            self._count_one,
+            deadline_s=longest_completion_s(context.config),
+            clock_s=lambda: watcher.awake_s,
+        )
         self._plan = EvalPlan.of(context.config)
         self._final = context.config.steps
         self._handled = -1
@@ -109,7 +122,6 @@ class MilestoneEvaluator:
 
     async def _evaluate(self, version: int, milestone: int) -> None:
         started_s, tokens_before = time.time(), self._runner.tokens
-        claim = asyncio.create_task(self._keep_claim(milestone))
         self.busy = True
         self._began_s, self.progress = (
             started_s,
@@ -117,17 +129,30 @@ class MilestoneEvaluator:
         )
         try:
             with self._context.logger.span("evaluation", f"version {version}"):
-                async with asyncio.timeout(self._context.config.eval.timeout_s):
-                    await self._probe_and_grade(version, started_s)
-        except (TimeoutError, SampleOverdue) as error:
-            found = f"the evaluation of version {version}", self._context.config.eval.timeout_s
-            if isinstance(error, SampleOverdue):
-                found = f"{found[0]}, in which {error.waited_for}", error.timeout_s
-            raise WaitTimeout(*found, "Lower eval.prompts or eval.samples, or raise eval.timeout_s") from error
+                evaluating = self._within_timeout(self._probe_and_grade(version, started_s), version)
+                await race(evaluating, self._keep_claim(milestone))
         finally:
             self.busy, self.progress = False, None
-            claim.cancel()
             await self._context.board.count("eval_tokens", self._runner.tokens - tokens_before)
+
+    async def _within_timeout(self, evaluation: Coroutine[Any, Any, None], version: int) -> None:
+        """Raises WaitTimeout after eval.timeout_s seconds in which the engine was awake."""
+        timeout_s = self._context.config.eval.timeout_s
+        started_s = self._watcher.awake_s
+        evaluating = asyncio.create_task(evaluation)
+        try:
+            while not evaluating.done():
+                left_s = timeout_s - (self._watcher.awake_s - started_s)
+                if left_s <= 0:
+                    raise WaitTimeout(
+                        f"the evaluation of version {version}",
+                        timeout_s,
+                        "Lower eval.prompts or eval.samples, or raise eval.timeout_s",
+                    )
+                await asyncio.wait([evaluating], timeout=max(left_s, LEAST_LOOK_S))
+            evaluating.result()
+        finally:
+            await cancel_and_wait(evaluating)
 
     def _count_one(self) -> None:
         """Count a finished completion of the evaluation. The few completions of the probe count too."""
@@ -137,10 +162,18 @@ class MilestoneEvaluator:
             self.progress = EvaluationState(now.version, done, now.total, left_s)
 
     async def _probe_and_grade(self, version: int, started_s: float) -> None:
-        """Put the probe on the board, which the trainer waits for, then the evaluation."""
-        if version >= self._final:
-            await self._context.board.put_probe(Probe(version=version, groups=await self._runner.probe(version)))
-        result = await self._runner.grade(self._plan)
+        """Put the probe on the board, which the trainer waits for, and the evaluation.
+
+        Both are made at once: a prompt whose workflow hangs may be in both, and would be waited for twice.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                if version >= self._final:
+                    group.create_task(self._probe(version))
+                grading = group.create_task(self._runner.grade(self._plan))
+        except ExceptionGroup as errors:
+            raise root_cause(errors) from None
+        result = grading.result()
         evaluation = Evaluation(
             version=version,
             prompts=len(result.prompts),
@@ -161,8 +194,13 @@ class MilestoneEvaluator:
             version=version,
             sampled=result.sampled_accuracy,
             greedy=result.greedy_accuracy,
+            failed=result.figures.failed,
             wall_s=evaluation.wall_s,
         )
+
+    async def _probe(self, version: int) -> None:
+        groups = await self._runner.probe(version)
+        await self._context.board.put_probe(Probe(version=version, groups=groups))
 
     async def _is_done(self, milestone: int) -> bool:
         evaluations = await self._context.board.evaluations()
@@ -172,6 +210,7 @@ class MilestoneEvaluator:
         return await self._context.board.claim(f"evaluation {milestone}", self._context.name, ttl_s=CLAIM_TTL_S)
 
     async def _keep_claim(self, milestone: int) -> None:
+        """Renew the claim until cancelled. Raises BufferFault."""
         while True:
             await asyncio.sleep(CLAIM_TTL_S / 3)
             await self._claim(milestone)

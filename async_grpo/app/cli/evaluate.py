@@ -153,13 +153,15 @@ def _title(report: EvalReport) -> str:
 
 def _remarks(report: EvalReport) -> list[str]:
     from async_grpo.app.evaluate.policy_source import LiveRun
-    from async_grpo.evaluation.summary import no_vote
+    from async_grpo.evaluation.summary import left_out, no_vote
 
     grades, lines = report.grades, []
     if grades.no_majority:
         lines.append(f"No maj@{report.plan.samples}: {grades.no_majority}.")
     if grades.figures.unjudged:
         lines.append(f"{grades.figures.unjudged} completions could not be judged and are left out.")
+    if grades.failures:
+        lines.append(f"{left_out(len(grades.failures))} (first {clean_text(grades.failures[0])}).")
     if failures := grades.extraction_failures:
         kinds = ", ".join(f"{kind} {count}" for kind, count in Counter(one.kind for one in failures).items())
         reasons = clean_text(f"{kinds}; first {failures[0].reason}")

@@ -248,6 +248,7 @@ def rows(report: EvalReport) -> Iterator[dict[str, Any]]:
                     "right": None if score is None else score >= right_at,
                     "scores": answer.result.scores,
                     "unjudged": _why(answer.result.failures.get(first)),
+                    "failed": answer.failure,
                     "finish_reason": answer.sample.finish_reason,
                     "tokens": answer.sample.length,
                     "spans": [[span.version, span.start, span.end] for span in answer.sample.spans],

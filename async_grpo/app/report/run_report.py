@@ -14,7 +14,7 @@ import msgspec
 
 from async_grpo.app.report.plots import write_plots
 from async_grpo.app.report.summary import score_format
-from async_grpo.evaluation.summary import INTERVALS, no_vote, rows_of, shown
+from async_grpo.evaluation.summary import INTERVALS, left_out, no_vote, rows_of, shown
 from async_grpo.telemetry.jsonl import each_row, read_rows
 from async_grpo.telemetry.rows import Facts, Row, rows_of_kind
 from async_grpo.utils.files import write_atomic
@@ -88,6 +88,8 @@ def _remarks(row: Row) -> str:
     reason, unjudged = row.get("no_majority"), row["figures"].get("unjudged")
     remarks = f" No maj@{_samples(row)}: {_cell(str(reason), characters=400)}." if reason else ""
     remarks += f" {unjudged} completions could not be judged and are left out." if unjudged else ""
+    if failed := row["figures"].get("failed"):
+        remarks += f" {left_out(failed)}; `logs/` has why."
     unextracted = row["figures"].get("unextracted")
     return remarks + (f" {no_vote(unextracted, _samples(row))}; `logs/` has why." if unextracted else "")
 

@@ -81,6 +81,13 @@ def test_what_cannot_be_judged_is_left_out_and_counted() -> None:
     assert found.majority.value == 0.5
 
 
+def test_completions_that_a_workflow_failed_to_make_are_left_out_and_counted_apart() -> None:
+    failed = GradedAnswer(None, failed=True)
+    found = figures(GradedPrompt([GradedAnswer(1.0), failed], [failed]), prompt(0.0, None), samples=2)
+    assert (found.completions, found.failed, found.unjudged) == (2, 2, 1)
+    assert (found.mean.value, found.greedy) == (0.5, None)
+
+
 def test_a_completion_in_which_looking_for_the_answer_failed_has_no_vote_and_is_counted() -> None:
     broken = GradedPrompt([GradedAnswer(1.0, unextracted=True), GradedAnswer(0.0, "5")], [GradedAnswer(1.0)])
     found = figures(broken, prompt(1.0, 1.0), samples=2)

@@ -111,14 +111,19 @@ async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_do
     assert "workflow my:Workflow" in str(cause)
 
 
-async def test_a_workflow_that_hangs_in_an_evaluation_ends_it_and_is_named(tmp_path: Path) -> None:
+async def test_a_workflow_that_hangs_in_an_evaluation_is_named_and_the_rest_is_graded(tmp_path: Path) -> None:
     config = config_of(rollout=NAMED | {"sample_deadline_s": 0.1}, eval={"prompts": 4, "samples": 2})
     context = replace(context_of(tmp_path, config, FakeEngine()), workflow=Hangs({2}))
     watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    with pytest.raises(WaitTimeout, match=r"evaluation of version 0, in which sample 0 of task 2, .*ask_the_env"):
+    with structlog.testing.capture_logs() as logs:
         await MilestoneEvaluator(context, watcher).first()
-    assert longest_completion_s(config_of(eval={"timeout_s": 100})) == 90  # so that what hangs is named in time
+    (found,) = await context.board.evaluations()
+    assert (found.figures.completions, found.figures.failed) == (3 * 2, 3)
+    failed = [entry for entry in logs if entry["event"] == "a held-out completion failed"]
+    assert {entry["task"] for entry in failed} == {2}
+    assert all("in Hangs.ask_the_environment < " in entry["why"] for entry in failed)
+    assert longest_completion_s(config_of(eval={"timeout_s": 100})) == 90  # so that the rest can still be graded
 
 
 async def test_time_in_which_the_engine_sleeps_does_not_count() -> None:

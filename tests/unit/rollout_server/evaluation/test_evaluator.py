@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.errors import WaitTimeout
+from async_grpo.errors import EngineError, ServerLost, WaitTimeout
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Sample, Task
 from async_grpo.wire.board import Evaluation
@@ -104,6 +104,80 @@ async def test_a_workflow_is_told_which_of_the_samples_of_a_prompt_it_makes(tmp_
     await runner.probe(version=0)
     assert made == dict.fromkeys(range(PROBE_SAMPLES), PROBE_GROUPS)
     assert runner.generating == 0
+
+
+class Fails(SingleTurn):
+    """Fails for some held-out prompts: raises for 1, takes no turn for 2."""
+
+    async def run(self, task: Task, session: SampleSession) -> Sample:
+        if task.index == 1:
+            raise ValueError("no such city")
+        if task.index == 2:
+            return session.sample("")
+        return await super().run(task, session)
+
+
+async def test_held_out_samples_whose_workflow_fails_are_counted_and_stop_nothing(tmp_path: Path) -> None:
+    context = replace(context_of(tmp_path, config_of(), FakeEngine()), workflow=Fails(Bytes()))
+    evaluator, _, _ = await evaluator_at(context, 4)
+    await evaluator.run()
+    (found,) = await context.board.evaluations()
+    assert found.figures is not None
+    assert (found.figures.prompts, found.figures.completions, found.figures.failed) == (2, 4, 2 * (2 + 1))
+    assert (found.figures.unjudged, found.sampled_accuracy) == (0, 1.0)
+    probe = await context.board.probe(4, timeout_s=1.0)
+    assert {group.task.index for group in probe.groups} == {0, 3}
+
+
+async def test_an_engine_that_fails_in_an_evaluation_ends_it(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.error = EngineError("the engine died")
+    context = context_of(tmp_path, config_of(), engine)
+    evaluator, _, _ = await evaluator_at(context, 4)
+    with pytest.raises(EngineError):
+        await evaluator.run()
+
+
+async def test_time_in_which_the_engine_sleeps_does_not_count_against_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s = [0.0]
+    monkeypatch.setattr(WeightWatcher, "awake_s", property(lambda watcher: clock_s[0]))
+    engine = FakeEngine()
+    engine.hold = True
+    context = context_of(tmp_path, config_of(eval={"prompts": 1, "timeout_s": 0.2}), engine)
+    evaluator, _, _ = await evaluator_at(context, 0)
+    evaluating = asyncio.create_task(evaluator.first())
+    await asyncio.wait([evaluating], timeout=0.4)
+    assert not evaluating.done()
+    clock_s[0] = 0.3
+    with pytest.raises(WaitTimeout):
+        await evaluating
+
+
+class ClaimOnce(InMemoryBoard):
+    """A board that is lost after the first claim."""
+
+    claims = 0
+
+    async def claim(self, what: str, holder: str, *, ttl_s: float) -> bool:
+        self.claims += 1
+        if self.claims > 1:
+            raise ServerLost("gone")
+        return await super().claim(what, holder, ttl_s=ttl_s)
+
+
+async def test_an_evaluation_whose_claim_cannot_be_renewed_ends_with_that_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_server.evaluation.milestones.CLAIM_TTL_S", 0.03)
+    engine = FakeEngine()
+    engine.hold = True
+    evaluator, _, _ = await evaluator_at(context_of(tmp_path, config_of(), engine, board=ClaimOnce()), 0)
+    with pytest.raises(ServerLost):
+        async with asyncio.timeout(5):
+            await evaluator.first()
+    assert engine.held == {}
 
 
 async def test_the_final_probe_holds_groups_of_that_version_with_log_probabilities(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ async def test_reward_functions_that_never_judge_are_given_up_by_name(monkeypatc
     pool = FakePool()
     pool.gate = asyncio.Event()
     evaluating = Evaluating(monkeypatch, await scripted(says("yes")), pool)
-    with pytest.raises(WaitTimeout, match=r"the reward functions to judge .*\(8 are there, 0 are judged\)"):
+    with pytest.raises(WaitTimeout, match=r"the reward functions to judge .*\(12 are there, 0 are judged\)"):
         await evaluating(patience_s=0.2)
 
 
