@@ -31,7 +31,6 @@ from async_grpo.utils.aio import root_cause
 from async_grpo.wire import Group, Sample, Task
 from async_grpo.wire.board import EvalMetrics
 from rollout_server.context import EvalContext
-from rollout_server.dispatch.outcomes import what_is_broken
 from rollout_server.engines.base import sample_seed
 from rollout_server.workflows.sample_rollout import SampleDeadline, SampleMaker
 from rollout_server.workflows.session import SampleSession
@@ -264,14 +263,13 @@ class EvalRunner:
         """The sample, or the error of the workflow. Raises EngineError, WaitTimeout: the engine has failed."""
         try:
             sample = await self._maker.make(task, session)
+            sample.validate()
         except SampleOverdue as error:
             return SampleFailure(f"SampleOverdue: {error}")
         except (EngineError, WaitTimeout):
             raise
         except Exception as error:  # a workflow may raise anything
             return SampleFailure(f"{type(error).__name__}: {error}")
-        if broken := what_is_broken([sample]):
-            return SampleFailure(broken)
         if not sample.finish_reason:
             return SampleFailure("the workflow returned an unfinished sample, although nothing interrupted it")
         return sample
