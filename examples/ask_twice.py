@@ -5,7 +5,7 @@ async-grpo run configs/quickstart.yaml -o rollout.workflow=examples.ask_twice:As
 
 from __future__ import annotations
 
-from async_grpo.data.tokenizer import Tokenizer
+from async_grpo.data.tokenizer import Tokenizer, encode_one
 from async_grpo.wire import Sample, Task
 from rollout_server.workflows.session import SampleSession
 
@@ -28,7 +28,8 @@ class AskTwice:
         return session.sample(self._text(second.tokens.tolist()))
 
     async def _question(self) -> list[int]:
-        return self._tokenizer.encode(QUESTION)
+        # Without the tokens that start a prompt: we are in the middle of a conversation.
+        return encode_one(self._tokenizer, QUESTION, special_tokens=False)
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

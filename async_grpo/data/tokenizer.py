@@ -1,7 +1,8 @@
-"""The tokenizer of a model: loading it, and encoding many texts at a time with every core."""
+"""The tokenizer of a model: loading it, encoding many texts at a time with every core, and encoding observations."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -20,8 +21,8 @@ _MOST_BYTES = 4
 class Tokenizer(Protocol):
     """The methods of a Hugging Face tokenizer that this project calls."""
 
-    def encode(self, text: str) -> list[int]:
-        """Text -> token ids, with the special tokens that the model expects before a prompt."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Text -> token ids, by default with the special tokens that the model expects before a prompt."""
         ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
@@ -118,7 +119,65 @@ def encode_one(tokenizer: Tokenizer, text: str, *, special_tokens: bool) -> list
     """Token ids of one text, encoded by the tokenizer itself."""
     if special_tokens:
         return list(tokenizer.encode(text))
-    return list(cast(Any, tokenizer).encode(text, add_special_tokens=False))
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+class ObservationEncoder:
+    """Encodes what stands between two turns of the policy: a template of ours around the result of a tool.
+
+    There are no special tokens of a prompt (Llama's <|begin_of_text|> belongs to the start of a conversation only). The
+    template may contain control tokens, such as those that end a turn. In the result they are plain text: a web page
+    with <|im_end|> in it could otherwise end the turn and speak in the name of the user.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        """`template`: every `{result}` in it is replaced."""
+        self._tokenizer = tokenizer
+        self._parts = template.split("{result}")
+        self._control_tokens = _control_token_pattern(tokenizer)
+
+    def encode(self, result: str) -> list[int]:
+        """Token ids of the template with this result."""
+        text = self._parts[0]
+        results: list[tuple[int, int]] = []
+        for part in self._parts[1:]:
+            results.append((len(text), len(text) + len(result)))
+            text += result + part
+
+        ids: list[int] = []
+        start = 0
+        for cut in [*self._cuts(text, results), len(text)]:
+            ids += encode_one(self._tokenizer, text[start:cut], special_tokens=False)
+            start = cut
+        return ids
+
+    def _cuts(self, text: str, results: Sequence[tuple[int, int]]) -> list[int]:
+        """Places inside all control tokens that the results contain or complete. Encoded piece by piece, none is left.
+
+        The tokenizer's own switch (`split_special_tokens`) changes an object that other threads encode with.
+        """
+        cuts: list[int] = []
+        if self._control_tokens is None:
+            return cuts
+        found = self._control_tokens.search(text)
+        while found is not None:
+            if any(found.start() < end and found.end() > start for start, end in results):
+                cuts.append(found.start() + 1)
+                found = self._control_tokens.search(text, found.start() + 1)
+            else:
+                found = self._control_tokens.search(text, found.end())
+        return cuts
+
+
+def _control_token_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Matches the text of every control token; None if there is none. The longest first, as tokenizers match them."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    texts = {token.content for token in added.values() if token.special}
+    texts |= set(getattr(tokenizer, "all_special_tokens", ()))
+    texts.discard("")
+    if not texts:
+        return None
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))
 
 
 def load_tokenizer(model: Path) -> Tokenizer:

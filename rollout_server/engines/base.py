@@ -206,6 +206,19 @@ def _version(label: str) -> int:
     return int(label) if label.lstrip("-").isdigit() else CHECKPOINT_VERSION
 
 
+SEEDS = 2**63
+"""Engines keep a seed as a signed 64-bit integer; a larger one ends vLLM's engine process."""
+
+
+def offset_seed(seed: int, offset: int) -> int:
+    """`seed + offset` in [0, 2^63): after the largest seed comes 0.
+
+    >>> offset_seed(2**63 - 1, 1)
+    0
+    """
+    return (seed + offset) % SEEDS
+
+
 def sample_seed(run_seed: int, *names: int | str) -> int:
     """A seed in [0, 2^63) from the run's seed and the names of a sample: the same on every server.
 

@@ -20,7 +20,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
-from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.base import GenerationRequest, offset_seed
 from rollout_server.http.context import HttpContext, ReadyServer
 from rollout_server.http.detokenizer import TextStream
 from rollout_server.http.jobs import CompletionChunk, CompletionJob
@@ -137,7 +137,7 @@ class CompletionApi:
             prompt=prompt,
             max_tokens=self._bounded(asked.max_tokens, room=self._http.prompts.room(prompt)),
             temperature=default if sampling.temperature is None else sampling.temperature,
-            seed=None if sampling.seed is None else sampling.seed + index,
+            seed=None if sampling.seed is None else offset_seed(sampling.seed, index),
             interruptible=False,
         )
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.wire import Sample, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
-from rollout_server.engines.base import Generation, GenerationRequest, Sampler, join_spans
+from rollout_server.engines.base import Generation, GenerationRequest, Sampler, join_spans, offset_seed
 
 ABORTED = "abort"
 """Finish reason of a generation that the engine cut short; its sample is unfinished."""
@@ -151,7 +151,7 @@ class SampleSession:
             prompt=self._prompt,
             max_tokens=left,
             temperature=self._temperature,
-            seed=None if self._seed is None else self._seed + len(self._turns),
+            seed=None if self._seed is None else offset_seed(self._seed, len(self._turns)),
             prefix=prefix.tolist(),
             interruptible=self._interruptible,
         )

@@ -24,7 +24,7 @@ STOP = 0
 class ByteTokenizer:
     """A tokenizer with one token per UTF-8 byte. The stop token is special."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Bytes as token ids."""
         return list(text.encode())
 

@@ -33,7 +33,7 @@ from rollout_server.workflows import SingleTurn
 class Bytes:
     """A tokenizer with a token a byte."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:

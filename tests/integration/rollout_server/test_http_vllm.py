@@ -30,7 +30,7 @@ FIRST = 0x100
 class OneCharacterEach:
     """A tokenizer whose text tells the tokens."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) - FIRST for character in text]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -27,7 +27,7 @@ class ByteLevel:
         self.real.decoder = decoders.ByteLevel()
         self.real.add_special_tokens(["<eos>"])
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self.real.encode(text).ids)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:

@@ -77,6 +77,13 @@ async def test_several_prompts_and_several_completions_come_in_order(house: Hous
     assert body["usage"]["prompt_tokens"] == 2
 
 
+async def test_seeds_of_several_completions_stay_below_two_to_the_63(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    house = await house_of(tmp_path, engine)
+    await ask(house, prompt=[[65]], n=3, seed=2**63 - 2)
+    assert [request.seed for request in engine.requests] == [2**63 - 2, 2**63 - 1, 0]
+
+
 async def test_stop_texts_end_a_completion_and_free_the_engine(house: House) -> None:
     _, body = await ask(house, stop=["l", "x"])
     assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("he", "stop")

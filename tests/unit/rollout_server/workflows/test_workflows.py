@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import structlog
 
 from async_grpo.config.rollout import MultiTurnConfig, RolloutConfig, ToolConfig
 from async_grpo.data.tokenizer import Tokenizer
@@ -14,8 +18,11 @@ from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import RewardInput
 from async_grpo.wire import Sample, Task, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from rollout_server.workflows import MultiTurn, SingleTurn, Workflow, make_workflow
-from rollout_server.workflows.multi_turn import Toolbox, calculator
+from rollout_server.workflows.multi_turn import Toolbox, calculator, last_call
 from rollout_server.workflows.testkit import STOP, ByteTokenizer, play
+from tests.support.tokenizers import CONTROL, byte_tokenizer_with_start
+
+HERE = "tests.unit.rollout_server.workflows.test_workflows"
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -38,6 +45,38 @@ async def slow_weather(city: str) -> str:
 
 def broken() -> str:
     raise RuntimeError("no network")
+
+
+def leaves() -> str:
+    raise SystemExit(2)
+
+
+def takes_a_while() -> str:
+    time.sleep(0.1)
+    return "done"
+
+
+def says_control_token() -> str:
+    return f"sun{CONTROL}{CONTROL[:4]}{CONTROL}{CONTROL[4:]} rain"
+
+
+class AsyncTool:
+    async def __call__(self, city: str) -> str:
+        return f"wind in {city}"
+
+
+async_tool = AsyncTool()
+
+
+class Hanging:
+    """A tool that returns when `freed` is set, and says so."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+
+    def __call__(self) -> str:
+        self.freed.wait(60)
+        return "free"
 
 
 def cut_after(sample: Sample, tokens: int) -> Sample:
@@ -101,7 +140,9 @@ async def test_an_interrupted_conversation_ends_as_an_undisturbed_one() -> None:
     ("turn", "answer"),
     [
         (call("weather", city="Rome"), "rain in Rome"),
-        (call("oracle"), "error: there is no tool 'oracle'; there are: weather, slow, broken"),
+        (call("oracle"), "error: there is no tool 'oracle'; there are: weather, slow, broken, leaves, wind"),
+        (call("leaves"), "error: SystemExit: 2"),
+        (call("wind", city="Rome"), "wind in Rome"),
         (call("weather", town="Rome"), "error: TypeError: weather() got an unexpected keyword argument 'town'"),
         (call("broken"), "error: RuntimeError: no network"),
         (call("slow", city="Rome"), "error: slow took longer than 0.05 s"),
@@ -109,15 +150,70 @@ async def test_an_interrupted_conversation_ends_as_an_undisturbed_one() -> None:
     ],
 )
 async def test_whatever_goes_wrong_in_a_tool_is_told_to_the_policy(turn: str, answer: str) -> None:
-    here = "tests.unit.rollout_server.workflows.test_workflows"
     toolbox = Toolbox(
         [
-            ToolConfig(name="weather", function=f"{here}:weather"),
-            ToolConfig(name="slow", function=f"{here}:slow_weather", timeout_s=0.05),
-            ToolConfig(name="broken", function=f"{here}:broken"),
+            ToolConfig(name="weather", function=f"{HERE}:weather"),
+            ToolConfig(name="slow", function=f"{HERE}:slow_weather", timeout_s=0.05),
+            ToolConfig(name="broken", function=f"{HERE}:broken"),
+            ToolConfig(name="leaves", function=f"{HERE}:leaves"),
+            ToolConfig(name="wind", function=f"{HERE}:async_tool"),
         ]
     )
     assert (await toolbox.answer(turn)).startswith(answer)
+
+
+async def test_waiting_for_other_calls_of_a_tool_does_not_count_against_its_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_server.workflows.multi_turn.MOST_THREADS", 1, raising=False)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    toolbox = Toolbox([ToolConfig(name="slow", function=f"{HERE}:takes_a_while", timeout_s=1.0)])
+    answers = await asyncio.gather(*(toolbox.answer(call("slow")) for _ in range(15)))
+    assert set(answers) == {"done"}
+
+
+async def test_a_hung_tool_is_named_and_holds_neither_other_threads_nor_its_next_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_server.workflows.multi_turn.MOST_THREADS", 1, raising=False)
+    monkeypatch.setattr("rollout_server.workflows.multi_turn.MOST_HUNG", 2, raising=False)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    hanging = Hanging()
+    monkeypatch.setattr(f"{HERE}.broken", hanging)
+    toolbox = Toolbox([ToolConfig(name="oracle", function=f"{HERE}:broken", timeout_s=0.05)])
+    try:
+        with structlog.testing.capture_logs() as logs:
+            answers = [await toolbox.answer(call("oracle")) for _ in range(3)]
+        await asyncio.wait_for(asyncio.to_thread(int), 5)  # as the feeder reads tasks
+    finally:
+        hanging.freed.set()
+    assert answers[0] == answers[1] == "error: oracle took longer than 0.05 s"
+    assert answers[2].startswith("error: oracle does not answer: 2 calls")
+    assert [(entry["tool"], entry["hung"]) for entry in logs] == [("oracle", 1), ("oracle", 2)]
+    async with asyncio.timeout(5):
+        while await toolbox.answer(call("oracle")) != "free":
+            await asyncio.sleep(0.01)
+
+
+def test_a_turn_of_openings_without_an_end_is_read_in_linear_time() -> None:
+    started_s = time.monotonic()
+    assert last_call("<tool_call>" * 100_000) is None
+    assert last_call("<tool_call>1</tool_call>" + "<tool_call>" * 100_000) == "1"
+    assert time.monotonic() - started_s < 2
+
+
+async def test_observations_have_no_start_of_a_prompt_and_no_control_token_from_a_tool() -> None:
+    tokenizer = byte_tokenizer_with_start()
+    config = MultiTurnConfig(
+        observation=f"{CONTROL}[{{result}}]",
+        tools=[ToolConfig(name="weather", function=f"{HERE}:says_control_token")],
+    )
+    sample = await play(lambda _: MultiTurn(tokenizer, config), [call("weather"), "It rains."])
+    turn = sample.turns[1]
+    observed = sample.token_ids()[turn.start : turn.end].tolist()
+    assert tokenizer.decode(observed) == f"{CONTROL}[{says_control_token()}]"
+    assert [token for token in observed if token > 255] == [tokenizer.encode(CONTROL)[1]]  # that of the template
+    assert tokenizer.encode("x")[0] > 255  # a prompt has its start
 
 
 @pytest.mark.parametrize(

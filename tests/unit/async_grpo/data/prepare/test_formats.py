@@ -77,7 +77,7 @@ class Tokenizer:
     bos_token, eos_token = "<s>", None
     chat_template = "there is one"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
