@@ -20,7 +20,7 @@ import buffer
 from async_grpo.config import RunConfig
 from async_grpo.data import make_source
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
-from async_grpo.errors import ConfigError, DependencyError
+from async_grpo.errors import ConfigError, DependencyError, WaitTimeout
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race
 from async_grpo.utils.files import DeviceTurn
@@ -157,7 +157,16 @@ async def start_engine(
     WaitTimeout."""
     engine = make_engine(config, model, name=name)
     stack.push_async_callback(engine.aclose)
-    await engine.start()
+    ready_timeout_s = config.launch.ready_timeout_s
+    try:
+        async with asyncio.timeout(ready_timeout_s):
+            await engine.start()
+    except TimeoutError:
+        raise WaitTimeout(
+            f"the engine of {name} to load {model}",
+            ready_timeout_s,
+            "Raise launch.ready_timeout_s if the model takes that long, or read above what the engine has logged",
+        ) from None
     limits = config.rollout.limits
     log.info("the engine runs", requests_at_once=limits.requests, tokens_per_step=limits.batched_tokens)
     proof = await prove_logprobs(
@@ -165,7 +174,7 @@ async def start_engine(
         vocabulary=vocabulary_size(model),
         temperature=config.sampling.temperature,
         precision=config.model.precision,
-        timeout_s=config.launch.ready_timeout_s,
+        timeout_s=ready_timeout_s,
     )
     if proof is not None:
         log.info("log-probabilities are those of the sampled distribution", engine=engine.description, **asdict(proof))

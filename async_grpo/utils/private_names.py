@@ -69,7 +69,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "sleep", "wake_up", "add_lora"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "init_weight_transfer_engine", "start_weight_update"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "update_weights", "finish_weight_update"),
-            "vllm.v1.engine.async_llm:AsyncLLM.output_processor",
+            *_of("vllm.v1.engine.async_llm:AsyncLLM.", "output_processor", "output_handler", "_run_output_handler"),
             "vllm.v1.engine.output_processor:OutputProcessor.request_states",
             *_of("vllm.v1.engine.output_processor:RequestState.", "request_id", "prompt_len"),
             *_of("vllm.v1.engine.output_processor:RequestState.", "detokenizer", "logprobs_processor"),

@@ -103,7 +103,7 @@ class Engine(Sampler, Protocol):
     """A `Sampler` of this process whose weights can be replaced while it generates."""
 
     async def start(self) -> None:
-        """Load the model and be ready to generate. Raises EngineError."""
+        """Load the model and be ready to generate, without holding the event loop. Raises EngineError."""
         ...
 
     async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +41,7 @@ class Lab:
     ) -> None:
         """`vllm`: fields of its configuration."""
         self.tied = tied
+        self.model_dir = model_dir
         self.models = {-1: random_model(tied, stop_tokens)}
         self.models[-1].save_pretrained(model_dir)
         self.engine = engine_of(model_dir, **vllm)
@@ -47,7 +50,16 @@ class Lab:
         self.store = WeightStore.create(store_path(run, model_dir.name), layout)
         self.first: Generation
         """The completion of FIRST_PROMPT, before any update."""
+        self.longest_block_s = 0.0
+        """Longest time for which the event loop was held while the engine started."""
         self._requests = 0
+
+    async def watch_loop(self) -> None:
+        """Note for how long the event loop is held, until cancelled."""
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(0.05)
+            self.longest_block_s = max(self.longest_block_s, time.monotonic() - before_s)
 
     async def update(
         self, interruption: Interruption, *, moved: Collection[str] | None = None, told: Collection[str] | None = None
@@ -114,7 +126,11 @@ async def started_lab(
     vllm = {"extra": {"worker_extension_cls": PROBE}, **vllm}
     lab = Lab(model_dir, run=run, tied=tied, stop_tokens=stop_tokens, **vllm)
     try:
+        watching = asyncio.create_task(lab.watch_loop())
+        await asyncio.sleep(0.01)  # it looks at the clock, so that a loop that is held at once is noticed
         await lab.engine.start()
+        await asyncio.sleep(0.1)
+        watching.cancel()
         os.environ.clear()
         os.environ.update(before)
         lab.first = await lab.generate(FIRST_PROMPT, 24)

@@ -35,6 +35,8 @@ Object = dict[str, Any]
 RUNS, CONFIG_FOLDER = "/runs", "/etc/async-grpo"
 CONFIG_FILE = f"{CONFIG_FOLDER}/config.yaml"
 HTTP, METRICS, REDIS, WEIGHTS, RELAY = 8000, 8090, 6379, 5600, 5610
+LIVENESS_FAILURES = 12
+"""Least number of failed probes, ten seconds apart, after which a rollout server is restarted."""
 DEVICES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 """Platform -> the resource that its device plug-in offers."""
 USER = 1000
@@ -215,10 +217,13 @@ def _rollout(config: RunConfig, name: str) -> Object:
         resources=config.launch.kubernetes.rollout,
         environment={"POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}}},
     )
+    # An engine that died is loaded again in the same process. /healthz answers meanwhile, but what loads may hold
+    # Python's lock for a while: a probe with less patience than the start would end every restart of a large model.
+    patience = max(LIVENESS_FAILURES, math.ceil(config.launch.ready_timeout_s / 10))
     container |= {
         "ports": [{"containerPort": HTTP, "name": "http"}, {"containerPort": RELAY, "name": "weights"}],
-        "startupProbe": _probe("/healthz", HTTP, failures=math.ceil(config.launch.ready_timeout_s / 10)),
-        "livenessProbe": _probe("/healthz", HTTP, failures=12),
+        "startupProbe": _probe("/healthz", HTTP, failures=patience),
+        "livenessProbe": _probe("/healthz", HTTP, failures=patience),
         "readinessProbe": _probe("/readyz", HTTP, failures=3),
     }
     spec = {

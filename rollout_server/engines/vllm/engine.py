@@ -15,8 +15,10 @@ interrupted.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -59,6 +61,10 @@ from rollout_server.engines.vllm.requests import (
 from rollout_server.engines.vllm.transfer import WeightTransfer
 
 _WORKER_EXTENSION = "rollout_server.engines.vllm.worker.WorkerExtension"
+ENGINE_PROCESS = "EngineCore"
+"""What the names of vLLM's engine processes begin with."""
+LOAD_ENDS_S = 10.0
+"""Seconds that a load which is no longer wanted gets to end."""
 MOST_PARTIALS = 4096
 """Failed requests whose partial completions are kept for `peek`."""
 T = TypeVar("T")
@@ -107,15 +113,34 @@ class VllmEngine:
         """Token ids are below it; None before `start`."""
         self._gate = asyncio.Event()
         self._finished = asyncio.Event()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="engine-load")
+        """The thread that starts vLLM's processes. It stays until `aclose`: a process that has asked for a signal at
+        the death of its parent (PR_SET_PDEATHSIG) gets it when the thread that started it ends."""
+        self._loading: Future[None] | None = None
+        self._children_before: set[int | None] = set()
 
     async def start(self) -> None:
         """Load the model and be ready to generate. Raises EngineError, DependencyError.
 
-        Starts vLLM's processes with the spawn method: the main module must be importable without
-        side effects. Blocks the event loop while the engine starts.
+        Starts vLLM's processes with the spawn method: the main module must be importable without side effects. The
+        event loop goes on meanwhile, so that the server answers /healthz and SIGTERM during minutes of loading. If this
+        is cancelled, `aclose` ends what was started.
         """
         set_environment(self._config)
         become_owner()
+        self._children_before = {process.pid for process in multiprocessing.active_children()}
+        self._loading = self._loader.submit(self._load)
+        await asyncio.wrap_future(self._loading)
+        try:
+            self._llm._run_output_handler()  # which its constructor does only where an event loop runs
+            await self._unless_dead(self._transfer.start(self._llm))
+        except Exception as error:
+            raise self._not_started(error) from error
+        check_limits(self._limits, self._llm.vllm_config.scheduler_config)
+        self._gate.set()
+
+    def _load(self) -> None:
+        """Import vLLM and start its processes; takes seconds to minutes. Runs in the loader's thread."""
         try:
             import vllm  # noqa: F401
         except ImportError as error:
@@ -134,11 +159,11 @@ class VllmEngine:
         self._vocabulary = vocabulary_size(self._model_dir)
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
-            await self._unless_dead(self._transfer.start(self._llm))
         except Exception as error:  # vLLM raises many kinds, of torch and of its own processes
-            raise EngineError(f"{self._name}: vLLM did not start with {self._model_dir}: {error}") from error
-        check_limits(self._limits, self._llm.vllm_config.scheduler_config)
-        self._gate.set()
+            raise self._not_started(error) from error
+
+    def _not_started(self, error: Exception) -> EngineError:
+        return EngineError(f"{self._name}: vLLM did not start with {self._model_dir}: {error}")
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one completion. Raises EngineError if the engine has failed, RequestRefused for a bad request."""
@@ -242,11 +267,23 @@ class VllmEngine:
 
     async def aclose(self) -> None:
         """Stop vLLM and its processes; requests in flight fail."""
+        await self._end_loading()
         if self._llm is not None:
             self._failure = self._failure or EngineError(f"{self._name}: the engine was closed.")
             self._llm.shutdown()
             self._llm = None
             self._adapters.close()
+
+    async def _end_loading(self) -> None:
+        """End the loader's thread. If it still loads, its engine process is killed, at which vLLM gives up."""
+        loading = self._loading
+        deadline_s = time.monotonic() + LOAD_ENDS_S
+        while loading is not None and not loading.done() and time.monotonic() < deadline_s:
+            for process in multiprocessing.active_children():
+                if process.name.startswith(ENGINE_PROCESS) and process.pid not in self._children_before:
+                    process.kill()
+            await asyncio.sleep(0.1)
+        self._loader.shutdown(wait=False)
 
     async def _final_output(self, request: GenerationRequest, *, vocabulary: bool = False) -> tuple[Any, EngineRequest]:
         """vLLM's output once the request has ended under the weights that it began with or was made again for."""

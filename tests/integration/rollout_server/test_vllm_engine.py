@@ -8,6 +8,7 @@ reference, so that all comparisons are exact.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 from typing import Any
 
@@ -26,7 +27,17 @@ from rollout_server.engines.base import Generation, GenerationRequest
 from rollout_server.engines.proof import LogprobProof, prove_logprobs
 from rollout_server.engines.vllm import engine, requests
 from rollout_server.engines.vllm.compat import LOGPROBS_MODE
-from tests.support.vllm_lab import EXACT, FAR, FIRST_PROMPT, STOP_TOKENS, VOCABULARY, Lab, log_softmax, prompt_of
+from tests.support.vllm_lab import (
+    EXACT,
+    FAR,
+    FIRST_PROMPT,
+    STOP_TOKENS,
+    VOCABULARY,
+    Lab,
+    engine_of,
+    log_softmax,
+    prompt_of,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -37,6 +48,27 @@ PREFIX_BLOCK = 128
 async def test_the_first_prompt_may_be_a_short_one_and_its_weights_are_the_checkpoints(tied_lab: Lab) -> None:
     assert {span.version for span in tied_lab.first.spans} == {-1}
     assert tied_lab.error(FIRST_PROMPT, tied_lab.first) < EXACT
+
+
+async def test_an_engine_that_loads_does_not_hold_the_event_loop(tied_lab: Lab) -> None:
+    assert tied_lab.longest_block_s < 5  # the timeout of a probe of /healthz; a load takes more
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process(tied_lab: Lab) -> None:
+    before = {process.pid for process in multiprocessing.active_children()}
+    other = engine_of(tied_lab.model_dir)
+    starting = asyncio.create_task(other.start())
+    async with asyncio.timeout(120):
+        while not (begun := {process.pid for process in multiprocessing.active_children()} - before):
+            assert not starting.done()
+            await asyncio.sleep(0.02)
+    assert not starting.done()
+    starting.cancel()  # as SIGTERM does
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await other.aclose()
+    left = {process.pid for process in multiprocessing.active_children()}
+    assert not begun & left
 
 
 async def test_the_engine_and_its_workers_run_with_the_limits_of_the_memory_plan(tied_lab: Lab) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,28 @@ async def train(buffer: InMemoryBuffer, receiver: FakeReceiver, steps: int) -> l
         await buffer.publish_version(epoch=0, version=version + 1)
         await buffer.release(batch)
     return ages
+
+
+class NeverLoads(FakeEngine):
+    closed = False
+
+    async def start(self) -> None:
+        await asyncio.sleep(3600)
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+async def test_an_engine_that_does_not_load_in_time_is_named_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = NeverLoads()
+    monkeypatch.setattr(assembly, "make_engine", lambda config, model, name: engine)
+    config = config_of(launch={"ready_timeout_s": 0.05})
+    with pytest.raises(WaitTimeout, match=r"the engine of rollout-0 to load .*launch\.ready_timeout_s"):
+        async with asyncio.timeout(5), AsyncExitStack() as stack:
+            await assembly.start_engine(stack, config, tmp_path, "rollout-0")
+    assert engine.closed
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

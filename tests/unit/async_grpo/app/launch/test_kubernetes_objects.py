@@ -180,3 +180,12 @@ def test_the_autoscaler_follows_the_trainers_gauge() -> None:
     assert "async_grpo_trainer_servers_wanted" in {family.name for family in gauge.collect()}
     assert "async_grpo_trainer_servers_wanted{" in trigger["metadata"]["query"]
     assert f"{instance(config())}-trainer-.*" in trigger["metadata"]["query"]
+
+
+def test_a_rollout_server_is_not_restarted_while_its_engine_may_still_load() -> None:
+    found = config("qwen2.5_7b_gsm8k_cuda", "launch.ready_timeout_s=1800")
+    (server,) = [each for each in objects(found) if each["kind"] == "Deployment"]
+    (container,) = server["spec"]["template"]["spec"]["containers"]
+    for name in ("startupProbe", "livenessProbe"):
+        probe = container[name]
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
