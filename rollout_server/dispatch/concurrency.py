@@ -21,7 +21,7 @@ EVERY_S = 1.0
 KV_FULL, KV_FREE = 0.9, 0.75
 """Shares of the KV cache: above the first the engine is about to preempt requests, below the second there is room."""
 QUEUE_SHARE = 0.05
-"""Requests waiting inside the engine, as a share of the running ones, that are not yet a sign of overload."""
+"""Requests queued inside the engine, as a share of the running ones, that are not yet a sign of overload."""
 STEP = 0.1
 """Share by which the number of samples changes in one decision."""
 
@@ -113,6 +113,8 @@ class ConcurrencyController:
         self._slots = slots
         self._least = least
         self._most = most
+        self._tokens = -1
+        """Tokens that the engine had made at the last look."""
 
     async def run(self) -> None:
         """Adjust the capacity every second, until cancelled."""
@@ -121,8 +123,18 @@ class ConcurrencyController:
             self.adjust()
 
     def adjust(self) -> None:
-        """Look at the engine's load once and resize the slots if `next_concurrency` says so."""
-        capacity = next_concurrency(self._slots.capacity, self._slots.in_use, self._engine.load())
+        """Look at the engine's load once and resize the slots if `next_concurrency` says so.
+
+        An engine that has made no token since the last look is paused for an update, or asleep: what waits in it then
+        waits for that, and would shrink the capacity at every look.
+        """
+        load = self._engine.load()
+        tokens = load.generated_tokens + load.streamed_tokens
+        is_paused = tokens == self._tokens
+        self._tokens = tokens
+        if is_paused:
+            return
+        capacity = next_concurrency(self._slots.capacity, self._slots.in_use, load)
         bounded = min(self._most, max(self._least, capacity))
         if bounded != self._slots.capacity:
             self._slots.resize(bounded)
@@ -132,7 +144,7 @@ def next_concurrency(capacity: int, in_use: int, load: EngineLoad) -> int:
     """The next capacity in samples: a tenth less if the engine queues requests or its KV cache is nearly full, a tenth
     more if all slots are used and the cache has room, else the same."""
     step = math.ceil(STEP * capacity)
-    if load.kv_use > KV_FULL or load.waiting > QUEUE_SHARE * load.running + 1:
+    if load.kv_use > KV_FULL or load.queued > QUEUE_SHARE * load.running + 1:
         return capacity - step
     if in_use >= capacity and load.kv_use < KV_FREE:
         return capacity + step

@@ -22,6 +22,8 @@ from async_grpo.wire import VersionSpan
 Interruption = Literal["keep", "recompute", "drain", "abort"]
 """What happens to requests in flight when new weights arrive. keep: they go on with their KV cache. recompute: their
 prefix is encoded again. drain: they finish first. abort: interruptible ones end with the tokens that they have."""
+PREFILL_S = 2.0
+"""Seconds without a first token after which a request counts as queued."""
 CHECKPOINT_VERSION = -1
 """Version of the weights that the engine was started with, before its first update."""
 
@@ -60,14 +62,19 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine's load now: requests running and waiting, tokens made by `generate` and by `stream` since the engine
-    started, and the share of the KV cache that requests in flight use (0 if unknown)."""
+    """The engine's load now: requests with and without a first token (running, waiting), tokens made by `generate` and
+    by `stream` since the engine started, and the share of the KV cache that requests in flight use (0 if unknown).
+
+    `queued`: those of the waiting ones that have waited for more than PREFILL_S, so that the engine has no room for
+    them; the others may just have come, and their prompts are being read.
+    """
 
     running: int
     waiting: int
     generated_tokens: int
     kv_use: float = 0.0
     streamed_tokens: int = 0
+    queued: int = 0
 
 
 class Sampler(Protocol):

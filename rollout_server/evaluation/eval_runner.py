@@ -270,8 +270,6 @@ class EvalRunner:
             raise
         except Exception as error:  # a workflow may raise anything
             return SampleFailure(f"{type(error).__name__}: {error}")
-        if not sample.finish_reason:
-            return SampleFailure("the workflow returned an unfinished sample, although nothing interrupted it")
         return sample
 
     def _session(self, task: Task, index: int, temperature: float, purpose: str) -> SampleSession:

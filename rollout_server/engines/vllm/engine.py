@@ -36,7 +36,14 @@ from async_grpo.utils.processes import become_owner
 from async_grpo.utils.requirements import installed
 from async_grpo.weights.base import HeldWeights, SourceReader
 from async_grpo.weights.manifest import WeightVersion
-from rollout_server.engines.base import CHECKPOINT_VERSION, EngineLoad, Generation, GenerationRequest, Interruption
+from rollout_server.engines.base import (
+    CHECKPOINT_VERSION,
+    PREFILL_S,
+    EngineLoad,
+    Generation,
+    GenerationRequest,
+    Interruption,
+)
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes, vocabulary_size
 from rollout_server.engines.vllm.adapters import EngineAdapters
 from rollout_server.engines.vllm.compat import LOGPROBS_MODE
@@ -257,8 +264,10 @@ class VllmEngine:
         for request in active:
             request.counted = counts.get(request.vllm_id, request.counted)
         running = sum(request.counted > 0 for request in active)
+        oldest_s = time.monotonic() - PREFILL_S
+        queued = sum(request.counted == 0 and request.submitted_s < oldest_s for request in active)
         generated = self._ended_tokens + sum(request.counted for request in active if not request.streams)
-        return EngineLoad(running, len(active) - running, generated, kv_use(self._llm), self._streamed_tokens)
+        return EngineLoad(running, len(active) - running, generated, kv_use(self._llm), self._streamed_tokens, queued)
 
     def peek(self, request_id: str) -> Generation | None:
         """What a request in flight has so far; of one that failed because the engine died, what it had."""

@@ -5,6 +5,7 @@ The functions that take `llm` read the state of vLLM's AsyncLLM (None before it 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class EngineRequest:
         """`version`: of the weights when the request was submitted."""
         self.vllm_id = vllm_id
         self.spans = SpanLog(version)
+        self.submitted_s = time.monotonic()
         self.interruptible = interruptible
         self.streams = streams
         self.vocabulary = False

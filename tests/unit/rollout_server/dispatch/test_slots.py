@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from rollout_server.dispatch.concurrency import SampleSlots, next_concurrency
+from async_grpo.config.rollout import RolloutConfig
+from rollout_server.dispatch.concurrency import ConcurrencyController, SampleSlots, next_concurrency
 from rollout_server.engines.base import EngineLoad
+from rollout_server.engines.vllm.engine import VllmEngine
+from rollout_server.engines.vllm.requests import EngineRequest
+from tests.support.rollout_fakes import FakeEngine
 
 
 async def hold(slots: SampleSlots, until: asyncio.Event) -> None:
@@ -72,12 +78,33 @@ async def test_a_sample_that_is_cancelled_leaves_its_slot_to_the_next(when: str)
         (20, 15, EngineLoad(15, 0, 0, kv_use=0.5), 20),  # there is nothing more to run
         (20, 20, EngineLoad(20, 0, 0, kv_use=0.8), 20),
         (20, 20, EngineLoad(20, 0, 0, kv_use=0.95), 18),
-        (20, 20, EngineLoad(15, 5, 0, kv_use=0.5), 18),  # the engine queues
+        (20, 20, EngineLoad(15, 5, 0, kv_use=0.5, queued=5), 18),  # the engine queues
+        (20, 20, EngineLoad(10, 10, 0, kv_use=0.5), 22),  # prompts of new groups are being read
         (1, 1, EngineLoad(1, 0, 0, kv_use=0.0), 2),
     ],
 )
 def test_concurrency_follows_the_engines_load(capacity: int, in_use: int, load: EngineLoad, following: int) -> None:
     assert next_concurrency(capacity, in_use, load) == following
+
+
+def test_a_request_without_a_token_is_queued_only_after_a_while(tmp_path: Path) -> None:
+    engine = VllmEngine(tmp_path, RolloutConfig(), precision="float32")
+    engine._active = {name: EngineRequest(name, 0, interruptible=True) for name in ("new", "old")}
+    engine._active["old"].submitted_s -= 10
+    load = engine.load()
+    assert (load.running, load.waiting, load.queued) == (0, 2, 1)
+
+
+def test_an_engine_that_is_paused_keeps_its_capacity() -> None:
+    engine, slots = FakeEngine(), SampleSlots(20)
+    loads = [EngineLoad(0, 20, 100, queued=20), EngineLoad(0, 20, 100, queued=20), EngineLoad(4, 16, 101, queued=16)]
+    engine.load = lambda: loads.pop(0)  # type: ignore[method-assign]
+    controller = ConcurrencyController(cast(Any, engine), slots, least=1, most=20)
+    capacities = []
+    for _ in range(3):
+        controller.adjust()
+        capacities.append(slots.capacity)
+    assert capacities == [18, 18, 16]
 
 
 @pytest.mark.parametrize(
