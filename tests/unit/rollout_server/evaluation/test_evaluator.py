@@ -132,10 +132,10 @@ async def test_held_out_samples_whose_workflow_fails_are_counted_and_stop_nothin
 async def test_an_engine_that_fails_in_an_evaluation_ends_it(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.error = EngineError("the engine died")
-    context = context_of(tmp_path, config_of(), engine)
-    evaluator, _, _ = await evaluator_at(context, 4)
+    context = context_of(tmp_path, config_of(eval={"prompts": 1, "samples": 1, "greedy": False}), engine)
+    evaluator, _, _ = await evaluator_at(context, 0)
     with pytest.raises(EngineError):
-        await evaluator.run()
+        await evaluator.first()
 
 
 async def test_time_in_which_the_engine_sleeps_does_not_count_against_an_evaluation(
