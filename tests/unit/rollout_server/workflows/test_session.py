@@ -74,34 +74,6 @@ async def test_the_policys_turns_and_the_tools_answers_are_told_apart() -> None:
     assert (sample.spans, sample.finish_reason) == ([VersionSpan(3, 0, 6)], "stop")
 
 
-class Silent(Tool):
-    """Answers nothing at its first call."""
-
-    async def __call__(self) -> Sequence[int]:
-        answer = await super().__call__()
-        return [] if self.calls == 1 else answer
-
-
-async def test_an_empty_observation_is_played_back_and_no_tool_is_called_again() -> None:
-    engine, tool = ScriptedEngine(lambda request: [*request.prefix, 7, STOP]), Silent()
-    await engine.start()
-    await update(engine, 0)
-    first = session_on(engine)
-    for _ in range(2):
-        await first.turn()
-        await first.observe(tool)
-    prior = first.snapshot()
-    assert prior is not None and [turn.by_policy for turn in prior.turns] == [True, True, False]
-
-    resumed = session_on(engine, prior)
-    for _ in range(2):
-        await resumed.turn()
-        await resumed.observe(tool)
-    assert tool.calls == 2
-    again = resumed.snapshot()
-    assert again is not None and again.tokens == prior.tokens
-
-
 async def test_a_completion_is_never_longer_than_allowed() -> None:
     for most, turns in [(3, [True]), (4, [True, False]), (5, [True, False, True])]:
         sample = await converse(session_on(await engine_at(0), max_tokens=most), Tool())
