@@ -21,11 +21,11 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import TrainingError, WaitTimeout
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.files import DeviceTurn
-from async_grpo.wire import Batch, decode, encode
+from async_grpo.wire import Batch
 from async_grpo.wire.board import PROTOCOL, Evaluation, PublisherAddress
 from buffer import connect_board, open_run
 from buffer.base import BufferStats, ReplayBuffer, Resume, RunBoard
-from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader, sum_over_ranks
+from trainer.distributed import broadcast_batch, broadcast_ints, is_leader, sum_over_ranks
 
 R = TypeVar("R")
 Call = Callable[[], Coroutine[Any, Any, R]]
@@ -185,9 +185,7 @@ class Coordinator:
 
     def _shared(self, call: Call[Batch | None]) -> Batch | None:
         """The batch that rank 0 receives, on every rank; None if there is none, or after SIGTERM."""
-        batch = self._lead(lambda: self._or_stop(call()))
-        payload = broadcast_bytes((encode(batch) if batch is not None else b"") if self._leads else None)
-        return batch if self._leads else decode(payload, Batch) if payload else None
+        return broadcast_batch(self._lead(lambda: self._or_stop(call())))
 
     def _lead(self, call: Call[R]) -> R | None:
         """What the call returns on rank 0; None on the others, which do not make it."""

@@ -7,11 +7,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.network import LOOPBACK, card_environment
+from async_grpo.wire import Batch, Group, decode, encode
 from trainer.agreement import Agreement, Claim
 from trainer.platform import Platform
 from trainer.platform.base import set_defaults
@@ -19,6 +21,9 @@ from trainer.rank_store import join_store
 
 _SLACK_S = 120.0
 """Seconds that ranks wait for rank 0 beyond the longest wait of rank 0."""
+
+_NO_BATCH = -1
+"""Broadcast as the number of groups."""
 
 
 def start_ranks(
@@ -99,6 +104,39 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
         data = torch.empty(size, dtype=torch.uint8)
     dist.broadcast(data, 0)
     return data.numpy().tobytes()
+
+
+def broadcast_batch(batch: Batch | None) -> Batch | None:
+    """Send rank 0's batch to every rank; None if it has none.
+
+    It goes group by group. A record may not be larger than a value of Redis (512 MiB): a group, which was one, never
+    is, but the groups of a step together are as soon as completions are long.
+    """
+    if dist.get_world_size() == 1:
+        return batch
+    if is_leader():
+        _send_batch(batch)
+        return batch
+    return _receive_batch()
+
+
+def _send_batch(batch: Batch | None) -> None:
+    if batch is None:
+        broadcast_ints([_NO_BATCH], 1)
+        return
+    broadcast_ints([len(batch.groups)], 1)
+    broadcast_bytes(encode(structs.replace(batch, groups=[])))
+    for group in batch.groups:
+        broadcast_bytes(encode(group))
+
+
+def _receive_batch() -> Batch | None:
+    (count,) = broadcast_ints(None, 1)
+    if count == _NO_BATCH:
+        return None
+    batch = decode(broadcast_bytes(None), Batch)
+    groups = [decode(broadcast_bytes(None), Group) for _ in range(count)]
+    return structs.replace(batch, groups=groups)
 
 
 def broadcast_ints(values: list[int] | None, count: int) -> list[int]:

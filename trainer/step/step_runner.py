@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import NonFiniteStep, TrainingError
+from async_grpo.errors import NonFiniteStep, TrainingError, WireError
 from async_grpo.utils.files import write_atomic
 from async_grpo.wire import Batch, encode
 from async_grpo.wire.records import Record
@@ -61,24 +61,32 @@ class SkippedSteps:
         """Set the count to 0: a step was trained."""
         self.in_a_row = 0
 
-    def record(self, batch: Batch, fault: NonFiniteStep) -> Path:
-        """Count a step that was skipped because of `fault`; returns its dump.
+    def record_skip(self, batch: Batch, fault: NonFiniteStep) -> str:
+        """Count a step that was skipped because of `fault` and dump its batch. Returns a sentence that says where.
 
         Raises TrainingError if it is one too many.
         """
         self.in_a_row += 1
-        path = self.folder / f"step-{batch.version + 1}.msgpack"
-        if self.writes:
-            self._write(path, SkippedBatch(step=batch.version + 1, reason=str(fault), time_s=time.time(), batch=batch))
+        dumped = self._try_to_dump(batch, fault) if self.writes else ""
         if self.in_a_row >= self.limit:
             raise TrainingError(
                 f"{self.in_a_row} steps in a row had a loss or a gradient that is not finite "
-                f"(trainer.max_skipped_steps is {self.limit}), the last one with: {fault}. Its batch is in {path}; "
-                "checkpoints hold the weights before them"
+                f"(trainer.max_skipped_steps is {self.limit}), the last one with: {fault}. Checkpoints hold the "
+                f"weights before them. {dumped}".rstrip()
             ) from fault
-        return path
+        return dumped
 
-    def _write(self, path: Path, dump: SkippedBatch) -> None:
+    def _try_to_dump(self, batch: Batch, fault: NonFiniteStep) -> str:
+        """A dump is only there to look at: one that is too large, or a full disk, must not end the run."""
+        path = self.folder / f"step-{batch.version + 1}.msgpack"
+        dump = SkippedBatch(step=batch.version + 1, reason=str(fault), time_s=time.time(), batch=batch)
+        try:
+            self._write_dump(path, dump)
+        except (OSError, WireError) as error:
+            return f"Its batch could not be written to {path}: {error}"
+        return f"Its batch is in {path}"
+
+    def _write_dump(self, path: Path, dump: SkippedBatch) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, encode(dump))
 
@@ -137,8 +145,8 @@ class StepRunner:
         try:
             result = train()
         except NonFiniteStep as fault:
-            path = self.skipped_steps.record(batch, fault)
-            self.logger.warn(version + 1, f"step skipped: {fault}. Its batch is in {path}")
+            dumped = self.skipped_steps.record_skip(batch, fault)
+            self.logger.warn(version + 1, f"step skipped: {fault}. {dumped}")
             return None
         self.skipped_steps.reset()
         return result

@@ -29,7 +29,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     monkeypatch.setattr(coordinator, "connect_board", empty)
     monkeypatch.setattr(coordinator, "is_leader", lambda: True)
     monkeypatch.setattr(coordinator, "broadcast_ints", lambda values, _: values)
-    monkeypatch.setattr(coordinator, "broadcast_bytes", lambda payload: payload)
+    monkeypatch.setattr(coordinator, "broadcast_batch", lambda batch: batch)
     before = signal.getsignal(signal.SIGTERM)
     yield Coordinator(config, SharedDevices(config))
     signal.signal(signal.SIGTERM, before)
