@@ -28,7 +28,6 @@ AsyncGrpoError
 ├── LogprobsWrong          an engine whose log-probabilities are not of the distribution that it samples from
 ├── TrainingError          the trainer cannot go on (too many non-finite steps in a row)
 │   ├── NonFiniteStep      a loss or gradient that is not finite; the trainer skips the rest of the step
-│   ├── GapNotMeasured     a log-probability gap that cannot have been measured: none, always the same, or exactly 0
 │   ├── CheckpointError    a checkpoint that cannot be written, or is damaged, of another model or too new
 │   ├── NodeLost           a machine of the trainer is gone, silent, or has failed
 │   ├── RankFailed         a rank of the trainer has ended with an exit code above 0
@@ -163,11 +162,6 @@ class NonFiniteStep(TrainingError):
     step (trainer.mini_batches, trainer.num_iterations) stay."""
 
 
-class GapNotMeasured(TrainingError):
-    """The gap between the engine's and the trainer's log-probabilities is not what two programs can have: what should
-    show a wrong engine does not measure it."""
-
-
 class CheckpointError(TrainingError):
     """A checkpoint could not be written, or cannot be resumed from; those before it are untouched."""
 
@@ -180,7 +174,7 @@ class RoleFailed(AsyncGrpoError):
     """A supervised process ended when it should not have."""
 
 
-CONFIG_FAULTS = (ConfigError, DataError, DependencyError, LogprobsWrong, GapNotMeasured)
+CONFIG_FAULTS = (ConfigError, DataError, DependencyError, LogprobsWrong)
 """Errors in what a role was given: it would fail again if it were restarted."""
 
 EXIT_CONFIG = 78

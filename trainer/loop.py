@@ -163,7 +163,7 @@ class TrainingLoop:
         self.logger.trained(lambda: trained_row(outcome.batch, self.config, skipped=outcome.result is None))
         self.logger.phases.reset()
         if outcome.result is not None:
-            self.gap_watch.step(outcome.batch, outcome.result)
+            self._warn_of_gap(self.gap_watch.check_step(outcome.batch, outcome.result))
 
     def _adjust(self, row: Row, stats: BufferStats | None) -> None:
         """Let the controller choose the S in force for the steps to come. The steps that train what was generated
@@ -188,17 +188,20 @@ class TrainingLoop:
         probe = self.coordinator.probe(self.version, timeout_s)
         with self.coordinator.devices.held():
             gap = None if probe is None else measure_gap(self.policy, probe, self.config)
-        if gap is None:
+        if probe is None or gap is None:
             self.logger.warn(self.version, self._missing("probe"))
         else:
             self.logger.probe(self.version, gap)
+            self._warn_of_gap(self.gap_watch.check_probe(probe, gap))
         folder = self.checkpoints.export(self.policy, self.model_folder)
         if not self.coordinator.wait_for_evaluation(self.version, timeout_s):
             self.logger.warn(self.version, self._missing("evaluation"))
         self.checkpoints.mark_best(self._evaluations())
-        if probe is not None and gap is not None:  # after the export: the weights may be good
-            self.gap_watch.probe(probe, gap)
         self.logger.note("run finished", version=self.version, exported=str(folder))
+
+    def _warn_of_gap(self, warning: str | None) -> None:
+        if warning is not None:
+            self.logger.warn(self.version, warning)
 
     def _missing(self, result: str) -> str:
         timeout_s = self.config.eval.timeout_s

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from async_grpo.algorithms import Objective, Tokens, ess_sums, token_kl
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.errors import GapNotMeasured
 from async_grpo.telemetry.metrics import MAXIMA, SUMS
 from async_grpo.wire import Batch
 from trainer.batch.sequences import Targets
@@ -22,8 +21,8 @@ from trainer.distributed import is_counting_rank, max_over_ranks, sum_over_ranks
 NO_VERSION = -2
 """Neither a version nor MIXED."""
 
-LEAST_ZERO_TOKENS, LEAST_SAME_TOKENS, SAME_STEPS = 256, 64, 4
-"""Of a gap of exactly 0, and of one that stays the same: as many as no two programs agree on by accident."""
+MIN_ZERO_TOKENS, MIN_SAME_TOKENS, SAME_STEPS = 256, 64, 4
+"""Tokens with a gap of exactly 0, and steps with an identical gap, that no two programs share by accident."""
 
 StepSums = tuple[Tensor, Tensor]
 """(SUMS, MAXIMA), float64."""
@@ -90,66 +89,78 @@ def reduce_sums(found: Many[StepSums]) -> tuple[dict[str, float], dict[str, floa
 
 
 class GapWatch:
-    """Refuses gaps that trainer and engine, which compute in different ways, cannot have.
+    """Finds gaps that trainer and engine, which compute in different ways, are unlikely to have.
 
     none      all samples were trained, those of the present version included, and the gap covers no token
-    zero      exactly 0 over LEAST_ZERO_TOKENS tokens, in one step or several, whose log-probabilities are not 0 (those
-              of a policy that has become certain are 0 on both sides)
+    zero      exactly 0 over MIN_ZERO_TOKENS tokens, in one step or several, whose log-probabilities are not 0 (those of
+              a policy that has become certain are 0 on both sides)
     constant  mean and maximum are those of the step before, to the last digit, SAME_STEPS times in a row
 
-    All ranks see the same figures, so all of them raise GapNotMeasured.
+    It warns once. A run must not end for it: with batch-invariant kernels on both sides a gap of exactly 0 is the aim.
     """
 
     def __init__(self) -> None:
+        self._warned = False
         self._zero_tokens = 0
         self._last: tuple[float, float] | None = None
         self._same = 1
 
-    def step(self, batch: Batch, found: Mapping[str, Any]) -> None:
-        """Check a finished step; steps without a token of the present version have no gap."""
-        whole = found["updates"] == 1 and not found["overlong_samples"]
-        self._see(found, _present_logprobs(batch, judged=True), f"step {batch.version + 1}", whole=whole)
+    def check_step(self, batch: Batch, values: Mapping[str, Any]) -> str | None:
+        """The warning about a finished step, if any. A step without a token of the present version has no gap."""
+        whole = values["updates"] == 1 and not values["overlong_samples"]
+        return self._warn_once(values, _present_logprobs(batch, judged=True), f"step {batch.version + 1}", whole=whole)
 
-    def probe(self, batch: Batch, found: Mapping[str, Any]) -> None:
-        """Check the probe of the final version, which is graded by nobody."""
-        self._see(found, _present_logprobs(batch, judged=False), f"the probe of version {batch.version}", whole=True)
+    def check_probe(self, batch: Batch, values: Mapping[str, Any]) -> str | None:
+        """The warning about the probe of the final version, which nobody grades."""
+        place = f"the probe of version {batch.version}"
+        return self._warn_once(values, _present_logprobs(batch, judged=False), place, whole=True)
 
-    def _see(self, found: Mapping[str, Any], present: npt.NDArray[np.float32], place: str, *, whole: bool) -> None:
-        if not found["gap_tokens"]:
+    def _warn_once(
+        self, values: Mapping[str, Any], present: npt.NDArray[np.float32], place: str, *, whole: bool
+    ) -> str | None:
+        if self._warned:
+            return None
+        reason = self._find_reason(values, present, place, whole=whole)
+        if reason is None:
+            return None
+        self._warned = True
+        return f"logprob_gap may measure nothing: {reason}. {_CAUSES}"
+
+    def _find_reason(
+        self, values: Mapping[str, Any], present: npt.NDArray[np.float32], place: str, *, whole: bool
+    ) -> str | None:
+        tokens = values["gap_tokens"]
+        if not tokens:
             if whole and len(present):
-                raise GapNotMeasured(
-                    f"{place} has {len(present)} tokens of the present version, and the gap covers none of them. "
-                    f"{_DOUBT}"
-                )
-            return
-        gap = found["logprob_gap_mean"], found["logprob_gap_max"]
-        self._check_zero(gap, min(found["gap_tokens"], int((present < -1e-3).sum())), place)
-        self._check_constant(gap, found["gap_tokens"], place)
+                return f"{place} has {len(present)} tokens of the present version, and the gap covers none of them"
+            return None
+        gap = values["logprob_gap_mean"], values["logprob_gap_max"]
+        uncertain_tokens = min(tokens, int((present < -1e-3).sum()))
+        return self._find_zero(gap, uncertain_tokens, place) or self._find_constant(gap, tokens, place)
 
-    def _check_zero(self, gap: tuple[float, float], tokens: int, place: str) -> None:
+    def _find_zero(self, gap: tuple[float, float], tokens: int, place: str) -> str | None:
         self._zero_tokens = 0 if gap[1] else self._zero_tokens + tokens
-        if self._zero_tokens >= LEAST_ZERO_TOKENS:
-            raise GapNotMeasured(
-                f"the gap is exactly 0 over {self._zero_tokens} tokens up to {place}: trainer and engine are different "
-                f"programs and do not agree to the last bit. {_DOUBT}"
-            )
+        if self._zero_tokens < MIN_ZERO_TOKENS:
+            return None
+        return f"it is exactly 0 over {self._zero_tokens} tokens up to {place}"
 
-    def _check_constant(self, gap: tuple[float, float], tokens: int, place: str) -> None:
-        if tokens < LEAST_SAME_TOKENS or not gap[1]:
-            return
+    def _find_constant(self, gap: tuple[float, float], tokens: int, place: str) -> str | None:
+        if tokens < MIN_SAME_TOKENS or not gap[1]:
+            return None
         self._same = self._same + 1 if gap == self._last else 1
         self._last = gap
-        if self._same >= SAME_STEPS:
-            raise GapNotMeasured(
-                f"the gap is {gap[0]:.9g} (largest {gap[1]:.9g}) for the {self._same}th time in a row at {place}, over "
-                f"different tokens. {_DOUBT}"
-            )
+        if self._same < SAME_STEPS:
+            return None
+        return (
+            f"it is {gap[0]:.9g} (largest {gap[1]:.9g}) for the {self._same}th time in a row at {place}, over "
+            "different tokens"
+        )
 
 
-_DOUBT = (
-    "So the figure that should show wrong log-probabilities measures nothing: a sum over ranks may be lost, or the "
-    "samples carry the trainer's own log-probabilities. Run `async-grpo doctor`, and compare the installed releases "
-    "with docs/platforms.md; the newest checkpoint is intact"
+_CAUSES = (
+    "With batch-invariant kernels in engine and trainer a gap of exactly 0 is right. Otherwise a sum over ranks may be "
+    "lost, or the samples carry the trainer's own log-probabilities: run `async-grpo doctor`, and compare the "
+    "installed releases with docs/platforms.md"
 )
 
 

@@ -1,4 +1,4 @@
-"""Log-probability gaps that two programs can have, and those that they cannot."""
+"""Log-probability gaps that two programs are likely to have, and those that they are not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from async_grpo.errors import CONFIG_FAULTS, GapNotMeasured
 from async_grpo.telemetry.metrics import MAXIMA, SUMS
 from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, tokens_to_bytes
 from tests.support.rollout_fakes import config_of
@@ -48,12 +47,11 @@ def found(mean: float, tokens: int = 100, **fields: Any) -> dict[str, Any]:
 NONE = {"logprob_gap_mean": None, "logprob_gap_max": None}
 
 
-def test_a_gap_that_covers_none_of_the_tokens_of_the_present_version_is_refused() -> None:
-    with pytest.raises(GapNotMeasured, match=r"step 6 has 100 tokens of the present version.*none.*doctor"):
-        GapWatch().step(batch_of(), found(0.0, tokens=0, **NONE))
-    with pytest.raises(GapNotMeasured, match="the probe of version 5 has 100 tokens"):
-        GapWatch().probe(batch_of(reward=None), {"gap_tokens": 0})
-    assert GapNotMeasured in CONFIG_FAULTS, "it is not restarted"
+def test_a_gap_that_covers_none_of_the_tokens_of_the_present_version_is_suspicious() -> None:
+    warning = GapWatch().check_step(batch_of(), found(0.0, tokens=0, **NONE))
+    assert warning is not None and "step 6 has 100 tokens of the present version" in warning
+    warning = GapWatch().check_probe(batch_of(reward=None), {"gap_tokens": 0})
+    assert warning is not None and "the probe of version 5 has 100 tokens" in warning
 
 
 @pytest.mark.parametrize(
@@ -68,38 +66,38 @@ def test_a_gap_that_covers_none_of_the_tokens_of_the_present_version_is_refused(
     ids=["older", "mixed", "not judged", "in a later update, perhaps", "too long, perhaps"],
 )
 def test_steps_that_trained_no_token_of_the_present_version_have_no_gap(batch: Batch, fields: dict[str, Any]) -> None:
-    GapWatch().step(batch, found(0.0, tokens=0, **NONE, **fields))
+    assert GapWatch().check_step(batch, found(0.0, tokens=0, **NONE, **fields)) is None
 
 
-def test_a_gap_of_exactly_0_is_refused_once_it_covers_enough_tokens() -> None:
+def test_engine_and_trainer_that_agree_bit_for_bit_train_on_after_one_warning() -> None:
     watch = GapWatch()
-    watch.step(batch_of(), found(0.0))
-    watch.step(batch_of(), found(0.0))
-    with pytest.raises(GapNotMeasured, match="exactly 0 over 300 tokens up to step 6"):
-        watch.step(batch_of(), found(0.0))
+    warnings = [watch.check_step(batch_of(), found(0.0)) for _ in range(20)]
+    told = [warning for warning in warnings if warning is not None]
+    assert warnings.index(told[0]) == 2 and "exactly 0 over 300 tokens up to step 6" in told[0]
+    assert len(told) == 1
 
 
 def test_a_policy_that_is_certain_and_one_that_differs_in_between_may_have_gaps_of_0() -> None:
     watch = GapWatch()
     for _ in range(20):
-        watch.step(batch_of(logprob=0.0), found(0.0))
+        assert watch.check_step(batch_of(logprob=0.0), found(0.0)) is None
     for place in range(20):
-        watch.step(batch_of(), found(1e-7 * (1 + place) if place % 2 else 0.0))
+        assert watch.check_step(batch_of(), found(1e-7 * (1 + place) if place % 2 else 0.0)) is None
 
 
-def test_a_gap_that_stays_the_same_over_four_steps_is_refused() -> None:
+def test_a_gap_that_stays_the_same_over_four_steps_is_suspicious() -> None:
     watch = GapWatch()
     for mean in (1e-7, 2e-7, 2e-7, 2e-7):
-        watch.step(batch_of(), found(mean))
-        watch.step(batch_of(versions=[4]), found(0.0, tokens=0, **NONE))
-    with pytest.raises(GapNotMeasured, match=r"gap is 2e-07 .* for the 4th time in a row"):
-        watch.step(batch_of(), found(2e-7))
+        assert watch.check_step(batch_of(), found(mean)) is None
+        assert watch.check_step(batch_of(versions=[4]), found(0.0, tokens=0, **NONE)) is None
+    warning = watch.check_step(batch_of(), found(2e-7))
+    assert warning is not None and "for the 4th time in a row" in warning
 
 
 def test_few_tokens_may_have_the_same_gap_again() -> None:
     watch = GapWatch()
     for _ in range(20):
-        watch.step(batch_of(10), found(2e-7, tokens=10))
+        assert watch.check_step(batch_of(10), found(2e-7, tokens=10)) is None
 
 
 def test_a_probe_without_a_token_of_its_version_has_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
