@@ -36,13 +36,14 @@ class ReferenceConfig(StrictModel):
     """`frozen`: the weights of `path` for the whole run. `synced`: the weights of `path`, replaced by the policy's
     current ones every `sync_every` steps."""
     path: Path | None = None
-    """Hugging Face folder of the same architecture, or the id of one on `model.hub`. None: the first policy of the
-    run."""
+    """Hugging Face folder of a model with the policy's sizes, or the id of one on `model.hub`. None: the first policy
+    of the run."""
     sync_every: PositiveInt | None = None
     """synced: optimizer steps between two copies."""
     placement: Literal["swap", "model"] = "swap"
     """`swap`: its weights stay in CPU memory, in the policy's dtype, and are swapped with the policy's for each pass.
-    `model`: a second model beside the policy: no swapping, but its weights take memory."""
+    `model`: a second model beside the policy: no swapping, but its weights take memory; it may have another rope_theta,
+    norm epsilon or tied embeddings than the policy."""
 
     def problems(self) -> Iterator[str]:
         if self.source == "synced" and self.sync_every is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.model import LoraConfig
-from async_grpo.config.trainer import TrainerConfig
+from async_grpo.config.trainer import ReferenceConfig, TrainerConfig
 from async_grpo.errors import ConfigError, DataError
-from trainer.model.families import check_options, family_of
+from trainer.model.families import check_options, family_of, options_of, sizes_of
 from trainer.model.weight_map import model_tensors
 
 if TYPE_CHECKING:
@@ -33,6 +34,44 @@ def check_architecture(hf: PretrainedConfig, config: TrainerConfig) -> None:
                 f"the model's {name} ({size}) is not a multiple of trainer.{key} ({parts}), so it cannot be shared "
                 f"evenly. Set trainer.{key} to a divisor of {size}"
             )
+
+
+def check_reference_config(
+    policy: PretrainedConfig, reference: PretrainedConfig, config: ReferenceConfig, folder: Path
+) -> None:
+    """Raise ConfigError for a reference in `folder` that could not be computed as the network that it is.
+
+    The weights of another model may fit, as those of Qwen2.5-Math-7B fit into Qwen2.5-7B, and with another rope_theta
+    they are another policy, which exists nowhere. A second model is built from its own config.json, so that it may
+    differ in options. Weights that are swapped, or replaced by the policy's, are computed as the policy.
+    """
+    place = f"trainer.reference.path {folder}"
+    check_options(reference, "trainer.reference.path")
+    differing = _differences(sizes_of(policy), sizes_of(reference))
+    if differing:
+        raise ConfigError(
+            f"{place} has {differing}: its weights would not fit. Give a checkpoint of the same architecture"
+        )
+    differing = _differences(options_of(policy), options_of(reference))
+    if not differing:
+        return
+    if config.source == "synced":
+        raise ConfigError(
+            f"{place} has {differing}, and a synced reference takes over the policy's weights: one of the two would be "
+            "computed as another network. Set trainer.reference.source to frozen and trainer.reference.placement to "
+            "model, or give a checkpoint with the same values"
+        )
+    if config.placement == "swap":
+        raise ConfigError(
+            f"{place} has {differing}, and with placement swap its weights would be computed as the policy's network, "
+            "which they are not. Set trainer.reference.placement to model, or give a checkpoint with the same values"
+        )
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """The reference's values that differ, with the policy's; "" if none does."""
+    names = [name for name in theirs if ours.get(name) != theirs[name]]
+    return ", ".join(f"{name} {theirs[name]} (the policy {ours.get(name)})" for name in names)
 
 
 def check_lora(hf: PretrainedConfig, lora: LoraConfig) -> None:

@@ -69,31 +69,65 @@ def known_families() -> str:
     return ", ".join(f"{kind} ({family.models})" for kind, family in FAMILIES.items())
 
 
-def family_of(hf: PretrainedConfig) -> Family:
-    """The row of this model. Raises ConfigError for a `model_type` that is not in the table."""
+def family_of(hf: PretrainedConfig, key: str = "model.path") -> Family:
+    """The row of this model, which `key` names. Raises ConfigError for a `model_type` that is not in the table."""
     if hf.model_type not in FAMILIES:
         raise ConfigError(
             f"model_type {hf.model_type!r} is not an architecture that the trainer builds. It builds "
-            f"{known_families()}. Choose a checkpoint of one of them as model.path"
+            f"{known_families()}. Choose a checkpoint of one of them as {key}"
         )
     return FAMILIES[hf.model_type]
 
 
-def check_options(hf: PretrainedConfig) -> None:
-    """Raise ConfigError for an option of config.json that the trainer would have to ignore."""
-    family = family_of(hf)
+def check_options(hf: PretrainedConfig, key: str = "model.path") -> None:
+    """Raise ConfigError for an option in the config.json of `key` that the trainer would have to ignore."""
+    family = family_of(hf, key)
     for name, expected in {**_ALWAYS, **family.required}.items():
         if getattr(hf, name, expected) != expected:
-            raise _refused(hf, name, getattr(hf, name), expected)
+            raise _refused(hf, name, getattr(hf, name), expected, key)
     for kind in getattr(hf, "layer_types", None) or ():
         if kind != "full_attention":
-            raise _refused(hf, "layer_types", kind, "full_attention")
-    _check_rope(hf, family)
+            raise _refused(hf, "layer_types", kind, "full_attention", key)
+    _check_rope(hf, family, key)
     if family.experts and hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
         raise ConfigError(
             "the checkpoint has num_experts_per_tok 1 with norm_topk_prob true, so that every token has weight 1 at "
-            "its expert and the router gets no gradient. Choose another model.path"
+            f"its expert and the router gets no gradient. Choose another {key}"
         )
+
+
+def sizes_of(hf: PretrainedConfig) -> dict[str, Any]:
+    """What decides the shapes of the weights and the memory that they take, by its name in config.json."""
+    sizes = {
+        "model_type": hf.model_type,
+        "vocab_size": hf.vocab_size,
+        "num_hidden_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_key_value_heads": hf.num_key_value_heads,
+        "head_dim": head_dim(hf),
+    }
+    if family_of(hf).experts:
+        return sizes | {"num_experts": hf.num_experts, "moe_intermediate_size": hf.moe_intermediate_size}
+    return sizes | {"intermediate_size": hf.intermediate_size}
+
+
+def options_of(hf: PretrainedConfig) -> dict[str, Any]:
+    """What else decides which function the network computes, by its name in config.json.
+
+    Together with `sizes_of` this is everything that the trainer reads to build a model: two models that agree in both
+    compute the same with the same weights.
+    """
+    rope = rope_of(hf)
+    options = {
+        "rope_theta": rope.theta,
+        "rope factor": rope.factor,
+        "rms_norm_eps": hf.rms_norm_eps,
+        "tie_word_embeddings": hf.tie_word_embeddings,
+    }
+    if family_of(hf).experts:
+        return options | {"num_experts_per_tok": hf.num_experts_per_tok, "norm_topk_prob": hf.norm_topk_prob}
+    return options
 
 
 def head_dim(hf: PretrainedConfig) -> int:
@@ -113,19 +147,19 @@ def _rope_fields(hf: PretrainedConfig) -> Mapping[str, Any]:
     return getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
 
 
-def _check_rope(hf: PretrainedConfig, family: Family) -> None:
+def _check_rope(hf: PretrainedConfig, family: Family, key: str) -> None:
     found = _rope_fields(hf)
     kind = found.get("rope_type", "default")
     if kind not in family.rope_types:
-        raise _refused(hf, "rope_type", kind, " or ".join(family.rope_types))
+        raise _refused(hf, "rope_type", kind, " or ".join(family.rope_types), key)
     expected = {"partial_rotary_factor": 1.0, **(_LLAMA3 if kind == "llama3" else {})}
     for name, value in expected.items():
         if found.get(name, value) != value:
-            raise _refused(hf, name, found[name], value)
+            raise _refused(hf, name, found[name], value, key)
 
 
-def _refused(hf: PretrainedConfig, name: str, value: Any, expected: Any) -> ConfigError:
+def _refused(hf: PretrainedConfig, name: str, value: Any, expected: Any, key: str) -> ConfigError:
     return ConfigError(
         f"the checkpoint has {name} {value!r}, but the trainer builds {hf.model_type} with {name} {expected!r} only: "
-        "it would train another network than the one that was saved. Choose another model.path"
+        f"it would compute another network than the one that was saved. Choose another {key}"
     )

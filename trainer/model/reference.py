@@ -9,7 +9,7 @@ Where its weights are (`placement`):
              policy's weights come back bit for bit. The optimizer's fp32 masters are not touched where they are tensors
              of their own; where the weights are their own masters (float32) they are exchanged with them, and no update
              happens in between
-    model    in a second model of the same layout, beside the policy
+    model    in a second model of the same layout, beside the policy, built from the reference's own config.json
 
 Where adapters are trained (`model.lora`), `swap` holds and exchanges them alone. The first ones add nothing, so a
 frozen reference is the first policy.
@@ -30,11 +30,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import ConfigError
 from trainer.model.builder import build_model
+from trainer.model.checks import check_reference_config
 from trainer.model.hf_folder import SafetensorsFolder, read_config
 from trainer.model.hf_weights import load_hf
 from trainer.model.policy import Policy
@@ -42,8 +41,6 @@ from trainer.platform import Platform
 
 PREFIX = "reference."
 """Prefix of the reference's names in a checkpoint."""
-
-SHAPES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
 class Placement(Protocol):
@@ -101,14 +98,17 @@ def load_reference(config: RunConfig, policy: Policy, first: Path, platform: Pla
     if wanted.source == "none":
         return None
     folder = wanted.path or first
-    _check_same_shapes(policy.hf, read_config(folder), folder)
+    hf = read_config(folder)
+    check_reference_config(policy.hf, hf, wanted, folder)
     weights: Placement
     if wanted.placement == "model":
-        model = build_model(policy.hf, platform, policy.dtype, config.trainer)
+        model = build_model(hf, platform, policy.dtype, config.trainer)
         model.requires_grad_(False)
         inner = Float16Module(model.config, model) if policy.dtype == torch.bfloat16 else model
-        weights = SecondModel(replace(policy, model=model, wrapped=inner, optimizer=None, offload=None, adapters=None))
-        load_hf(weights.policy.model, policy.hf, SafetensorsFolder(folder))
+        weights = SecondModel(
+            replace(policy, hf=hf, model=model, wrapped=inner, optimizer=None, offload=None, adapters=None)
+        )
+        load_hf(model, hf, SafetensorsFolder(folder))
     else:
         weights = SwappedWeights(policy)
         if folder != first:
@@ -188,13 +188,3 @@ def _with_data(state: dict[str, Any], places: dict[int, Tensor]) -> dict[str, An
 
 def _without_prefix(state: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(PREFIX): value for name, value in state.items()}
-
-
-def _check_same_shapes(policy: PretrainedConfig, reference: PretrainedConfig, folder: Path) -> None:
-    for name in SHAPES:
-        ours, theirs = getattr(policy, name), getattr(reference, name)
-        if ours != theirs:
-            raise ConfigError(
-                f"trainer.reference.path {folder} has {name} {theirs}, and the policy {ours}: its weights would not "
-                "fit. Give a checkpoint of the same architecture"
-            )

@@ -117,7 +117,7 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
     largest = max(shape.vocab, 2 * shape.ffn) * (shape.hidden if lora is None else lora.rank) // layout.tensor_parallel
     tokens = layout.micro_batch_tokens // layout.context_parallel
     in_flight = layout.pipeline_parallel if stage == "first" else 1
-    holds_reference = layout.objective.kl_beta > 0 and layout.reference.placement == "model"
+    holds_reference = layout.reference.source != "none" and layout.reference.placement == "model"
     work = backward_bytes(shape, layout, element)
     if stage != "first":
         work = max(work, logit_bytes(shape, layout, element))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from async_grpo.app.launch.inputs import fetch
 from async_grpo.config import RunConfig
+from async_grpo.config.trainer import ReferenceConfig
 from async_grpo.data.tokenizer import find_tokenizer
 from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
 from async_grpo.models.hub import cache_dir
@@ -54,21 +55,23 @@ def check_model(path: Path) -> Path:
     return path
 
 
-def check_reference(folder: Path, model: Path | None) -> None:
-    """Check the reference's folder as far as its weights go; `model`: the first policy. Raises ConfigError."""
+def check_reference(folder: Path, model: Path | None, config: ReferenceConfig) -> None:
+    """Check the reference's folder as the trainer would; `model`: the first policy, if it is there already.
+
+    Raises ConfigError.
+    """
+    from trainer.model.checks import check_reference_config, check_tensors
+    from trainer.model.hf_folder import read_config
+
     if not folder.is_dir():
         raise ConfigError(f"trainer.reference.path: there is no folder {folder}. Correct the path, or leave it out")
     try:
-        shapes = tensor_shapes(folder)
-        ours = tensor_shapes(model) if model is not None and model.is_dir() else {}
+        reference = read_config(folder)
+        policy = read_config(model) if model is not None and model.is_dir() else reference
+        check_reference_config(policy, reference, config, folder)
+        check_tensors(tensor_shapes(folder), reference)
     except (DataError, EngineError) as error:
         raise ConfigError(f"trainer.reference.path: {error}") from None
-    other = [name for name, shape in ours.items() if shapes.get(name, shape) != shape]
-    if other:
-        raise ConfigError(
-            f"trainer.reference.path {folder} has {other[0]} of shape {shapes[other[0]]}, and the policy of shape "
-            f"{ours[other[0]]}: its weights would not fit. Give a checkpoint of the same architecture"
-        )
 
 
 async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:

@@ -147,7 +147,7 @@ def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, 
     if (model := config.model.path) is not None and "model.path" not in excused:
         yield "Model", lambda: check_first_policy(model, config)
     if (reference := config.trainer.reference.path) is not None and "trainer.reference.path" not in excused:
-        yield "Reference", lambda: check_reference(reference, config.model.path)
+        yield "Reference", lambda: check_reference(reference, config.model.path, config.trainer.reference)
     if not any(key in excused for key in data_files(config.data)):
         yield "Data", lambda: _check_data(config)
     yield "Device memory", lambda: _check_devices(config)

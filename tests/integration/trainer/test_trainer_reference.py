@@ -23,7 +23,7 @@ from tests.support.trainer_programs.launching import (
     assert_same_moves,
     assert_same_step,
 )
-from tests.support.trainer_programs.models import make_model, make_other
+from tests.support.trainer_programs.models import make_model, make_other, make_other_options
 from tests.support.trainer_programs.plain import load, minus_gradient, plain_tokens, reference_logprobs
 
 FAMILY = "qwen2-untied"
@@ -36,6 +36,8 @@ STEPS, SAVED, SYNC = 7, 4, 3
 def runs(folder: Path) -> dict[int, dict[str, Run]]:
     model = make_model(folder, FAMILY)
     frozen = {"source": "frozen", "path": str(make_other(model))}
+
+    options = {"source": "frozen", "path": str(make_other_options(model)), "placement": "model"}
 
     def diverging(estimator: str, where: str, placement: str = "swap", swap: bool = False, **layout: int) -> Run:
         objective = {"kl_beta": BETA, "kl_estimator": estimator, "kl_in": where}
@@ -55,6 +57,7 @@ def runs(folder: Path) -> dict[int, dict[str, Run]]:
         **{f"{estimator} in loss": diverging(estimator, "loss") for estimator in ESTIMATORS},
         **{f"{estimator} in reward": diverging(estimator, "reward") for estimator in ("k1", "k3+")},
         "second model": diverging("k3", "loss", "model"),
+        "other options": Run(model, {"objective": {"kl_beta": BETA, "kl_estimator": "k3"}, "reference": options}, AGED),
         "measured only": Run(model, {"reference": frozen}, AGED),
         "swap float32": Run(model, {"reference": frozen}, {"swap": True}),
         "swap bfloat16": Run(model, {"reference": frozen}, {"swap": True}, precision="bfloat16"),
@@ -76,9 +79,11 @@ def formula(estimator: str, d_N: Tensor) -> Tensor:
     return {"k1": d_N, "k2": k2_N, "k3": k3_N, "k3+": k3_N.detach() + k2_N - k2_N.detach()}[estimator]
 
 
-def plain_step(model: Path, estimator: str, where: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+def plain_step(
+    model: Path, estimator: str, where: str, other: Path | None = None
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The figures and minus the gradient, in float64."""
-    policy, reference = (load(path).double() for path in (model, make_other(model)))
+    policy, reference = (load(path).double() for path in (model, other or make_other(model)))
 
     def penalty(group: Any, sample: Any, trained: Tensor) -> float:
         behaviour = torch.tensor(sample.token_logprobs().copy()).double()
@@ -111,6 +116,16 @@ def test_a_divergence_in_the_loss_or_the_reward_has_the_value_and_the_gradient_o
 
 def test_a_second_model_and_exchanged_weights_give_the_same_step(one_rank: dict[str, Outcome]) -> None:
     assert_same_step(one_rank["second model"], one_rank["k3 in loss"], 1e-6)
+
+
+def test_a_second_model_with_another_rope_theta_and_epsilon_is_computed_as_what_it_is(
+    one_rank: dict[str, Outcome], folder: Path
+) -> None:
+    model = make_model(folder, FAMILY)
+    figures, moved = plain_step(model, "k3", "loss", make_other_options(model))
+    assert figures["kl"] != pytest.approx(one_rank["second model"].step["kl"], rel=1e-2)
+    assert_same_figures(one_rank["other options"].step, figures, 1e-5)
+    assert_same_moves(one_rank["other options"], moved, 1e-4)
 
 
 def test_a_reference_without_a_weight_is_measured_and_changes_nothing(one_rank: dict[str, Outcome]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,4 +70,18 @@ def make_other(model: Path) -> Path:
             for parameter in other.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
         other.save_pretrained(folder)
+    return folder
+
+
+def make_other_options(model: Path) -> Path:
+    """Weights of the same shapes that are another network: other position embeddings and another epsilon."""
+    other = make_other(model)
+    folder = model.with_name(f"{model.name}-other-options")
+    if not folder.exists():
+        shutil.copytree(other, folder)
+        file = folder / "config.json"
+        config = json.loads(file.read_text())
+        config["rms_norm_eps"] = 0.1
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 7.0}
+        file.write_text(json.dumps(config))
     return folder

@@ -185,6 +185,8 @@ def test_an_offloaded_optimizer_is_fetched_one_parameter_at_a_time_after_the_act
 def test_a_reference_model_on_the_device_is_counted() -> None:
     kept = {"objective": {"kl_beta": 0.1}, "reference": {"source": "frozen", "placement": "model"}}
     assert trainer_memory(run_config(kept), QWEN_7B).reference == 2 * 7_615_616_512
+    measured_only = {"reference": {"source": "frozen", "placement": "model"}}
+    assert trainer_memory(run_config(measured_only), QWEN_7B).reference == 2 * 7_615_616_512
     swapped = {"objective": {"kl_beta": 0.1}, "reference": {"source": "frozen"}}
     assert trainer_memory(run_config(swapped), QWEN_7B).reference == 0
 
