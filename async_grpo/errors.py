@@ -16,6 +16,7 @@ AsyncGrpoError
 │   ├── StreamGap          tasks that leave out some of the stream: it is shorter than their feeder thinks
 │   ├── LeaseLost          this ticket now belongs to another holder (or has ended)
 │   ├── Fenced             a message of an older epoch
+│   ├── StepsForgotten     a resumption at steps whose groups the buffer has deleted
 │   └── RunEnded           the run is over: nothing will be admitted or delivered any more
 ├── WeightsError           the weight plane
 │   ├── WeightsCorrupt     a chunk or tensor that fails its hash, shape or dtype
@@ -29,6 +30,7 @@ AsyncGrpoError
 ├── TrainingError          the trainer cannot go on (too many non-finite steps in a row)
 │   ├── NonFiniteStep      a loss or gradient that is not finite; the trainer skips the rest of the step
 │   ├── CheckpointError    a checkpoint that cannot be written, or is damaged, of another model or too new
+│   │   └── CheckpointDamaged  one that does not hold what was written
 │   ├── NodeLost           a machine of the trainer is gone, silent, or has failed
 │   ├── RankFailed         a rank of the trainer has ended with an exit code above 0
 │   └── Terminated         SIGTERM has ended a rank of the trainer before it joined the run
@@ -117,6 +119,10 @@ class Fenced(BufferFault):
     """The caller belongs to an older epoch: a newer trainer has taken over."""
 
 
+class StepsForgotten(BufferFault):
+    """A trainer wants to resume at steps whose groups are deleted. A restart would want the same."""
+
+
 class RunEnded(BufferFault):
     """The run is over; there is nothing more to admit or to take."""
 
@@ -166,6 +172,15 @@ class CheckpointError(TrainingError):
     """A checkpoint could not be written, or cannot be resumed from; those before it are untouched."""
 
 
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint does not hold what was written. A restart would meet it again."""
+
+    def __init__(self, message: str, *, partly_loaded: bool = False) -> None:
+        super().__init__(message)
+        self.partly_loaded = partly_loaded
+        """True if some of it may be in the policy already."""
+
+
 class NodeLost(TrainingError):
     """The trainer cannot go on without one of its machines; the newest checkpoint is untouched."""
 
@@ -174,7 +189,7 @@ class RoleFailed(AsyncGrpoError):
     """A supervised process ended when it should not have."""
 
 
-CONFIG_FAULTS = (ConfigError, DataError, DependencyError, LogprobsWrong)
+CONFIG_FAULTS = (ConfigError, DataError, DependencyError, LogprobsWrong, CheckpointDamaged, StepsForgotten)
 """Errors in what a role was given: it would fail again if it were restarted."""
 
 EXIT_CONFIG = 78

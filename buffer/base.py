@@ -193,6 +193,8 @@ class Resume:
 
     epoch: int
     head_version: int
+    lost_steps: int = 0
+    """Steps before the newest committed checkpoint whose groups are gone; they are trained again on new groups."""
 
 
 class ReplayBuffer(Protocol):
@@ -280,13 +282,16 @@ class ReplayBuffer(Protocol):
         """Forget the payloads of the steps before `version`, whose checkpoint is safe. Raises Fenced."""
         ...
 
-    async def rollback(self, version: int) -> Resume:
+    async def rollback(self, version: int, *, accept_loss: bool = False) -> Resume:
         """Let a trainer take over at `version` (0 at the first start).
 
         A new epoch begins and fences all older ones. Batches taken for steps >= `version` will be delivered again.
         Batches of earlier steps are in the trainer's checkpoint: those not released yet are released as `trained`. A
-        run that has ended continues if steps are left. Raises BufferFault for a version below a committed checkpoint,
-        whose batches are gone.
+        run that has ended continues if steps are left.
+
+        Raises StepsForgotten for a version below a committed checkpoint, whose batches are gone. With `accept_loss`
+        generation starts again there instead: active groups end (as `stale` or `expired`), batches taken for later
+        steps are forgotten, and the version falls to `version`.
         """
         ...
 

@@ -8,6 +8,9 @@
 A server with less memory would fill up with groups that only the next checkpoint frees. Nothing could be inserted, so
 the trainer's batch would never be complete and that checkpoint would never come. Such a configuration is refused.
 
+The groups of one more checkpoint stay as a spare (trainer.checkpoint.resumable) as long as `leaves_room` holds. They
+are not part of the plan: the trainer commits them before they could take memory from groups to come.
+
 Runs that share a server each reserve what they can need, or their quota if they have one, which may be less: a group is
 admitted only while the stored groups and the worst case of those in flight leave room for it. So many must always fit:
 
@@ -69,6 +72,8 @@ class BufferMemoryPlan:
     logged_groups: int
     waiting_tasks: int
     quota_bytes: int | None = None
+    server_bytes: int | None = None
+    """Limit of the server if it is this run's alone."""
 
     @property
     def needed_bytes(self) -> int:
@@ -86,6 +91,19 @@ class BufferMemoryPlan:
     def __str__(self) -> str:
         quota = "" if self.quota_bytes is None else f", held at {_mib(self.quota_bytes)} by redis.quota_bytes"
         return self._sum(self.active_groups, "active") + quota
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that the run may fill: its quota, its own server, or what it reserves on a shared one."""
+        return self.quota_bytes or self.server_bytes or self.needed_bytes
+
+    def leaves_room(self, stored_bytes: int, finished: int) -> bool:
+        """True if the stored payloads leave room for every group that may be finished before the next step is.
+
+        `finished` active groups are stored already; each of the others takes `group_bytes` at most.
+        """
+        groups = stored_bytes + max(0, self.active_groups - finished) * self.group_bytes
+        return OVERHEAD * (groups + self.waiting_tasks * self.task_bytes) <= self.usable_bytes
 
     def check(self, limit_bytes: int, where: str, others: Mapping[str, int] = MappingProxyType({})) -> None:
         """Raises ConfigError, with the arithmetic, if `limit_bytes` of the server `where` (0: it has no limit) is less
@@ -139,6 +157,7 @@ def memory_plan(config: RunConfig) -> BufferMemoryPlan:
         logged_groups=logged_steps * config.groups_per_step,
         waiting_tasks=TASKS_AHEAD * config.capacity_groups,
         quota_bytes=config.redis.quota_bytes,
+        server_bytes=config.redis.max_memory_bytes if config.redis.url is None else None,
     )
 
 

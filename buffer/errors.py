@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_grpo.errors import BufferFault, Fenced, LeaseLost, RunEnded, StreamGap
+from async_grpo.errors import BufferFault, Fenced, LeaseLost, RunEnded, StepsForgotten, StreamGap
 from async_grpo.wire import ReleaseReason, Ticket
 
 
@@ -28,11 +28,13 @@ def run_ended() -> RunEnded:
     return RunEnded("the run has ended: no group is admitted or delivered any more")
 
 
-def forgotten(version: int, committed: int) -> BufferFault:
+def forgotten(version: int, committed: int) -> StepsForgotten:
     """The error of a trainer that resumes at steps whose groups are deleted."""
-    return BufferFault(
+    return StepsForgotten(
         f"cannot resume at version {version}: a checkpoint of version {committed} was committed, which deleted the "
-        f"groups of the steps before it. Resume from version {committed} or later, or start over with --fresh"
+        f"groups of the steps before it. Resume from version {committed} or later; or give up those "
+        f"{committed - version} steps and train them again on new groups (async-grpo resume RUN --from {version}); or "
+        "start over with --fresh"
     )
 
 

@@ -95,9 +95,9 @@ class InMemoryBuffer:
         with self._change() as state:
             state.commit_checkpoint(epoch, version)
 
-    async def rollback(self, version: int) -> Resume:
+    async def rollback(self, version: int, *, accept_loss: bool = False) -> Resume:
         with self._change() as state:
-            return state.rollback(version)
+            return state.rollback(version, accept_loss=accept_loss)
 
     async def update_admission(self, policy: ReplayPolicy) -> None:
         with self._change() as state:

@@ -165,16 +165,19 @@ class BufferState:
             del self.steps[past]
         self.committed = max(self.committed, version)
 
-    def rollback(self, version: int) -> Resume:
-        if version < self.committed:
+    def rollback(self, version: int, *, accept_loss: bool = False) -> Resume:
+        lost_steps = max(0, self.committed - version)
+        if lost_steps and not accept_loss:
             raise forgotten(version, self.committed)
+        if lost_steps:
+            self._restart_at(version)
         for past in self._steps_below(version):
             self._settle(past)
         if version * self.policy.window.groups_per_step < self.policy.window.horizon:
             self.ended = False
         self.version = max(self.version, version)
         self.epoch += 1
-        return Resume(self.epoch, self.version)
+        return Resume(self.epoch, self.version, lost_steps)
 
     def set_staleness(self, epoch: int, staleness: int) -> None:
         self._fence(epoch)
@@ -279,6 +282,26 @@ class BufferState:
             partial=slot.partial,
             strikes=slot.strikes,
         )
+
+    def _restart_at(self, version: int) -> None:
+        """Start generation again at `version`, which is below `committed`.
+
+        Everything that the weights after `version` have generated goes: those weights are lost, and a group that is
+        younger than the step that trains it would have a negative age.
+        """
+        for seq, slot in list(self.open.items()):
+            if slot.group is None:
+                self._release(seq, ReleaseReason.EXPIRED, how=None)
+            else:
+                self._end_as_stale(seq)
+        for seq in list(self.taken):
+            self._release(seq, ReleaseReason.STALE, how="insert")
+        forgotten_groups = (self.committed - version) * self.policy.window.groups_per_step
+        self.used -= forgotten_groups + sum(len(step.groups) for step in self.steps.values())
+        if self.policy.rate.limits:  # else nothing would be admitted for as long as the ratio has room
+            self.inserted = round(self.used / self.policy.rate.samples_per_insert)
+        self.steps.clear()
+        self.committed = self.version = version
 
     def _may_sample(self, least: int, *, begun: bool) -> bool:
         """Whether `least` groups may be taken now. A step that was begun may always be finished."""

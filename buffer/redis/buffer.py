@@ -139,11 +139,11 @@ class RedisBuffer:
     async def commit_checkpoint(self, *, epoch: int, version: int) -> None:
         _check_epoch(await self._script("commit_checkpoint", epoch, version), epoch)
 
-    async def rollback(self, version: int) -> Resume:
-        status, *rest = await self._script("rollback", version)
+    async def rollback(self, version: int, *, accept_loss: bool = False) -> Resume:
+        status, *rest = await self._script("rollback", version, "accept_loss" if accept_loss else "")
         if status == b"forgotten":
             raise forgotten(version, rest[0])
-        return Resume(epoch=rest[0], head_version=rest[1])
+        return Resume(epoch=rest[0], head_version=rest[1], lost_steps=rest[2])
 
     async def update_admission(self, policy: ReplayPolicy) -> None:
         await self._script("update_admission", *_dials(policy))

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from async_grpo.errors import BufferFault, Fenced, RunEnded
+from async_grpo.errors import BufferFault, Fenced, RunEnded, StepsForgotten
+from async_grpo.staleness import RateLimit
 from tests.support.buffer_cases import (
     Open,
     admit,
@@ -139,3 +140,38 @@ async def test_a_trainer_that_has_steps_left_reopens_an_ended_run(open_buffer: O
     await buffer.end()
     await buffer.rollback(2)
     assert (await buffer.stats()).ended
+
+
+async def test_a_trainer_that_accepts_the_loss_starts_generation_again_at_its_version(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=1, P=2, steps=6))
+    for version in range(4):
+        await generate_and_train(buffer, version)
+    await buffer.commit_checkpoint(epoch=1, version=3)
+    await finish(buffer, *(await admit(buffer, 4))[:3])
+    await take(buffer, 4)
+    with pytest.raises(StepsForgotten, match="resume RUN --from 1"):
+        await buffer.rollback(1)
+
+    resume = await buffer.rollback(1, accept_loss=True)
+    assert (resume.epoch, resume.head_version, resume.lost_steps) == (2, 1, 2)
+    stats = await buffer.stats()
+    assert (stats.active, stats.kept, stats.version, stats.used) == (0, 0, 1, 2)
+    assert released(stats) == {"trained": 8, "stale": 3, "expired": 1}
+    for version in range(1, 6):
+        batch = await generate_and_train(buffer, version, epoch=2)
+        assert not batch.replayed
+        assert max(group.newest_version for group in batch.groups) <= version
+    stats = await buffer.stats()
+    assert (stats.balanced, stats.used, stats.active) == (True, 12, 0)
+
+
+async def test_the_ratio_of_uses_to_inserts_starts_again_after_a_loss(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=1, P=2, steps=6, rate=RateLimit(min_diff=-4.0, max_diff=4.0)))
+    for version in range(4):
+        await generate_and_train(buffer, version)
+    await buffer.commit_checkpoint(epoch=1, version=4)
+    await buffer.rollback(1, accept_loss=True)
+    stats = await buffer.stats()
+    assert (stats.used, stats.inserted) == (2, 2)
+    for version in range(1, 6):
+        await generate_and_train(buffer, version, epoch=2)
