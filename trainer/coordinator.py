@@ -18,13 +18,14 @@ import torch
 from msgspec import structs
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import TrainingError, WaitTimeout
+from async_grpo.errors import StepsForgotten, TrainingError, WaitTimeout
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.files import DeviceTurn
 from async_grpo.wire import Batch
 from async_grpo.wire.board import PROTOCOL, Evaluation, PublisherAddress
 from buffer import connect_board, open_run
 from buffer.base import BufferStats, ReplayBuffer, Resume, RunBoard
+from buffer.capacity import memory_plan
 from trainer.distributed import broadcast_batch, broadcast_ints, is_leader, sum_over_ranks
 
 R = TypeVar("R")
@@ -64,6 +65,12 @@ class SharedDevices:
             self._turn.end_step()
 
 
+def _stored(stats: BufferStats | None) -> tuple[int, int]:
+    """Bytes of all payloads, and the number of active groups that they belong to."""
+    assert stats is not None, "rank 0 has them"
+    return stats.stored_bytes, stats.ready + stats.taken
+
+
 def turn_timeout_s(config: RunConfig) -> float:
     """Seconds in which every engine sleeps: one that starts does so once it is ready, and no update takes longer."""
     return config.weights.update_timeout_s + config.launch.ready_timeout_s
@@ -79,6 +86,7 @@ class Coordinator:
         self._config = config
         self.devices = devices
         self._epoch = 0
+        self._plan = memory_plan(config)
         self._leads = is_leader()
         if not self._leads:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it reaches every rank, but rank 0 decides
@@ -90,11 +98,16 @@ class Coordinator:
         # Wakes the loop if it is waiting; else the event is set when it next runs.
         signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(self._stop.set))
 
-    def resume(self, version: int) -> Resume:
-        """Take over the run at `version`: a new epoch begins. Raises TrainingError if the run's data are gone."""
-        found = self._runner.run(self._roll_back(version)) if self._leads else None
-        self._epoch, head_version = broadcast_ints([found.epoch, found.head_version] if found else None, 2)
-        return Resume(self._epoch, head_version)
+    def resume(self, version: int, *, damage: str = "", accept_loss: bool = False) -> Resume:
+        """Take over the run at `version`: a new epoch begins. `damage`: why it is not that of the newest checkpoint.
+
+        Raises TrainingError if the run's data are gone, and StepsForgotten if only those of the steps after `version`
+        are, unless `accept_loss`.
+        """
+        found = self._runner.run(self._roll_back(version, damage, accept_loss)) if self._leads else None
+        values = [found.epoch, found.head_version, found.lost_steps] if found else None
+        self._epoch, head_version, lost_steps = broadcast_ints(values, 3)
+        return Resume(self._epoch, head_version, lost_steps)
 
     def take(self, version: int) -> Batch | None:
         """Take the batch of the step `version` -> `version + 1`; None if the run must stop now."""
@@ -133,6 +146,23 @@ class Coordinator:
         """Let the buffer forget what came before `version`, which is on disk."""
         self._lead(lambda: self._buffer.commit_checkpoint(epoch=self._epoch, version=version))
 
+    def has_room(self) -> bool:
+        """True if the buffer has room for all groups that may come before the next step is trained; on every rank."""
+        room = self._leads and self._plan.leaves_room(*_stored(self.buffer_stats()))
+        return self._agree(room)
+
+    def can_go_on_uncommitted(self) -> bool:
+        """True if the buffer has room for the next step though nothing is committed; on every rank.
+
+        Under a quota, new groups are held back before memory runs out, so that only a batch that cannot become complete
+        any more ends the run.
+        """
+        if self._config.redis.quota_bytes is None:
+            return self.has_room()
+        stats = self.buffer_stats()
+        starved = stats is not None and stats.held_by_quota and stats.ready + stats.inflight < stats.groups_per_step
+        return self._agree(not starved)
+
     def end(self) -> None:
         """Tell the run that every step is trained."""
         self._lead(lambda: self._buffer.end())
@@ -158,14 +188,19 @@ class Coordinator:
         if self._leads:
             self._runner.close()
 
-    async def _roll_back(self, version: int) -> Resume:
+    async def _roll_back(self, version: int, damage: str, accept_loss: bool) -> Resume:
         if version > 0 and (await self._buffer.stats()).epoch == 0:
             raise TrainingError(
                 f"there is a checkpoint of version {version}, but the server knows nothing of run {self._config.name}: "
                 "its data were lost, or redis.url names another server. Point redis.url at the old one, or start over "
                 "with --fresh"
             )
-        return await self._buffer.rollback(version)
+        try:
+            return await self._buffer.rollback(version, accept_loss=accept_loss)
+        except StepsForgotten as error:
+            if not damage:
+                raise
+            raise StepsForgotten(f"{damage}. Before it there is version {version}, but: {error}") from error
 
     async def _find_probe(self, version: int, timeout_s: float) -> Batch | None:
         try:
@@ -186,6 +221,11 @@ class Coordinator:
     def _shared(self, call: Call[Batch | None]) -> Batch | None:
         """The batch that rank 0 receives, on every rank; None if there is none, or after SIGTERM."""
         return broadcast_batch(self._lead(lambda: self._or_stop(call())))
+
+    def _agree(self, value: bool) -> bool:
+        """Rank 0's value, on every rank."""
+        (shared,) = broadcast_ints([int(value)] if self._leads else None, 1)
+        return bool(shared)
 
     def _lead(self, call: Call[R]) -> R | None:
         """What the call returns on rank 0; None on the others, which do not make it."""

@@ -7,8 +7,11 @@
 Its guarantees come from this order. Weights are handed to the weight sender before the version is published (they are
 copied beside the next step, whose update waits for that), the version before the release that frees slots for new
 tickets, and the buffer forgets a batch only after a checkpoint on disk holds what was learned from it.
-Checkpoints are written beside the training, one at a time. Between steps the loop polls whether one is on disk; it
-waits for it before it starts the next one, and before it ends.
+Checkpoints are written beside the training, one at a time. Between steps the loop polls whether one is safe: on disk
+and, with runs_store, copied. It waits for it before it starts the next one, and before it ends.
+
+The commit is one checkpoint behind (`trainer.checkpoint.resumable`): while memory allows it, the buffer keeps the steps
+since the checkpoint before the newest, so that a run whose newest checkpoint is damaged resumes exactly from that one.
 
 A trainer killed anywhere resumes from its newest checkpoint and is given the same batches again. While it replays steps
 that were published before (below `head_version`), it publishes nothing, and the servers keep their newer weights.
@@ -23,6 +26,7 @@ import torch
 
 from async_grpo.auto_staleness import StalenessController, controller_for, figures_of
 from async_grpo.config import RunConfig
+from async_grpo.errors import CheckpointError
 from async_grpo.telemetry.contention import ContentionWatch
 from async_grpo.telemetry.rows import Row
 from async_grpo.telemetry.timeline import START, WAIT
@@ -52,6 +56,8 @@ class TrainingLoop:
     checkpoints: CheckpointFolder
     logger: TrainerLogger
     version: int
+    damage: str = ""
+    """Why `version` is not that of the newest checkpoint; "" if it is."""
     reference: Reference | None = None
     peak_flops: float | None = None
     """FLOP/s of all ranks together; None where it is not known."""
@@ -60,6 +66,8 @@ class TrainingLoop:
     head_version: int = field(init=False)
     exporter: WeightExporter = field(init=False)
     saved: int = field(init=False)
+    safe: list[int] = field(init=False)
+    """Versions that a trainer could resume from, the newest last; the buffer keeps the steps since the first."""
     stepped: bool = False
     """Whether this process has trained a step; before the first one, it waits for engines to start."""
     gap_watch: GapWatch = field(default_factory=GapWatch)
@@ -79,6 +87,7 @@ class TrainingLoop:
         """Train until version `steps`, or until SIGTERM; either way a checkpoint holds what was trained."""
         self._take_over()
         try:
+            self._begin()
             while self.version < self.config.steps:
                 outcome = self.step_runner.make(self.version, waiting=WAIT if self.stepped else START)
                 if outcome is None:
@@ -92,13 +101,32 @@ class TrainingLoop:
             self.exporter.close()
 
     def _take_over(self) -> None:
-        resume = self.coordinator.resume(self.version)
+        accept_loss = self.checkpoints.is_chosen(self.version)
+        resume = self.coordinator.resume(self.version, damage=self.damage, accept_loss=accept_loss)
+        self.checkpoints.forget_choice()
         self.epoch, self.head_version, self.saved = resume.epoch, resume.head_version, self.version
-        self.exporter = WeightExporter(self.policy, self.config, self.coordinator, self.epoch)
+        self.safe = [self.version]
         self.logger.joined(self.epoch, self.version, self.head_version)
+        self._warn_of_fallback(resume.lost_steps)
+        self.exporter = WeightExporter(self.policy, self.config, self.coordinator, self.epoch)
+
+    def _warn_of_fallback(self, lost_steps: int) -> None:
+        if self.damage:
+            self.logger.warn(self.version, f"{self.damage}. The run resumes from version {self.version} instead")
+        if lost_steps:
+            self.logger.warn(
+                self.version,
+                f"the buffer had forgotten the groups of {lost_steps} steps after version {self.version}. All steps "
+                "from there on are trained again, on new groups: the run is another than the one that was lost",
+            )
+
+    def _begin(self) -> None:
+        """Publish the first weights of this trainer, and copy what an earlier one may have left only here."""
         self._publish()
         if stats := self.coordinator.buffer_stats():
             self.controller = controller_for(self.config.auto_staleness, self.config.replay_policy, stats.staleness)
+        if self.version > 0:
+            self.checkpoints.begin_copy(self.version)
         self.logger.phases.reset()
         self.contention.look()
 
@@ -109,6 +137,7 @@ class TrainingLoop:
         self.coordinator.release(outcome.batch)
         self._write(outcome)  # before the commit, after which the step is never replayed
         self._poll_saved(wait=False)
+        self._make_room()
         if self.version % self.config.trainer.checkpoint.every_steps == 0:
             self._checkpoint()
         if (every := self.config.trainer.checkpoint.export_every_steps) and self.version % every == 0:
@@ -132,16 +161,52 @@ class TrainingLoop:
         self.saved = self.version
 
     def _poll_saved(self, *, wait: bool) -> None:
-        """Let the buffer forget what a checkpoint on disk holds."""
+        """Let the buffer forget what came before the checkpoints that a trainer may have to resume from."""
         version = self.checkpoints.poll_saved(wait=wait)
-        if version is not None:
-            self.coordinator.commit_checkpoint(version)
+        if version is None:
+            return
+        checkpoint = self.config.trainer.checkpoint
+        if version not in self.safe:
+            self.safe = [*self.safe, version][-min(checkpoint.resumable, checkpoint.keep) :]
+        self.coordinator.commit_checkpoint(self.safe[0])
+
+    def _make_room(self) -> None:
+        """Keep the buffer from filling up with groups that only a resumption would need.
+
+        Raises CheckpointError if there is no room though nothing but uncopied steps can be forgotten.
+        """
+        if len(self.safe) > 1 and not self.coordinator.has_room():
+            self.safe = self.safe[-1:]
+            self.coordinator.commit_checkpoint(self.safe[0])
+        if self.checkpoints.uncopied is None or self.coordinator.can_go_on_uncommitted():
+            return
+        self._copy_now()
+        if self.checkpoints.uncopied is not None:
+            raise CheckpointError(
+                f"the checkpoint of version {self.checkpoints.uncopied} could not be copied to "
+                f"{self.config.runs_store}, and the buffer, which keeps all groups since version {self.safe[0]} until "
+                "it is, has no room left for another step. The checkpoints here are whole: mend the store, or give the "
+                "buffer more memory (redis.max_memory_bytes, redis.quota_bytes), and the same command resumes"
+            )
+
+    def _copy_now(self) -> None:
+        """Copy what could not be copied before, and wait for it."""
+        self.checkpoints.begin_copy()
+        self._poll_saved(wait=True)
 
     def _save_rest(self) -> None:
         """Save and export, and wait for both: afterwards nothing trained is only in memory."""
         self._checkpoint()
         self._poll_saved(wait=True)
+        if self.checkpoints.uncopied is not None:
+            self._copy_now()
         self.checkpoints.wait_for_export()
+        if self.checkpoints.uncopied is not None:
+            self.logger.warn(
+                self.version,
+                f"this trainer ends, and only this machine has the checkpoint of version {self.checkpoints.uncopied}: "
+                f"{self.config.runs_store} has an older one, if any. Keep the folder of the run, or copy it by hand",
+            )
 
     def _evaluations(self) -> list[Evaluation]:
         return self.coordinator.evaluations() if self.config.trainer.checkpoint.keep_best else []

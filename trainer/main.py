@@ -71,17 +71,15 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
         logger.note("model built", attention=platform.attention)
         reference = load_reference(config, policy, model, platform)
         store = RunStore.open(config.runs_store, config.name) if config.runs_store else None
-        checkpoints = CheckpointFolder(config.run_dir / "checkpoints", trainer.checkpoint, reference, store)
-        version = checkpoints.newest()
-        if version is not None:
-            checkpoints.load(policy, version)
-            checkpoints.copy_newest(version)  # before the buffer forgets what came before it
+        folder = config.run_dir / "checkpoints"
+        checkpoints = CheckpointFolder(folder, trainer.checkpoint, reference, store, logger.warn)
+        version, damage = checkpoints.load_newest(policy)
     gc.freeze()  # Megatron collects garbage at every checkpoint: what is here by now need not be searched
     coordinator = Coordinator(config, devices)
     peak_flops = platform.peak_flops(config.model.precision)
     peak_flops = peak_flops * config.trainer.processes if peak_flops is not None else None
     parts = (config, model, policy, coordinator, checkpoints, logger)
-    TrainingLoop(*parts, version or 0, reference=reference, peak_flops=peak_flops).run()
+    TrainingLoop(*parts, version, damage, reference=reference, peak_flops=peak_flops).run()
     coordinator.close()
     logger.close()
     stop_ranks()

@@ -42,7 +42,11 @@ class WeightExporter:
             self._sender = make_sender(config, layout, epoch)
         self._shards: SharedSlots | None = None
         if policy.adapters is None:
-            self._shards = SharedSlots(policy, self._sender, config.weights.update_timeout_s)
+            try:
+                self._shards = SharedSlots(policy, self._sender, config.weights.update_timeout_s)
+            except BaseException:
+                self.close()  # nobody else knows the sender yet, whose process and store would stay
+                raise
 
     def publish(self, version: int) -> None:
         """Weights first, then the version that tickets carry: they are there, or on their way.

@@ -97,6 +97,10 @@ class CheckpointConfig(StrictModel):
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Number of checkpoints with the best evaluations (eval.every_steps) to keep as well, however old;
     `checkpoints/best` names the best."""
+    resumable: PositiveInt = 2
+    """Number of newest checkpoints whose groups stay in the buffer, so that a run whose newest checkpoint is damaged
+    resumes exactly from the one before it. At most `keep`, and fewer as soon as the memory of the buffer is needed for
+    new groups. 1: only the newest."""
     background: bool = True
     """Write checkpoints in the background: a step only waits until its state is copied into memory."""
     timeout_s: Seconds = 1800.0

@@ -6,8 +6,14 @@
     checkpoints/hf-00000010/   Hugging Face export of version 10, with export_every_steps
     checkpoints/hf/            Hugging Face export of the last version
 
-    save: all ranks copy their part into memory --> each rank's thread writes its file into a draft
-          --> rank 0's thread waits for these files, writes index and manifest, renames, marks `latest`
+    write: all ranks copy their part into memory --> each rank's thread writes its file into a draft
+           --> rank 0's thread waits for these files, writes index and manifest, renames, marks `latest`
+    prune: then it deletes what nothing keeps; what cannot be deleted is a warning
+    copy:  another thread of rank 0 copies the checkpoint to `store`; a failure is a warning, and the next checkpoint is
+           copied in its place
+
+Only a checkpoint that cannot be written ends the run. The buffer may forget what a checkpoint holds once it is safe: on
+disk and, with a store, copied.
 
 The threads meet in files, never in collective calls, so training and writing cannot wait for each other. A draft is
 renamed when everything in it is on disk, and only then named by `latest`: a trainer killed at any moment leaves a
@@ -18,7 +24,7 @@ and which is the best are pure functions (`to_delete`, `protected`, `ranked`).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,13 +36,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from async_grpo.config.trainer import CheckpointConfig
-from async_grpo.errors import CheckpointError
+from async_grpo.errors import CheckpointDamaged, CheckpointError
 from async_grpo.utils.files import sync, write_atomic
 from async_grpo.wire.board import Evaluation
 from trainer.checkpoint.manifest import CheckpointManifest, changed, check_fits, read_manifest, seal, unreadable
 from trainer.checkpoint.snapshot import BackgroundJob, RankSnapshot, draft_of, drafts, read_part, write_part
 from trainer.checkpoint.state import fill, layout_of_ranks, live_tensors, metadata, state_of, traits_of
-from trainer.checkpoint.store import RunStore, StoredCheckpoint
+from trainer.checkpoint.store import CHOSEN, RunStore, StoredCheckpoint
 from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader, max_over_ranks
 from trainer.model.hf_folder import write_folder
 from trainer.model.policy import Policy
@@ -44,6 +50,9 @@ from trainer.model.reference import Reference
 
 _LATEST, _BEST = "latest", "best"
 _REFERENCE = "reference"
+
+_RUNNING, _FAILED, _DONE = 0, 1, 2
+"""Of a copy, as rank 0 tells the others."""
 
 _SLACK_S = 10.0
 """Seconds to wait for a thread beyond what the thread itself may wait."""
@@ -109,8 +118,19 @@ class CheckpointFolder:
     """Reference model that is saved and loaded with the policy."""
     store: RunStore | None = None
     """Where every checkpoint is copied, and the files of the run with it."""
+    warn: Callable[[int, str], None] = lambda version, message: None
+    """Reports what a person should look at, with the version that it is about."""
+    uncopied: int | None = field(default=None, init=False)
+    """The newest version that is on disk and not in the store; None if there is none, or no store."""
     _saving: BackgroundJob | None = field(default=None, init=False)
+    _copying: BackgroundJob | None = field(default=None, init=False)
     _exporting: BackgroundJob | None = field(default=None, init=False)
+    _late: bool = field(default=False, init=False)
+    """True if the copy in progress has been waited for in vain."""
+    _evaluations: Sequence[Evaluation] = field(default=(), init=False)
+    """Those by which the newest checkpoint is kept, for its copy."""
+    _unpruned: list[str] = field(default_factory=list, init=False)
+    """Warnings of the thread that prunes."""
 
     def newest(self) -> int | None:
         """The version to resume from; None before the first checkpoint. Raises CheckpointError."""
@@ -119,10 +139,10 @@ class CheckpointFolder:
         return version if version >= 0 else None
 
     def save(self, policy: Policy, version: int, epoch: int, evaluations: Sequence[Evaluation] = ()) -> None:
-        """Begin to write `version`; `poll_saved` tells when it is on disk, and raises if it failed.
+        """Begin to write `version`; `poll_saved` returns it when it is safe, and raises if it could not be written.
 
-        The one before it must be on disk. Once this one is, checkpoints that neither their age
-        nor (on rank 0) their evaluation keeps are deleted.
+        The one before it must be on disk. Once this one is, checkpoints that neither their age nor (on rank 0) their
+        evaluation keeps are deleted, and this one is copied.
         """
         assert self._saving is None, "a checkpoint is still being written: poll_saved(wait=True) first"
         draft = draft_of(self.path, epoch, version)
@@ -146,34 +166,129 @@ class CheckpointFolder:
                     seal(draft, manifest, {name: file for part in parts for name, file in part.files.items()})
                     self._put_in_place(draft, manifest)
                     self._prune(version, evaluations)
-                    self._copy(version, evaluations)
             except OSError:
                 self._check_not_overtaken(epoch)  # by one that has removed the draft: then that is the reason
                 raise
 
+        self._evaluations = evaluations
         self._saving = BackgroundJob("checkpoint", version, write)
 
-    def copy_newest(self, version: int) -> None:
-        """Copy `version` to the store unless it is there: a trainer that was killed may have left it only here.
+    def begin_copy(self, version: int | None = None) -> None:
+        """Begin to copy `version`, or else the newest uncopied one, to the store, unless a copy is in progress.
 
-        Raises CheckpointError on all ranks if that fails.
+        A trainer that resumes calls it with its version: one that was killed may have left it only here.
         """
-        if self.store is not None:
-            self._is_done(
-                BackgroundJob("copy", version, lambda: self._copy(version) if is_leader() else None), wait=True
-            )
+        if self.store is None:
+            return
+        if version is not None:
+            self.uncopied = version
+        if self.uncopied is None or self._copying is not None:
+            return
+        copied = self.uncopied
+        work = (lambda: self._copy(copied)) if is_leader() else (lambda: None)
+        self._copying, self._late = BackgroundJob("copy", copied, work), False
 
     def poll_saved(self, *, wait: bool) -> int | None:
-        """The version whose checkpoint has come to disk since the last call, if any; with `wait`, wait for the one in
+        """The newest version that has become safe since the last call, if any; with `wait`, wait for what is in
         progress.
 
-        Raises CheckpointError on all ranks if writing it failed; `latest` then names the one before it.
+        Raises CheckpointError on all ranks if writing failed; `latest` then names the one before it. A copy that failed
+        leaves its version in `uncopied`.
         """
+        written = self._poll_written(wait=wait)
+        if self.store is None:
+            return written
+        copied = self._poll_copied(wait=wait)
+        if written is not None:
+            self.begin_copy(written)
+            copied = self._poll_copied(wait=wait) or copied
+        return copied
+
+    def _poll_written(self, *, wait: bool) -> int | None:
         saving, self._saving = self._saving, None
-        if saving is None or self._is_done(saving, wait=wait):
-            return None if saving is None else saving.version
-        self._saving = saving
-        return None
+        if saving is None:
+            return None
+        if not self._is_done(saving, wait=wait):
+            self._saving = saving
+            return None
+        self._report_unpruned(saving.version)
+        return saving.version
+
+    def _poll_copied(self, *, wait: bool) -> int | None:
+        """The version of the copy in progress, if it is complete by now."""
+        copying = self._copying
+        if copying is None:
+            return None
+        outcome = self._copy_outcome(copying, wait=wait and not self._late)
+        if outcome == _RUNNING:
+            if wait and not self._late:
+                self._late = True
+                self.warn(copying.version, self._copy_warning(copying.version, "it takes longer than timeout_s"))
+            return None
+        self._copying = None
+        if outcome == _FAILED:
+            self.warn(copying.version, self._copy_warning(copying.version, copying.failure))
+            return None
+        self._report_unpruned(copying.version)
+        if self.uncopied == copying.version:
+            self.uncopied = None
+        self.begin_copy()  # of one that has been written meanwhile
+        return copying.version
+
+    def _copy_outcome(self, copying: BackgroundJob, *, wait: bool) -> int:
+        """What has become of the copy by now, for all ranks: it is rank 0's."""
+        outcome = _RUNNING
+        if copying.ended(self.config.timeout_s if wait else 0.0):
+            outcome = _FAILED if copying.failure else _DONE
+        (shared,) = broadcast_ints([outcome] if is_leader() else None, 1)
+        return shared
+
+    def _copy_warning(self, version: int, reason: str) -> str:
+        assert self.store is not None
+        return (
+            f"the checkpoint of version {version} is not in {self.store.url}: {reason}. It is whole in "
+            f"{self._folder(version)}; the copy is tried again with the next checkpoint, or when the run resumes, and "
+            "the buffer keeps its groups until then. Check the store and its credentials"
+        )
+
+    def load_newest(self, policy: Policy) -> tuple[int, str]:
+        """Load the newest checkpoint or, where that is damaged, the newest whole one before it.
+
+        Returns its version and what is damaged, "" if nothing is. Version 0 stands for the first policy, which is
+        loaded already. Raises CheckpointError.
+        """
+        newest = self.newest()
+        if newest is None:
+            return 0, ""
+        damage: CheckpointDamaged | None = None
+        for version in self._not_above(newest):
+            try:
+                self.load(policy, version)
+            except CheckpointDamaged as error:
+                damage = damage or error
+            else:
+                return version, str(damage or "")
+        assert damage is not None
+        if damage.partly_loaded:
+            raise damage
+        return 0, str(damage)
+
+    def _not_above(self, newest: int) -> list[int]:
+        """The versions up to `newest` that have a folder, the newest first. `newest` may have lost its own."""
+        found = [newest, *sorted((v for v in self._versions() if v < newest), reverse=True)] if is_leader() else []
+        (count,) = broadcast_ints([len(found)] if is_leader() else None, 1)
+        return broadcast_ints(found if is_leader() else None, count)
+
+    def is_chosen(self, version: int) -> bool:
+        """True if a person chose to resume from `version`, whatever the buffer has forgotten."""
+        chosen = is_leader() and self._marked(CHOSEN) == version
+        (shared,) = broadcast_ints([int(chosen)] if is_leader() else None, 1)
+        return bool(shared)
+
+    def forget_choice(self) -> None:
+        """A person's choice holds for one resumption."""
+        if is_leader():
+            (self.path / CHOSEN).unlink(missing_ok=True)
 
     def load(self, policy: Policy, version: int) -> None:
         """Load weights, optimizer and random state of `version`.
@@ -188,7 +303,7 @@ class CheckpointFolder:
         try:
             loaded = dist_checkpointing.load(wanted, str(folder))
         except (Exception, CheckpointException) as error:  # torch's is no Exception
-            raise unreadable(folder, f"reading it failed: {error}") from error
+            raise unreadable(folder, f"reading it failed: {error}", partly_loaded=True) from error
         fill(policy, loaded)
         if self.reference is not None and _REFERENCE in loaded:
             self.reference.load_state_dict(loaded[_REFERENCE])
@@ -205,6 +320,7 @@ class CheckpointFolder:
         saved = self._marked(_LATEST)
         if saved is not None:
             self._prune(saved, evaluations)
+            self._report_unpruned(saved)
 
     def export(self, policy: Policy, source: Path) -> Path:
         """Write the present weights as checkpoints/hf, with configuration and tokenizer from `source`, and return the
@@ -225,7 +341,7 @@ class CheckpointFolder:
                 write_folder(self._export_folder(version), source, tensors.items())
                 span = self.config.export_every_steps
                 for old in self._unkept(self._versions("hf-"), version, span, _accuracies(evaluations)):
-                    shutil.rmtree(self._export_folder(old))
+                    self._remove(self._export_folder(old))
 
         self._exporting = BackgroundJob("export", version, write)
         if not self.config.background:
@@ -287,25 +403,42 @@ class CheckpointFolder:
 
     def _prune(self, saved: int, evaluations: Sequence[Evaluation]) -> None:
         accuracies, span = _accuracies(evaluations), self.config.every_steps
+        copied = None if self._copying is None else self._copying.version
         for version in self._unkept(self._versions(), saved, span, accuracies):
-            shutil.rmtree(self._folder(version))
+            if version != copied:  # it goes with the next checkpoint
+                self._remove(self._folder(version))
         best = ranked(self._versions(), accuracies, span=span)
         if self.config.keep_best and best:
             self._mark(_BEST, best[0])
 
-    def _copy(self, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
+    def _remove(self, folder: Path) -> None:
+        """Delete an old folder. That it cannot be deleted, as on NFS while a file in it is open, ends no run."""
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            self._unpruned.append(f"{folder} could not be deleted ({error}) and takes up room. Delete it by hand")
+
+    def _report_unpruned(self, version: int) -> None:
+        while self._unpruned:
+            self.warn(version, self._unpruned.pop(0))
+
+    def _copy(self, version: int) -> None:
         """Copy a checkpoint and the files of the run to the store, and delete there what nothing keeps."""
-        if self.store is None:
-            return
+        assert self.store is not None
         held, newest = StoredCheckpoint.of(self._folder(version)), self.store.newest()
         if newest is not None and newest.epoch > held.epoch:
             raise CheckpointError(f"{self.store.url} has a checkpoint of a newer trainer (epoch {newest.epoch})")
         self.store.push_files(self.path.parent)
+        if newest is not None and newest > held:
+            return  # that of a trainer whose folder here is damaged: it is replaced only by a newer one
         if newest != held:
             self.store.push_checkpoint(self._folder(version), self.path.parent)
-        stored = {found.version for found in self.store.checkpoints()}
-        unkept = self._unkept(sorted(stored), version, self.config.every_steps, _accuracies(evaluations))
-        self.store.prune(held, stored.difference(unkept))
+        try:
+            stored = {found.version for found in self.store.checkpoints()}
+            unkept = self._unkept(sorted(stored), version, self.config.every_steps, _accuracies(self._evaluations))
+            self.store.prune(held, stored.difference(unkept))
+        except OSError as error:
+            self._unpruned.append(f"old checkpoints in {self.store.url} could not be deleted: {error}")
 
     def _unkept(self, versions: list[int], saved: int, span: int, accuracies: dict[int, float]) -> list[int]:
         keep, keep_best = self.config.keep, self.config.keep_best

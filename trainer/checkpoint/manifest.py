@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from async_grpo.errors import CheckpointError
+from async_grpo.errors import CheckpointDamaged, CheckpointError
 from async_grpo.utils.files import sync, write_atomic
 
 FORMAT = 1
@@ -129,9 +129,10 @@ def check_fits(folder: Path, manifest: CheckpointManifest, *, version: int, mode
         )
 
 
-def unreadable(folder: Path | str, reason: str) -> CheckpointError:
+def unreadable(folder: Path | str, reason: str, *, partly_loaded: bool = False) -> CheckpointDamaged:
     """The error for a checkpoint that does not hold what was written, or what is needed."""
-    return CheckpointError(
-        f"{folder} is damaged: {reason}. Nothing was loaded. Restore the folder from a copy; the buffer has forgotten "
-        "what was trained before it, so an older checkpoint cannot be resumed. Else start over with --fresh"
+    return CheckpointDamaged(
+        f"{folder} is damaged: {reason}. Restore the folder from a copy, or resume from an older checkpoint "
+        "(async-grpo resume RUN --from VERSION)",
+        partly_loaded=partly_loaded,
     )

@@ -30,6 +30,8 @@ from trainer.checkpoint.manifest import File, describe, read_manifest
 
 KEY = "runs_store"
 LATEST = "latest"
+CHOSEN = "resume-from"
+"""The version that a person chose to resume from; `latest` names it too."""
 _PIECE_BYTES = 16 << 20
 _READS_AT_ONCE = 4
 _TRIES = 5
@@ -141,6 +143,8 @@ class RunStore:
         Raises OSError if the store fails (the next call goes on where this one ended), CheckpointError for a copy that
         does not hold what was written.
         """
+        if (run_dir / "checkpoints" / CHOSEN).exists():
+            return  # a person has chosen the one that is here
         newest = self.newest()
         if newest is None or newest <= (_local(run_dir) or StoredCheckpoint(-1, -1)):
             return

@@ -120,14 +120,24 @@ def run(
 
 
 @app.command()
-def resume(run: RunFolderArgument, steps: Steps = None) -> None:
+def resume(
+    run: RunFolderArgument,
+    steps: Steps = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--from", metavar="VERSION", help="Resume from this checkpoint, not from the newest.")
+    ] = None,
+) -> None:
     """Resume a run that was stopped, killed or failed, with the settings in its folder.
 
     --steps N sets the total and so extends a finished run: it goes on from its last checkpoint, and its report covers
     all steps. A linear or cosine learning rate then falls towards the new end, so that it rises when it resumes.
+
+    --from VERSION gives up the checkpoints after VERSION. Steps whose groups the buffer still has are repeated exactly;
+    others are trained again on new groups, and the log says how many.
     """
     from async_grpo.app.launch.base import make_launcher
     from async_grpo.app.launch.preflight import resolve_here
+    from async_grpo.app.launch.run_folder import choose_checkpoint
     from async_grpo.app.runs.run import Run
 
     def work() -> int:
@@ -137,6 +147,9 @@ def resume(run: RunFolderArgument, steps: Steps = None) -> None:
                 f"--steps is {steps}, but {run} has trained {trained} steps already. N is the total: name a larger one"
             )
         resolved = resolve_here(run, [], steps=steps)
+        if checkpoint is not None:
+            version = choose_checkpoint(run, checkpoint)
+            print(f"resuming from version {version}; steps after it, of {trained} so far, are trained again")
         return asyncio.run(make_launcher().launch(resolved, fresh=False, command=command_of(run, None, steps)))
 
     exit_with(work)

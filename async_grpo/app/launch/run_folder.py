@@ -31,6 +31,8 @@ from async_grpo.errors import ConfigError
 from async_grpo.telemetry.role_history import failure, record_start, restarts
 from async_grpo.utils.files import is_locked, locked, try_lock, write_atomic
 from buffer import PASSWORD_VARIABLE
+from trainer.checkpoint.manifest import changed, read_manifest, unreadable
+from trainer.checkpoint.store import CHOSEN, LATEST
 
 _FREE_KEYS = (
     *MACHINE_SECTIONS,
@@ -290,6 +292,26 @@ def find_checkpoint(run_dir: Path, version: int | None) -> tuple[RunConfig, Path
             "deleted; see trainer.checkpoint.keep and keep_best"
         )
     return folder.read_config(), checkpoints / f"{wanted:08d}"
+
+
+def choose_checkpoint(run_dir: Path, checkpoint: str) -> int:
+    """Let the run in `run_dir` resume from `checkpoint`, a version or its folder; returns the version.
+
+    The trainer then resumes from it even if the buffer has forgotten what came after it. Raises ConfigError if there is
+    no such checkpoint or a process is at work in the folder, CheckpointDamaged if it does not hold what was written.
+    """
+    name = Path(checkpoint).name
+    if not name.isdecimal():
+        raise ConfigError(f"--from {checkpoint} is no version of a checkpoint. Give its number, such as --from 80")
+    _, folder = find_checkpoint(run_dir, int(name))
+    manifest = read_manifest(folder)
+    wrong = changed(folder, manifest, manifest.files)
+    if wrong:
+        raise unreadable(folder, f"{', '.join(wrong)} does not hold what was written")
+    with RunFolder(run_dir).locked():
+        write_atomic(folder.parent / CHOSEN, f"{manifest.version}\n", synced=True)
+        write_atomic(folder.parent / LATEST, f"{manifest.version}\n", synced=True)
+    return manifest.version
 
 
 def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunConfig:

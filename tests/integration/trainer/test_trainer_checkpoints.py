@@ -60,8 +60,8 @@ def test_one_written_during_steps_has_the_bytes_of_one_written_in_peace(facts: F
     assert (found["unsettled"], found["settled"]) == (None, 1)
 
 
-def test_the_buffer_is_told_to_forget_only_what_is_on_disk(facts: Facts) -> None:
-    assert facts["order"] == [[[], None], [[4], 4]]
+def test_the_buffer_is_told_to_forget_only_what_two_checkpoints_on_disk_contain(facts: Facts) -> None:
+    assert facts["order"] == [[[], None], [[0], 4]]
 
 
 def test_a_full_disk_is_named_and_costs_nothing_that_was_there(facts: Facts) -> None:
@@ -96,6 +96,27 @@ def test_of_two_trainers_that_write_the_same_version_at_once_the_newer_one_is_be
 def test_a_changed_byte_is_found_and_a_renamed_folder_refused(facts: Facts) -> None:
     assert "is damaged: __0_0.distcp does not hold what was written" in facts["damaged"]["changed"]
     assert "holds version 1, not 2. It was renamed" in facts["damaged"]["renamed"]
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it_and_at_last_to_the_first_policy(facts: Facts) -> None:
+    version, same, damage = facts["fallback"]["without 2"]
+    assert (version, same) == (1, True) and "00000002 is damaged: __0_0.distcp" in damage
+    version, same, damage = facts["fallback"]["without 1"]
+    assert (version, same) == (0, True) and "00000002 is damaged" in damage
+
+
+def test_a_copy_that_fails_is_a_warning_and_the_next_one_makes_up_for_it(facts: Facts) -> None:
+    found = facts["copies"]
+    assert found["safe"] == [[1, None], [None, 2], [None, 3], [4, None], [None, 4]]
+    assert [("the bucket is away" in warning) for warning in found["warnings"]] == [True] * 3
+    assert found["stored"][-1] == 4
+
+
+def test_an_old_folder_that_cannot_be_deleted_is_a_warning(facts: Facts) -> None:
+    found = facts["stuck"]
+    assert found["safe"] == [1, 2, 3]
+    assert ["00000001 could not be deleted" in warning for warning in found["warnings"]] == [True]
+    assert (found["left"], found["afterwards"]) == (["00000001", "00000002", "00000003"], ["00000003", "00000004"])
 
 
 def test_the_newest_two_and_the_best_stay_as_checkpoints_and_as_exports(facts: Facts) -> None:

@@ -41,7 +41,7 @@ def main() -> None:
         "rivals": checkpoint_rivals.rivals(config, model, platform, out.parent / "rivals"),
     }
     start_ranks(config.trainer, platform, config.seed, 60.0)
-    for fact in (decay, background, full_disk, overtaken, damaged, kept, order, offload):
+    for fact in (decay, background, full_disk, overtaken, damaged, fallback, copies, stuck, kept, order, offload):
         found[fact.__name__] = fact(config, model, platform, out.parent / fact.__name__)
     found["other_rank"] = other_rank(out.parent / "other")
     found["replay"] = replay(config)
@@ -130,11 +130,89 @@ def damaged(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict
     saved.poll_saved(wait=True)
     shutil.copytree(folder / "00000001", folder / "00000002")
     renamed = refusal(lambda: saved.load(policy, 2))
-    path = folder / "00000001" / "__0_0.distcp"
+    flip_byte(folder / "00000001" / "__0_0.distcp")
+    return {"renamed": renamed, "changed": refusal(lambda: saved.load(policy, 1))}
+
+
+def fallback(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """What is loaded where the newest checkpoint, and then every checkpoint, has a byte changed."""
+    policy, saved = make(config, model, platform), checkpoints(config, folder)
+    weights = [weights_hash(policy)]
+    for version in (1, 2):
+        step(policy, config, version)
+        saved.save(policy, version, epoch=1)
+        saved.poll_saved(wait=True)
+        weights.append(weights_hash(policy))
+    found: dict[str, Any] = {}
+    for version in (2, 1):
+        flip_byte(folder / f"{version:08d}" / "__0_0.distcp")
+        policy = make(config, model, platform)
+        loaded, damage = saved.load_newest(policy)
+        found[f"without {version}"] = [loaded, weights_hash(policy) == weights[loaded], damage]
+    return found
+
+
+def flip_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
     path.write_bytes(data)
-    return {"renamed": renamed, "changed": refusal(lambda: saved.load(policy, 1))}
+
+
+def weights_hash(policy: Any) -> str:
+    digest = hashlib.sha256()
+    for parameter in policy.model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def copies(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """Four checkpoints and what was safe after each, while the store fails for the second and the third."""
+    from trainer.checkpoint.store import RunStore
+
+    store = RunStore.open(f"file://{folder}/store", "run")
+    policy, saved, warnings = make(config, model, platform), checkpoints(config, folder / "run"), list[str]()
+    saved.store, saved.warn = store, lambda _, message: warnings.append(message)
+    write, safe = store.objects.write, []
+    for version in (1, 2, 3, 4):
+        broken = version in (2, 3)
+        store.objects.write = no_store if broken else write  # type: ignore[method-assign]
+        saved.save(policy, version, epoch=1)
+        safe.append([saved.poll_saved(wait=True), saved.uncopied])
+    store.objects.write = no_store  # type: ignore[method-assign]
+    resumed = checkpoints(config, folder / "run")
+    resumed.store, resumed.warn = RunStore.open(f"file://{folder}/other", "run"), lambda _, text: warnings.append(text)
+    resumed.store.objects.write = no_store  # type: ignore[method-assign]
+    resumed.begin_copy(4)
+    safe.append([resumed.poll_saved(wait=True), resumed.uncopied])
+    return {"safe": safe, "warnings": warnings, "stored": [held.version for held in store.checkpoints()]}
+
+
+def no_store(*_: object) -> None:
+    raise OSError("the bucket is away")
+
+
+def stuck(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """Three checkpoints of which two are kept, and the oldest cannot be deleted at first."""
+    from trainer.checkpoint import folder as module
+
+    policy, saved, warnings = make(config, model, platform), checkpoints(config, folder, keep=2), list[str]()
+    saved.warn = lambda _, message: warnings.append(message)
+    remove = shutil.rmtree
+
+    def busy(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == "00000001":
+            raise OSError(39, "Directory not empty")
+        remove(path, *args, **options)
+
+    safe = []
+    with patch.object(module.shutil, "rmtree", busy):
+        for version in (1, 2, 3):
+            saved.save(policy, version, epoch=1)
+            safe.append(saved.poll_saved(wait=True))
+    left = listing(folder)
+    saved.save(policy, 4, epoch=1)
+    saved.poll_saved(wait=True)
+    return {"safe": safe, "warnings": warnings, "left": left, "afterwards": listing(folder)}
 
 
 def kept(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
@@ -172,7 +250,7 @@ def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[A
     buffer: Any = Buffer()
     saved = checkpoints(config, folder)
     loop = TrainingLoop(config, model, make(config, model, platform), buffer, saved, TrainerLogger(config), 4)
-    loop.epoch, loop.saved = 1, 0
+    loop.epoch, loop.saved, loop.safe = 1, 0, [0]
     with held_back() as let_go:
         loop._checkpoint()
         loop._poll_saved(wait=False)

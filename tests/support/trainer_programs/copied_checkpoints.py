@@ -84,7 +84,8 @@ def train(
     version = checkpoints.newest() or 0
     if version:
         checkpoints.load(policy, version)
-        checkpoints.copy_newest(version)
+        checkpoints.begin_copy(version)
+        checkpoints.poll_saved(wait=True)
     while version < LAST:
         if tear and version + 1 == TORN:
             die_in_the_middle(store)
