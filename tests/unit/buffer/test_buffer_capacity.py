@@ -45,3 +45,13 @@ def test_enough_memory_and_no_limit_are_both_fine() -> None:
     plan = memory_plan(config_of())
     plan.check(plan.needed_bytes, "the server")
     plan.check(0, "the server")
+
+
+def test_room_for_a_spare_checkpoint_is_what_the_worst_case_of_the_groups_to_come_leaves() -> None:
+    plan = memory_plan(config_of(redis={"url": "redis://h:1"}))
+    logged_bytes = plan.logged_groups * plan.group_bytes
+    assert plan.leaves_room(logged_bytes, finished=0)
+    assert not plan.leaves_room(logged_bytes + plan.group_bytes, finished=0)
+    assert plan.leaves_room(logged_bytes + plan.group_bytes, finished=1)
+    own_server = memory_plan(config_of(redis={"max_memory_bytes": 2 * plan.needed_bytes}))
+    assert own_server.leaves_room(logged_bytes + plan.group_bytes, finished=0)

@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from async_grpo.app.launch.first_policy import made_in_s
-from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, run_name, write_config
+from async_grpo.app.launch.run_folder import RunFolder, RunState, choose_checkpoint, open_run, run_name, write_config
 from async_grpo.config import RunConfig, load
-from async_grpo.errors import ConfigError
+from async_grpo.errors import CheckpointDamaged, ConfigError
+from trainer.checkpoint.manifest import CheckpointManifest, RankLayout, seal
 
 
 def config(folder: Path, **changes: object) -> RunConfig:
@@ -132,3 +133,24 @@ def test_a_cached_policy_took_what_its_warm_up_says(tmp_path: Path) -> None:
     assert made_in_s(tmp_path) == 0.0
     (tmp_path / "warmup.json").write_text('{"seed": 1, "elapsed_s": 76.5}')
     assert made_in_s(tmp_path) == 76.5
+
+
+def test_a_whole_checkpoint_can_be_chosen_to_resume_from(tmp_path: Path) -> None:
+    folder = open_run(config(tmp_path))
+    write(folder, config(tmp_path))
+    for version in (2, 4):
+        checkpoint = folder.path / "checkpoints" / f"{version:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "__0_0.distcp").write_bytes(b"weights")
+        layout = RankLayout(tensor=1, pipeline=1, context=1, expert=1, data=1)
+        seal(checkpoint, CheckpointManifest(version=version, epoch=1, model={}, layout=layout), {})
+    latest = folder.path / "checkpoints" / "latest"
+    latest.write_text("4\n")
+    with pytest.raises(ConfigError, match="no checkpoint of version 3, only of 2, 4"):
+        choose_checkpoint(folder.path, "3")
+    assert choose_checkpoint(folder.path, str(folder.path / "checkpoints/00000002")) == 2
+    assert latest.read_text() == (folder.path / "checkpoints/resume-from").read_text() == "2\n"
+    (folder.path / "checkpoints/00000004/__0_0.distcp").write_bytes(b"Weights")
+    with pytest.raises(CheckpointDamaged, match="00000004 is damaged"):
+        choose_checkpoint(folder.path, "4")
+    assert latest.read_text() == "2\n"

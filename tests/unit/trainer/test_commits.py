@@ -1,0 +1,103 @@
+"""What the training loop lets the buffer forget, and when a copy that fails ends a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from async_grpo.config import validate
+from async_grpo.errors import CheckpointError
+from trainer import loop
+from trainer.loop import TrainingLoop
+
+
+def make_loop(monkeypatch: pytest.MonkeyPatch, **checkpoint: Any) -> TrainingLoop:
+    """A loop at version 0 whose buffer has room and whose copies work."""
+    monkeypatch.setattr(loop, "is_leader", lambda: True)
+    raw = {"name": "commits", "model": {"random": {}}, "runs_store": "file:///store"}
+    config = validate(raw | {"trainer": {"checkpoint": checkpoint}}, "test")
+    world = MagicMock()
+    training = TrainingLoop(config, Path(), world.policy, world.coordinator, world.checkpoints, world.logger, 0)
+    training.safe = [0]
+    world.checkpoints.uncopied = None
+    world.coordinator.has_room.return_value = True
+    return training
+
+
+def commits(training: TrainingLoop) -> list[int]:
+    return [call.args[0] for call in training.coordinator.commit_checkpoint.call_args_list]  # type: ignore[attr-defined]
+
+
+def save_versions(training: TrainingLoop, *versions: int) -> None:
+    for version in versions:
+        training.checkpoints.poll_saved.return_value = version  # type: ignore[attr-defined]
+        training._poll_saved(wait=True)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [
+        ({}, [0, 10, 20]),
+        ({"resumable": 1}, [10, 20, 30]),
+        ({"resumable": 3, "keep": 3}, [0, 0, 10]),
+        ({"keep": 1}, [10, 20, 30]),
+    ],
+    ids=["two", "the newest", "three", "no more than are kept"],
+)
+def test_the_buffer_keeps_what_came_after_as_many_checkpoints_as_are_resumable(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, int], expected: list[int]
+) -> None:
+    training = make_loop(monkeypatch, **checkpoint)
+    save_versions(training, 10, 20, 30)
+    assert commits(training) == expected
+
+
+def test_the_older_checkpoint_is_given_up_when_the_buffer_needs_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = make_loop(monkeypatch)
+    save_versions(training, 10, 20)
+    training._make_room()
+    assert commits(training) == [0, 10]
+    training.coordinator.has_room.return_value = False  # type: ignore[attr-defined]
+    training._make_room()
+    training._make_room()
+    assert commits(training) == [0, 10, 20]
+
+
+def test_a_copy_that_fails_ends_the_run_only_when_the_buffer_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = make_loop(monkeypatch)
+    world: Any = training
+    world.checkpoints.uncopied = 10
+    world.checkpoints.poll_saved.return_value = None
+    world.coordinator.can_go_on_uncommitted.return_value = True
+    training._make_room()
+    world.checkpoints.begin_copy.assert_not_called()
+    world.coordinator.can_go_on_uncommitted.return_value = False
+    with pytest.raises(CheckpointError, match=r"version 10 could not be copied to file:///store.*no room left"):
+        training._make_room()
+    world.checkpoints.begin_copy.assert_called_once_with()
+
+
+def test_a_last_copy_that_fails_is_tried_again_and_then_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = make_loop(monkeypatch)
+    world: Any = training
+    training.saved, world.checkpoints.uncopied = 0, 0
+    world.checkpoints.poll_saved.return_value = None
+    training._save_rest()
+    world.checkpoints.begin_copy.assert_called_once_with()
+    (_, message), _ = world.logger.warn.call_args
+    assert "only this machine has the checkpoint of version 0" in message
+
+
+def test_a_first_publication_that_fails_closes_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = make_loop(monkeypatch)
+    exporter = MagicMock()
+    exporter.publish.side_effect = OSError("no room in /dev/shm")
+    monkeypatch.setattr(loop, "WeightExporter", lambda *_: exporter)
+    resume: Any = training.coordinator.resume
+    resume.return_value.head_version = resume.return_value.lost_steps = 0
+    with pytest.raises(OSError, match="no room"):
+        training.run()
+    exporter.close.assert_called_once_with()
