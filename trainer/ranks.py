@@ -15,6 +15,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import CONFIG_FAULTS, TrainingError
 from async_grpo.telemetry.logging import fatal_events, redact_secrets
@@ -25,8 +27,13 @@ from async_grpo.utils.network import card_environment
 from trainer.platform import select_platform
 from trainer.rank_store import OPENED
 
+log = structlog.get_logger()
+
 GRACE_S = 10.0
 """Seconds that ranks have to end, and to write their last output, before they are killed."""
+
+KILLED_S = 30.0
+"""Seconds in which a process ends after SIGKILL. One that hangs in a driver or on a dead NFS never does."""
 
 _STANDARD_ERROR = 2
 _TAIL_BYTES = 16 << 10
@@ -183,12 +190,19 @@ class LocalRanks:
         self.ranks[0].send(signal.SIGTERM)
 
     async def end(self) -> None:
-        """End the ranks that are left: SIGTERM, then SIGKILL after GRACE_S."""
+        """End the ranks that are left: SIGTERM, then SIGKILL after GRACE_S.
+
+        A rank that not even SIGKILL ends within KILLED_S is left: if the node waited for it, nobody would restart it.
+        """
         for rank in self.ranks:
             rank.send(signal.SIGTERM)
         left = [asyncio.create_task(rank.process.wait()) for rank in self.ranks]
         await asyncio.wait(left, timeout=GRACE_S)
         for rank in self.ranks:
             rank.send(signal.SIGKILL)
-        await asyncio.gather(*left)
+        await asyncio.wait(left, timeout=KILLED_S)
+        await cancel_and_wait(*left)
+        stuck = [rank.number for rank in self.ranks if rank.process.returncode is None]
+        if stuck:
+            log.error("ranks did not end within KILLED_S of SIGKILL and are left", ranks=stuck, killed_s=KILLED_S)
         await asyncio.gather(*(rank.errors.read_to_the_end() for rank in self.ranks))

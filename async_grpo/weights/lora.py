@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from async_grpo.weights.base import MergeBase, TensorReader
 
 PREFIX = "base_model.model."
+DIGEST_BYTES = 8
 DIGEST = "base_digest"
 """Name of the published tensor that identifies the base: uint8 [8]."""
 

@@ -158,7 +158,7 @@ class RunStore:
         names = [name.removeprefix(root) for name in self._names("run")]
         for name in names:
             path = run_dir / name
-            if ".." in Path(name).parts:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise OSError(f"{self.url} holds a file {name!r}, which would lie outside the folder of the run")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, self.objects.read(root + name))
@@ -172,6 +172,11 @@ class RunStore:
             shutil.rmtree(old)
         raw = self.objects.read(self._at(wanted, manifests.FILE))
         files = manifests.parse(raw, f"{self.url}/checkpoints/{wanted.folder}").files
+        if outside := [name for name in files if Path(name).name != name]:
+            raise CheckpointError(
+                f"{self.url}/checkpoints/{wanted.folder}: its manifest names {outside[0]!r}, which would lie outside "
+                "the folder of the checkpoint. Nothing was fetched. Restore the manifest"
+            )
         total, done = sum(file.bytes for file in files.values()), 0
         for name, file in sorted(files.items()):
             for piece_bytes in self._fetch(self._at(wanted, name), draft / name, file):

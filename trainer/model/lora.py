@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import xxhash
 from megatron.core import parallel_state
@@ -33,7 +34,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.config.model import LoraConfig
-from async_grpo.weights.lora import adapter_names, base_digest, merge_named
+from async_grpo.weights.lora import DIGEST_BYTES, adapter_names, base_digest, merge_named
 from trainer.model.hf_weights import export_hf, gathered, shard
 from trainer.model.weight_map import ShardRule, WeightRule, stage_weights
 
@@ -54,8 +55,8 @@ class Adapters:
 
     @classmethod
     def of(cls, config: LoraConfig | None, folder: Path) -> Adapters | None:
-        """Those of a configuration on the weights of `folder`; None without one."""
-        return None if config is None else cls(config, base_digest(folder))
+        """Those of a configuration on the weights of `folder`; None without one. All ranks call it."""
+        return None if config is None else cls(config, _shared_digest(folder))
 
     def traits(self) -> dict[str, str | int | bool | None]:
         """The values in which other adapters would differ."""
@@ -67,6 +68,15 @@ class Adapters:
             "lora_targets": " ".join(config.targets),
             "lora_base": self.base.hex(),
         }
+
+
+def _shared_digest(folder: Path) -> bytes:
+    """`base_digest`, for which only rank 0 reads all of the weights."""
+    digest = torch.zeros(DIGEST_BYTES, dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        digest = torch.frombuffer(bytearray(base_digest(folder)), dtype=torch.uint8)
+    dist.broadcast(digest, 0)
+    return digest.numpy().tobytes()
 
 
 def stage_adapters(hf: PretrainedConfig, lora: LoraConfig, stage: int, stages: int) -> Iterator[WeightRule]:

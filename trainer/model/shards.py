@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from trainer.model.families import head_dim
 from trainer.model.hf_weights import RankPosition
-from trainer.model.weight_map import ShardRule, WeightRule, parameter_of, stage_weights
+from trainer.model.weight_map import ShardRule, WeightRule, model_tensors, parameter_of, stage_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,15 @@ def assign_shards(
                 tensor, copies = at.tensor, at.replica == replica and at.tensor < ranks
             if copies:
                 found[rank].append(RankShard(weight, tensor, ranks))
+    _check_whole(hf, found, stages)
     return found
+
+
+def _check_whole(hf: PretrainedConfig, shards: Sequence[Sequence[RankShard]], stages: int) -> None:
+    """A weight that no rank is assigned would keep the bytes of an older version, with hashes that are right."""
+    assigned = sum(sum(map(math.prod, shard.weight.shapes)) // shard.ranks for part in shards for shard in part)
+    published = sum(math.prod(shape) for _, shape in model_tensors(hf, stages))
+    assert assigned == published, f"the ranks copy {assigned} of {published} numbers of the model"
 
 
 def _replicas(positions: Sequence[RankPosition], local: Collection[int]) -> Replicas:

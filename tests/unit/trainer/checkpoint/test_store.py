@@ -214,3 +214,27 @@ def test_an_unreachable_bucket_is_named_without_credentials(monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"runs_store \(s3://bucket/run\) is not usable") as refused:
         RunStore.open("s3://bucket", "run").check()
     assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "below/file"])
+def test_a_manifest_that_names_files_outside_of_the_checkpoint_is_refused(
+    tmp_path: Path, here: Path, there: Path, name: str
+) -> None:
+    objects = FolderObjects(tmp_path / "store")
+    store = store_in(objects)
+    push(store, checkpoint(here, 10))
+    manifest = "run/checkpoints/00000010-00000001/manifest.json"
+    objects.write(manifest, [objects.read(manifest).replace(b"__0_0.distcp", name.encode())])
+    with pytest.raises(CheckpointError, match="would lie outside"):
+        store.pull(there, print)
+    assert not (there / "checkpoints/latest").exists()
+
+
+def test_a_checkpoint_that_a_person_has_chosen_is_not_replaced_by_a_newer_copy(tmp_path: Path, here: Path) -> None:
+    store = store_in(FolderObjects(tmp_path / "store"))
+    checkpoint(here, 10)
+    push(store, checkpoint(here, 20))
+    for name in ("latest", "resume-from"):
+        (here / "checkpoints" / name).write_text("10\n")
+    store.pull(here, print)
+    assert (here / "checkpoints/latest").read_text() == "10\n"

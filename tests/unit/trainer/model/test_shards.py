@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
+from trainer.model import shards as module
 from trainer.model.hf_weights import RankPosition, shard
 from trainer.model.shards import RankShard, assign_shards
 from trainer.model.weight_map import model_tensors, stage_weights
@@ -104,3 +105,11 @@ def test_the_ranks_of_one_node_copy_what_they_have_whole_and_others_the_rest(
     hf, positions = LAYOUTS[name]
     assigned = assign_shards(hf, positions, local)
     assert [rank for rank, shards in enumerate(assigned) if shards] == copy
+
+
+def test_a_weight_that_no_rank_would_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf, positions = LAYOUTS["one"]
+    assigned = module._assigned
+    monkeypatch.setattr(module, "_assigned", lambda *parts: list(assigned(*parts))[1:])
+    with pytest.raises(AssertionError, match="the ranks copy"):
+        assign_shards(hf, positions, [0])
