@@ -21,6 +21,7 @@ from urllib.parse import quote
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import DependencyError, ServerLost
 from async_grpo.utils.child_process import child_argv
+from async_grpo.utils.files import make_private_folder
 
 LONGEST_SOCKET_PATH = 100
 """In bytes. The kernel's limit is 107 on Linux and 103 elsewhere."""
@@ -71,13 +72,15 @@ class EmbeddedServer:
         return self.wait_until_ready()
 
     def launch(self) -> None:
-        """Start the process unless it is alive. Raises DependencyError if no server is installed."""
+        """Start the process unless it is alive. Raises DependencyError if no server is installed, ConfigError if
+        another user made the folder of its socket."""
         if self.alive():
             return
         command = [find_server(), *self._arguments()]
-        for folder in (self._dir, self._socket.parent):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder.chmod(0o700)
+        self._dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._dir.chmod(0o700)
+        if self._socket.parent != self._dir:
+            make_private_folder(self._socket.parent)
         self._socket.unlink(missing_ok=True)
         for left_behind in self._dir.rglob("temp-*.aof"):  # by a rewrite whose server was killed
             left_behind.unlink(missing_ok=True)

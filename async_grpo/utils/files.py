@@ -21,13 +21,14 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from async_grpo.errors import DataError, WaitTimeout
+from async_grpo.errors import ConfigError, DataError, WaitTimeout
 
 LOOK_EVERY_S = 0.02
 """Seconds between two looks at a lock: the kernel tells nobody when it falls free."""
@@ -70,6 +71,29 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create the folder with mode 700, or use one that only this user can use.
+
+    For folders with a predictable path in a place where every user may write (/dev/shm, /tmp): somebody else may have
+    made it first. Raises ConfigError for a folder of another user, one that others may use, and a link.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is a link or a file, not a folder"
+    elif found.st_uid != os.geteuid():
+        problem = f"belongs to user {found.st_uid}, but this process runs as user {os.geteuid()}"
+    elif found.st_mode & 0o077:
+        problem = f"has mode {stat.S_IMODE(found.st_mode):o}, but group and others must have no rights (700)"
+    else:
+        return
+    raise ConfigError(
+        f"{folder} {problem}: other users could replace what this run reads there. If no run uses it, remove it "
+        f"(rm -r {folder}, as its owner or root); otherwise give this run another name (-o name=...)"
+    )
 
 
 def try_lock(file: int | IO[str], *, shared: bool = False) -> bool:

@@ -1,4 +1,12 @@
-"""Files in shared memory: their paths, and whether there is room for them."""
+"""Files in shared memory: their paths, who may use them, and whether there is room for them.
+
+    /dev/shm/async-grpo-RUN/
+        trainer.weights  ctl-PID  r-TOKEN             the trainer's store, the sockets of its processes
+        node.weights  node.sock  node.lock            the receiver of the machine's rollout servers
+
+The folder's name can be guessed, and every user may create files in /dev/shm. So a folder that another user made or
+may use is refused (`make_private_folder`): that user could choose the weights that the engines load.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.errors import WeightsError
+from async_grpo.utils.files import make_private_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 PAGE = 4096
 _MEMINFO = Path("/proc/meminfo")
+_TRAINER_FILES = ("trainer.weights", "ctl-*", "r-*")
 
 
 def run_folder(run: str) -> Path:
@@ -31,6 +41,22 @@ def remove_stores(run: str) -> None:
     shutil.rmtree(run_folder(run), ignore_errors=True)
 
 
+def remove_trainer_files(run: str) -> None:
+    """Remove the store and the sockets of the trainer of `run`, which has ended, and keep those of a receiver."""
+    folder = run_folder(run)
+    for pattern in _TRAINER_FILES:
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+    remove_empty_run_folder(folder)
+
+
+def remove_empty_run_folder(folder: Path) -> None:
+    """Remove the folder of a run in shared memory, unless something is still in it."""
+    if folder.parent == SHARED_MEMORY:
+        with suppress(OSError):  # other files of the run are in it, or it is gone
+            folder.rmdir()
+
+
 def page_up(count: int) -> int:
     """`count` rounded up to whole pages."""
     return -(-count // PAGE) * PAGE
@@ -38,8 +64,9 @@ def page_up(count: int) -> int:
 
 def allocate(path: Path, size: int) -> tuple[int, mmap.mmap]:
     """Create a file of `size` bytes; returns its descriptor and its memory. All pages are allocated here, because the
-    first access to a page is slow. Raises WeightsError, with the sizes, if there is no room."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    first access to a page is slow. Raises WeightsError, with the sizes, if there is no room, and ConfigError as
+    `make_private_folder`."""
+    make_private_folder(path.parent)
     path.unlink(missing_ok=True)
     check_room(path, size)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
