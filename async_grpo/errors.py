@@ -22,6 +22,7 @@ AsyncGrpoError
 │   ├── WeightsCorrupt     a chunk or tensor that fails its hash, shape or dtype
 │   ├── WeightsReplaced    a version that the store does not hold any more: a newer one took its place
 │   ├── PublisherLost      the publisher has been silent for too long
+│   ├── PeerUnreadable     a publisher or relay sent a message that this release cannot read
 │   └── FetchInterrupted   a fetch that cannot be finished; the receiver starts over with the newest version
 ├── EngineError            the inference engine failed
 ├── RequestRefused         a request that the inference engine cannot take; the engine itself is well

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ import numpy as np
 from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
 from async_grpo.weights import chunks
 from async_grpo.weights.manifest import FORMAT, TensorLayout, TensorSpec, WeightVersion
-from async_grpo.weights.shared_memory import PAGE, SHARED_MEMORY, allocate, page_up
+from async_grpo.weights.shared_memory import PAGE, allocate, page_up, remove_empty_run_folder
 from async_grpo.wire import decode, encode
 from async_grpo.wire.records import Record
 
@@ -224,9 +224,7 @@ class WeightStore:
     def unlink(self) -> None:
         """Remove the file, and with the last store the run's folder. Mapped pages stay."""
         self.path.unlink(missing_ok=True)
-        if self.path.parent.parent == SHARED_MEMORY:
-            with suppress(OSError):  # other stores of the run are still there
-                self.path.parent.rmdir()
+        remove_empty_run_folder(self.path.parent)
 
     @contextmanager
     def _header(self, kind: int) -> Iterator[None]:

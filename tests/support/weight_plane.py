@@ -109,13 +109,15 @@ async def receiving(
 class Proxy:
     """Between the receivers and the publisher, chunks and control. `chunks` counts those that passed.
 
-    `spoil`, `lose`: as many chunks to come are changed, or dropped; `pause_s` before every chunk.
+    `spoil`, `lose`: as many chunks to come are changed, or dropped; `pause_s` before every chunk. `impostor`: while it is
+    set, receivers are told to fetch from the relay at this endpoint.
     """
 
     def __init__(self, address: PublisherAddress) -> None:
         context = zmq.asyncio.Context.instance()
         self.spoil = self.lose = self.chunks = 0
         self.pause_s = 0.0
+        self.impostor = ""
         self._control, control = self._listen(context)
         self._front, self._chunk_endpoint = self._listen(context)
         self._control_back: dict[bytes, zmq.asyncio.Socket] = {}
@@ -149,7 +151,8 @@ class Proxy:
             reply = msgspec.msgpack.decode(payload, type=TrackerReply)
             if isinstance(reply, ParentAssignment) and not reply.relay:
                 self._publisher_chunks = reply.parent
-                payload = encode(ParentAssignment(parent=self._chunk_endpoint, relay=False))
+                parent = self.impostor or self._chunk_endpoint
+                payload = encode(ParentAssignment(parent=parent, relay=bool(self.impostor)))
             await self._control.send_multipart([peer, payload])
 
     async def _forward_chunks(self) -> None:

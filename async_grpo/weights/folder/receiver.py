@@ -71,6 +71,7 @@ class FolderReceiver:
     """The receiver's loop. `run` returns when no rollout server is connected any more."""
 
     def __init__(self, paths: ReceiverPaths, config: WeightsConfig) -> None:
+        self._paths = paths
         self._config = config
         self._objects = open_objects(config)
         self._stats = ReceiverStats()
@@ -108,6 +109,7 @@ class FolderReceiver:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._locals.close()
             self._slots.close()
+            self._paths.remove_lock()  # last: from now on another receiver may start
 
     def _is_unused(self) -> bool:
         if len(self._locals):

@@ -13,6 +13,9 @@ Files of the receiver, beside each other (`ReceiverPaths`):
 The server that gets the lock starts the process and passes the locked file on to it. The lock belongs to the open file,
 so it is held from before the process exists until it ends, however it ends. So there is never a second receiver, even
 if two servers try to start one at the same time.
+
+A receiver removes all three files when it ends. One that was killed leaves them: the next receiver takes the store
+over, and a server that leaves while none runs removes them (`remove_abandoned_files`).
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ import msgspec
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WireError
 from async_grpo.utils.child_process import MARK_VARIABLE, run_mark
-from async_grpo.utils.files import try_lock
+from async_grpo.utils.files import is_locked, make_private_folder, try_lock
 from async_grpo.utils.frames import pack_frame, take_frame
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.records import ReceiverStats
+from async_grpo.weights.shared_memory import remove_empty_run_folder
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
@@ -198,7 +202,12 @@ class LocalClients:
             return
         server.incoming += received
         try:
-            while (payload := take_frame(server.incoming, MAX_FRAME_BYTES)) is not None:
+            # An answer to a server that was killed drops it. Its later messages in the buffer must not be answered:
+            # sending on the closed socket would end this process, and with it the weights of all other servers.
+            while self._is_connected(server):
+                payload = take_frame(server.incoming, MAX_FRAME_BYTES)
+                if payload is None:
+                    break
                 self._on_message(server, _messages.decode(payload))
         except (WireError, msgspec.MsgspecError):
             self._drop(server)  # not one of ours
@@ -239,6 +248,9 @@ class LocalClients:
         if len(server.outgoing) > MAX_FRAME_BYTES:
             self._drop(server)  # it has not read for a long time; it reconnects when it reads again
 
+    def _is_connected(self, server: _Server) -> bool:
+        return self._servers.get(server.connection.fileno()) is server
+
     def _drop(self, server: _Server) -> None:
         if self._servers.pop(server.connection.fileno(), None) is not None:
             server.connection.close()
@@ -260,17 +272,25 @@ class ReceiverPaths:
         """The lock file."""
         return self.store.with_suffix(".lock")
 
+    def remove_lock(self) -> None:
+        """Remove the lock file, which this process has locked, and then the run's folder if nothing else is in it."""
+        self.lock.unlink(missing_ok=True)
+        remove_empty_run_folder(self.store.parent)
+
 
 def start_receiver(paths: ReceiverPaths, config: WeightsConfig) -> subprocess.Popen[bytes] | None:
-    """Start the receiver process; None if one is running already.
+    """Start the receiver process; None if one is running already. Raises ConfigError as `make_private_folder`.
 
     It has a session of its own and carries the mark of the run, not that of the role that started it, because it must
     outlive this server while others use it. It ends by itself when no server is left.
     """
-    paths.store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_private_folder(paths.store.parent)
     try:
-        if not try_lock(lock):
+        lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:  # a receiver that ended has just removed the folder; the caller tries again
+        return None
+    try:
+        if not _try_lock_at(paths.lock, lock):
             return None
         marked = {MARK_VARIABLE: run_mark(os.environ.get(MARK_VARIABLE, ""))}
         module = "zmq.node_receiver" if config.location is None else "folder.receiver"
@@ -284,3 +304,36 @@ def start_receiver(paths: ReceiverPaths, config: WeightsConfig) -> subprocess.Po
         )
     finally:
         os.close(lock)
+
+
+def remove_abandoned_files(paths: ReceiverPaths) -> bool:
+    """Remove the files that a killed receiver left, unless another receiver runs; returns True if they are removed."""
+    try:
+        lock = os.open(paths.lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:  # the receiver has ended in order
+        return False
+    try:
+        if not _try_lock_at(paths.lock, lock):
+            return False
+        paths.store.unlink(missing_ok=True)
+        paths.socket.unlink(missing_ok=True)
+        paths.remove_lock()
+        return True
+    finally:
+        os.close(lock)
+
+
+def is_abandoned(paths: ReceiverPaths) -> bool:
+    """True if there are files of a receiver, but no receiver runs."""
+    return paths.lock.exists() and not is_locked(paths.lock)
+
+
+def _try_lock_at(path: Path, lock: int) -> bool:
+    """Lock the open file; False if another process holds it. Also False if `path` is not that file any more: a receiver
+    that ended removed it in between, and a second one could lock the new file."""
+    if not try_lock(lock):
+        return False
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except FileNotFoundError:
+        return False

@@ -22,8 +22,9 @@ import msgspec
 import structlog
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError
+from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError, WireError
 from async_grpo.utils.aio import root_cause
+from async_grpo.utils.files import make_private_folder
 from async_grpo.utils.frames import FrameReader
 from async_grpo.weights.base import HeldWeights, Resolve
 from async_grpo.weights.manifest import WeightVersion
@@ -39,6 +40,8 @@ from async_grpo.weights.node.local_socket import (
     ServerHello,
     ToServer,
     frame,
+    is_abandoned,
+    remove_abandoned_files,
     start_receiver,
 )
 from async_grpo.weights.node.records import ReceiverStats
@@ -50,6 +53,8 @@ START_TIMEOUT_S = 60.0
 HOLD_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 _CONNECT_RETRY_S = 0.05
+_SUCCESSOR_S = 0.5
+"""Seconds in which another server of this machine starts a receiver again, at most."""
 _messages = msgspec.msgpack.Decoder(ToServer)
 
 log = structlog.get_logger()
@@ -133,6 +138,12 @@ class SharedWeightReceiver:
         if self._process is not None and self._state.servers <= 1:
             with suppress(subprocess.TimeoutExpired):  # it ends by itself, unless another server has just come
                 await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
+        if is_abandoned(self._paths):
+            # The receiver was killed. Another server of this machine starts the next one, which takes the store over;
+            # if there is none, nobody else would remove it.
+            await asyncio.sleep(_SUCCESSOR_S)
+            if remove_abandoned_files(self._paths):
+                log.warning("removed the weights of a receiver process that was killed", store=str(self.store_path))
 
     @property
     def _newest(self) -> WeightVersion | None:
@@ -156,6 +167,15 @@ class SharedWeightReceiver:
 
     async def _take_hold(self) -> WeightVersion:
         """Ask until the process answers: it may be killed and another one started meanwhile, or write its only slot."""
+        try:
+            return await self._ask_for_hold()
+        except BaseException:
+            # The process may still answer a Hold that nobody waits for any more. Without a Release it would keep that
+            # version for update_timeout_s, and skip others.
+            self._send(Release())
+            raise
+
+    async def _ask_for_hold(self) -> WeightVersion:
         started_s = time.monotonic()
         deadline = started_s + HOLD_TIMEOUT_S
         while (remaining := deadline - time.monotonic()) > 0:
@@ -180,7 +200,11 @@ class SharedWeightReceiver:
                 group.create_task(self._follow())
                 group.create_task(self._keep_connected())
         except* Exception as failures:
-            self._failure = root_cause(failures)
+            cause = root_cause(failures)
+            if isinstance(cause, WaitTimeout | PublisherLost):
+                # Of these, `next_version` says that weights may still come. Now none will: this task has ended.
+                cause = WeightsError(f"no weights are received any more: {cause}")
+            self._failure = cause
             await self._notify()  # next_version raises it
 
     async def _follow(self) -> None:
@@ -205,9 +229,11 @@ class SharedWeightReceiver:
             log.warning("the receiver process of this machine ended; finding or starting another")
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the running process, or start one. Raises WeightsError, WaitTimeout if it does not start."""
+        """Connect to the running process, or start one. Raises WeightsError, WaitTimeout if it does not start, and
+        ConfigError if another user could be listening there."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
+            make_private_folder(self.store_path.parent)
             with suppress(OSError):
                 return await asyncio.open_unix_connection(self._paths.socket)
             if self._process is not None and self._process.poll() not in (None, 0) and self.restarts == 0:
@@ -228,6 +254,12 @@ class SharedWeightReceiver:
                 message = _messages.decode(await frames.next())
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
+            except (WireError, msgspec.MsgspecError) as error:
+                raise WeightsError(
+                    f"the receiver process of this machine sent a message that this release cannot read ({error}). Is "
+                    "it of another release? Stop all rollout servers of the run on this machine, and start them with "
+                    "one release"
+                ) from error
             match message:
                 case ReceiverState():
                     self._state, self.stats = message, message.stats

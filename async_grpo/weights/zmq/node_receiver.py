@@ -11,8 +11,8 @@ One thread owns every socket and waits in one poller. What each part waits for:
   from it; both are bounded in time), and the manifest has arrived. With one slot, every server has taken what is in it.
 - It ends with the last verified chunk. A newer announcement does not end it: the newer version is fetched next. So a
   receiver that is slower than the trainer skips versions, but completes every fetch that it begins.
-- A parent that is lost (connection broken, or silent for request_timeout_s) is reported to the publisher, which assigns
-  another. Chunks that have arrived stay.
+- A parent that is lost (connection broken, silent for request_timeout_s, or of a release that cannot be read) is
+  reported to the publisher, which assigns another. Chunks that have arrived stay.
 - The process ends when no server is connected any more.
 """
 
@@ -60,7 +60,7 @@ from async_grpo.weights.zmq.sockets import (
     keys_for,
     listen,
 )
-from async_grpo.weights.zmq.upstream import ParentConnection, PublisherConnection
+from async_grpo.weights.zmq.upstream import ParentConnection, PeerUnreadable, PublisherConnection
 
 FIRST_SERVER_S = 5.0
 _DRAIN = 8
@@ -73,6 +73,7 @@ class NodeReceiver:
     """The receiver's loop. `run` returns when no rollout server is connected any more."""
 
     def __init__(self, paths: ReceiverPaths, config: WeightsConfig, keys: CurveKeys | None) -> None:
+        self._paths = paths
         self._config = config
         self._control_keys, self._chunk_keys = keys, keys if config.encrypt == "all" else None
         self._stats = ReceiverStats()
@@ -349,7 +350,13 @@ class NodeReceiver:
     def _take_chunks(self, parent: ParentConnection, dealer: Socket) -> None:
         for _ in range(_DRAIN):
             fetch = self._fetch
-            received = parent.receive(dealer)
+            try:
+                received = parent.receive(dealer)
+            except PeerUnreadable as error:
+                if not parent.is_relay:
+                    raise
+                self._lose_parent(str(error))
+                return
             if received is None or fetch is None:
                 return
             reply, payload = received
@@ -384,6 +391,7 @@ class NodeReceiver:
             self._publisher.close()
         self._leave_parent()
         self._context.destroy(_GOODBYE_MS)
+        self._paths.remove_lock()  # last: from now on another receiver may start
 
 
 def main(store: str, config_json: str) -> None:

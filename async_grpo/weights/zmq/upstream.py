@@ -3,7 +3,8 @@
     publisher --announcements (SUB), parent and manifests (DEALER)--> PublisherConnection
     parent (publisher or relay) --chunks (DEALER), its end (monitor)--> ParentConnection
 
-Neither waits; the receiver's loop polls their sockets.
+Neither waits; the receiver's loop polls their sockets. A message that this release cannot read is a PeerUnreadable: a
+relay that sends one is left for another parent, and a publisher's ends the receiver.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from async_grpo.errors import WeightsError, WireError
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.records import ChunkReply, ChunkRequest
 from async_grpo.weights.zmq.messages import (
@@ -42,6 +44,16 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 _answers = msgspec.msgpack.Decoder(ChunkAnswer)
 _replies = msgspec.msgpack.Decoder(TrackerReply)
+
+
+class PeerUnreadable(WeightsError):
+    """A publisher or relay sent a message that this release cannot read."""
+
+    def __init__(self, endpoint: str, error: Exception) -> None:
+        super().__init__(
+            f"{endpoint} sent a message that this release cannot read ({error}). Does another release, or another "
+            "program, listen there? Run the trainer and all rollout servers with one release"
+        )
 
 
 class ParentConnection:
@@ -77,13 +89,16 @@ class ParentConnection:
             self._send(dealer, FetchDone(**identity._asdict()))
 
     def receive(self, dealer: Socket) -> tuple[ChunkReply | VersionGone | ChunkPending, memoryview] | None:
-        """The next answer of one of the sockets and its payload; None if there is none."""
+        """The next answer of one of the sockets and its payload; None if there is none. Raises PeerUnreadable."""
         try:
             frames = dealer.recv_multipart(zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return None
         self.heard_s = time.monotonic()
-        return _answers.decode(frames[0].buffer), frames[-1].buffer
+        try:
+            return _answers.decode(frames[0].buffer), frames[-1].buffer
+        except msgspec.MsgspecError as error:
+            raise PeerUnreadable(self.endpoint, error) from error
 
     def ready(self, polled: Container[object]) -> list[Socket]:
         """The sockets with answers among those that were polled. Notes a connection that broke."""
@@ -127,15 +142,22 @@ class PublisherConnection:
         return [self.announcements, self.requests]
 
     def hear(self) -> None:
-        """Take the announcement that has come."""
-        self.announced = decode(self.announcements.recv(), Announcement).identity
+        """Take the announcement that has come. Raises PeerUnreadable."""
+        try:
+            self.announced = decode(self.announcements.recv(), Announcement).identity
+        except WireError as error:
+            raise PeerUnreadable(self.address.announce, error) from error
         self.heard_s = time.monotonic()
 
     def receive(
         self, on_manifest: Callable[[ManifestReply], None], on_entry: Callable[[GroupEntry], None] | None
     ) -> None:
-        """Take the reply that has come; a manifest goes to `on_manifest`, an entry of the group to `on_entry`."""
-        reply = _replies.decode(self.requests.recv())
+        """Take the reply that has come; a manifest goes to `on_manifest`, an entry of the group to `on_entry`. Raises
+        PeerUnreadable."""
+        try:
+            reply = _replies.decode(self.requests.recv())
+        except msgspec.MsgspecError as error:
+            raise PeerUnreadable(self.address.requests, error) from error
         self.heard_s = time.monotonic()
         match reply:
             case ParentAssignment():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -143,7 +144,35 @@ async def test_when_the_last_server_is_killed_the_process_ends_and_leaves_nothin
     server.send_signal(signal.SIGKILL)
     server.wait()
     await until(lambda: not receiver_processes())
-    assert [entry.suffix for entry in path.parent.iterdir()] in ([], [".lock"])
+    assert not path.parent.exists()
+
+
+async def test_the_store_of_a_killed_process_is_removed_by_the_last_server_that_leaves(
+    publisher: ZmqWeightSender, board: Board
+) -> None:
+    receiver = SharedWeightReceiver(board.publisher, store_path(RUN, "node"), CONFIG)
+    publish(publisher, 0)
+    await receiver.next_version(None, 30)
+    (process,) = receiver_processes()
+    process.suspend()  # it cannot do anything about the end of its only server, and is killed then
+    leaving = asyncio.create_task(receiver.close())
+    await asyncio.sleep(0.1)
+    process.kill()
+    await leaving
+    assert [path.name for path in store_path(RUN, "node").parent.iterdir() if path.name.startswith("node")] == []
+
+
+async def test_a_folder_that_another_user_may_have_made_is_not_used(board: Board) -> None:
+    folder = store_path(RUN, "node").parent
+    folder.mkdir()
+    folder.chmod(0o777)
+    with socket.socket(socket.AF_UNIX) as impostor:
+        impostor.bind(str(folder / "node.sock"))
+        impostor.listen()
+        receiver = SharedWeightReceiver(board.publisher, store_path(RUN, "node"), CONFIG)
+        with pytest.raises(ConfigError, match=f"{folder} has mode 777"):
+            await receiver.next_version(None, 5)
+        await receiver.close()
 
 
 async def test_a_process_that_cannot_start_is_an_error(board: Board) -> None:

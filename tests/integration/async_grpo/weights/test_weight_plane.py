@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -10,10 +11,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from async_grpo.errors import PublisherLost, WaitTimeout
+from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.zmq.sender import ZmqWeightSender
+from async_grpo.wire.board import PublisherAddress
 from tests.support.weight_plane import Board, assert_holds, proxy_to, publish, receiving, until, with_
 
 
@@ -87,3 +89,44 @@ async def test_a_request_too_large_to_be_one_ends_its_connection_and_not_the_pub
         await stranger.send(b"x" * 100_000)
         publish(publisher, 0)
         assert await receiver.next_version(None, 30) == (0, 0)
+
+
+async def test_a_relay_that_cannot_be_understood_is_left_for_another_parent(
+    publisher: ZmqWeightSender, board: Board
+) -> None:
+    publish(publisher, 0)
+    with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as relay:
+        port = relay.bind_to_random_port("tcp://127.0.0.1")
+        async with proxy_to(publisher, board) as proxy:
+            proxy.impostor = f"tcp://127.0.0.1:{port}"
+            async with receiving(board) as receiver:
+                peer, _ = await relay.recv_multipart()
+                proxy.impostor = ""
+                await relay.send_multipart([peer, b"of another release"])
+                assert_holds(receiver.store_path, await receiver.next_version(None, 30))
+                assert receiver.stats.parents_lost == 1
+                assert receiver.restarts == 0
+
+
+async def test_a_publisher_that_cannot_be_understood_is_named(board: Board) -> None:
+    with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as requests:
+        endpoint = f"tcp://127.0.0.1:{requests.bind_to_random_port('tcp://127.0.0.1')}"
+        board.address = PublisherAddress(epoch=0, announce="tcp://127.0.0.1:1", requests=endpoint)
+        async with receiving(board) as receiver:
+            peer, _ = await requests.recv_multipart()
+            await requests.send_multipart([peer, b"of another release"])
+            with pytest.raises(WeightsError, match=f"{endpoint} sent a message that this release cannot read"):
+                await receiver.next_version(None, 30)
+
+
+async def test_a_hold_that_was_given_up_protects_no_version(
+    publisher: ZmqWeightSender, receiver: SharedWeightReceiver
+) -> None:
+    publish(publisher, 0)
+    await receiver.next_version(None, 30)
+    taking = asyncio.create_task(receiver._take_hold())
+    await asyncio.sleep(0)  # the Hold is sent, and nobody waits for the answer
+    taking.cancel()
+    for version in (1, 2, 3):  # the receiver has two slots: a version that is held would keep it from the third
+        publish(publisher, version)
+        assert await receiver.next_version((0, version - 1), 5) == (0, version)
