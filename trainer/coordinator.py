@@ -3,7 +3,8 @@
 What rank 0 waits for: `take` for P finished groups, `take_part` for one (both come from the rollout servers), `probe`
 for a server that has the final weights, `wait_for_evaluation` for one that has measured them, `SharedDevices.held` for
 engines to sleep. The other ranks wait for rank 0 in a broadcast, which the process group's timeout ends. SIGTERM ends
-these waits of rank 0, but not that for engines, and nothing else: a step once begun is finished.
+these waits of rank 0, but not that for engines, and nothing else: a step once begun is finished. A publication that has
+failed (`watch_publishing`) ends them with its error: servers without new weights make no groups to wait for.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Coordinator:
         self.devices = devices
         self._epoch = 0
         self._plan = memory_plan(config)
+        self._check_publishing: Callable[[], None] | None = None
         self._leads = is_leader()
         if not self._leads:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it reaches every rank, but rank 0 decides
@@ -125,6 +127,10 @@ class Coordinator:
     def set_publisher(self, address: PublisherAddress) -> None:
         """Tell the servers where weights come from."""
         self._lead(lambda: self._board.set_publisher(structs.replace(address, protocol=PROTOCOL)))
+
+    def watch_publishing(self, check: Callable[[], None]) -> None:
+        """Call `check` every second while rank 0 waits; what it raises ends the wait."""
+        self._check_publishing = check
 
     def publish_version(self, version: int) -> None:
         """Let new tickets carry `version`."""
@@ -232,10 +238,24 @@ class Coordinator:
         return self._runner.run(call()) if self._leads else None
 
     async def _or_stop(self, call: Coroutine[Any, Any, R]) -> R | None:
-        """What the call returns; None after SIGTERM, and then the call is cancelled."""
+        """What the call returns; None after SIGTERM, and then the call is cancelled. Raises what ended the publication
+        of weights."""
         calling = asyncio.create_task(call)
         stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait({calling, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stopped = self._stop.is_set()
-        await cancel_and_wait(calling, stop)
-        return None if stopped else calling.result()
+        watching = asyncio.create_task(self._watch_publishing())
+        await asyncio.wait({calling, stop, watching}, return_when=asyncio.FIRST_COMPLETED)
+        stopped, finished = self._stop.is_set(), calling.done()
+        failure = watching.exception() if watching.done() else None
+        await cancel_and_wait(calling, stop, watching)
+        if stopped:
+            return None
+        if failure is not None and not finished:
+            raise failure
+        return calling.result()
+
+    async def _watch_publishing(self) -> None:
+        """Raise what the check of `watch_publishing` raises. We poll: a process that dies notifies nobody."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._check_publishing is not None:
+                self._check_publishing()

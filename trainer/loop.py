@@ -109,6 +109,7 @@ class TrainingLoop:
         self.logger.joined(self.epoch, self.version, self.head_version)
         self._warn_of_fallback(resume.lost_steps)
         self.exporter = WeightExporter(self.policy, self.config, self.coordinator, self.epoch)
+        self.coordinator.watch_publishing(self.exporter.check_publishing)
 
     def _warn_of_fallback(self, lost_steps: int) -> None:
         if self.damage:

@@ -22,6 +22,7 @@ from async_grpo.telemetry.logging import bind_process, configure_logging, report
 from async_grpo.telemetry.role_history import record_end
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.processes import uncollected
+from async_grpo.weights.shared_memory import remove_trainer_files
 from trainer.platform import Platform, select_platform
 
 
@@ -62,6 +63,9 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
 
     check_objective(config.trainer.objective)
     trainer = config.trainer
+    # An earlier trainer that was killed with its node may have left its copies of the weights here. The store of this
+    # one is not there yet: rank 0 makes it when all ranks have joined.
+    remove_trainer_files(config.local_name)
     waits_s = (trainer.take_timeout_s, config.eval.timeout_s, trainer.checkpoint.timeout_s, turn_timeout_s(config))
     start_ranks(trainer, platform, config.seed, max(waits_s), Claim.of(config, model))
     logger = TrainerLogger(config)

@@ -16,6 +16,9 @@ other nodes, or SIGTERM, whichever comes first. Node 0 keeps the store in which 
 Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint holds what was trained. 78: the
 configuration, the data or the installation is at fault. Otherwise the code of the rank that has failed, or 1; the last
 line of the log gives the reason. Started again on all machines, the trainer resumes.
+
+Rank 0 keeps two copies of the weights in /dev/shm. The node removes them when its ranks have ended, since a rank 0 that
+was killed leaves them.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from async_grpo.telemetry.logging import bind_process, configure_logging, report
 from async_grpo.telemetry.role_history import record_end
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.network import LOOPBACK
+from async_grpo.weights.shared_memory import remove_trainer_files
 from trainer.peers import Ended, Hello, Peers, Start, Stop, Stopped, StoppedEarly
 from trainer.rank_store import RankStore, listen
 from trainer.ranks import LocalRanks, RankFailed, Terminated, network_environment, rank_environments
@@ -79,14 +83,17 @@ class Node:
 
     async def run(self) -> None:
         """Train until the run ends or is stopped. Raises AsyncGrpoError for every other end."""
-        with stop_signals(self.stop_asked.set):
-            async with AsyncExitStack() as stack:
-                try:
-                    setup = await race(stack.enter_async_context(self._set_up()), self.stop_asked.wait())
-                except Overtaken:
-                    log.info("stopped before all nodes had met", node=self.rank)
-                else:
-                    await self._train(setup)
+        try:
+            with stop_signals(self.stop_asked.set):
+                async with AsyncExitStack() as stack:
+                    try:
+                        setup = await race(stack.enter_async_context(self._set_up()), self.stop_asked.wait())
+                    except Overtaken:
+                        log.info("stopped before all nodes had met", node=self.rank)
+                    else:
+                        await self._train(setup)
+        finally:
+            remove_trainer_files(self.config.local_name)  # of a rank 0 that was killed
 
     async def _train(self, setup: NodeSetup) -> None:
         """Start this node's ranks, wait for their end, and tell the other nodes how they ended."""

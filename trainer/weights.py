@@ -45,7 +45,7 @@ class WeightExporter:
             try:
                 self._shards = SharedSlots(policy, self._sender, config.weights.update_timeout_s)
             except BaseException:
-                self.close()  # nobody else knows the sender yet, whose process and store would stay
+                self._close_sender()  # its store has the size of two models, and nobody else would remove it
                 raise
 
     def publish(self, version: int) -> None:
@@ -62,6 +62,15 @@ class WeightExporter:
         self._announced = True
         self._coordinator.publish_version(version)
 
+    def check_publishing(self) -> None:
+        """Raise what has ended the publication of weights, if something has; needs no other rank.
+
+        The servers get no further version then, so a trainer that waits for their groups would wait in vain.
+        """
+        self._policy.reading.raise_failure()
+        if self._sender is not None:
+            self._sender.check_publisher()
+
     def close(self) -> None:
         """End the sender, after the version that is being copied."""
         try:
@@ -69,8 +78,11 @@ class WeightExporter:
         finally:
             if self._shards is not None:
                 self._shards.close()
-            if self._sender is not None:
-                self._sender.close()
+            self._close_sender()
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
 
     def _publish_adapters(self, version: int) -> None:
         if self._sender is not None:

@@ -75,6 +75,10 @@ class WeightSender(Protocol):
         """
         ...
 
+    def check_publisher(self) -> None:
+        """Raise PublisherLost if nothing can be published any more; waits for nothing. From any thread."""
+        ...
+
     def close(self) -> None:
         """End the transport on this side. Safe to call twice."""
         ...

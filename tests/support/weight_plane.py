@@ -109,8 +109,8 @@ async def receiving(
 class Proxy:
     """Between the receivers and the publisher, chunks and control. `chunks` counts those that passed.
 
-    `spoil`, `lose`: as many chunks to come are changed, or dropped; `pause_s` before every chunk. `impostor`: while it is
-    set, receivers are told to fetch from the relay at this endpoint.
+    `spoil`, `lose`: as many chunks to come are changed, or dropped; `pause_s` before every chunk. `impostor`: while
+    it is set, receivers are told to fetch from the relay at this endpoint.
     """
 
     def __init__(self, address: PublisherAddress) -> None:

@@ -122,6 +122,10 @@ class BackgroundReading:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise, once, what the function has raised; waits for nothing."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

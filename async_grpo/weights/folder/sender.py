@@ -105,6 +105,11 @@ class FolderWeightSender:
         """Path of the trainer's weight store."""
         return self._store.path
 
+    def check_publisher(self) -> None:
+        """As `WeightSender.check_publisher`."""
+        if self._failure is not None:
+            raise PublisherLost(f"the threads that write weights ended: {self._failure}. Restart the trainer.")
+
     def close(self) -> None:
         """Stop, and remove the versions of this epoch and the store. Safe to call twice."""
         if self._closing.is_set():
@@ -129,8 +134,7 @@ class FolderWeightSender:
                 self._encoder.cancel()
             if not self._changed.wait_for(self._is_free, self.config.update_timeout_s):
                 raise WaitTimeout("the version before to be encoded", self.config.update_timeout_s)
-        if self._failure is not None:
-            raise PublisherLost(f"the threads that write weights ended: {self._failure}. Restart the trainer.")
+        self.check_publisher()
 
     def _is_free(self) -> bool:
         return not self._encoding or self._failure is not None

@@ -116,6 +116,14 @@ class ZmqWeightSender:
         self._ask(order, Published, f"the publisher to take {identity}")
         return Publication(time.monotonic() - self._begun_s, self._cleared_s - self._begun_s)
 
+    def check_publisher(self) -> None:
+        """As `WeightSender.check_publisher`."""
+        if self._process.poll() is not None:
+            raise PublisherLost(
+                f"the publisher process ended with code {self._process.returncode}; its messages are in the trainer's "
+                "log. Restart the trainer."
+            )
+
     def stats(self) -> PublisherStats:
         """The publisher's counters. Raises PublisherLost, WaitTimeout."""
         return self._ask(StatsRequest(), PublisherStats, "the publisher's counters")
@@ -156,10 +164,6 @@ class ZmqWeightSender:
         """Wait until the control socket is ready, the process has ended or the time is up."""
         deadline = time.monotonic() + timeout_s
         while not self._control.poll(_LIVENESS_MS, event):
-            if self._process.poll() is not None:
-                raise PublisherLost(
-                    f"the publisher process ended with code {self._process.returncode} while the trainer waited for "
-                    f"{waited_for}; its messages are in the trainer's log. Restart the trainer."
-                )
+            self.check_publisher()
             if time.monotonic() > deadline:
                 raise WaitTimeout(waited_for, timeout_s)

@@ -17,6 +17,7 @@ import pytest
 
 from async_grpo.config import validate
 from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, TrainingError
+from async_grpo.weights.shared_memory import remove_stores, run_folder
 from tests.support.ports import two_free_ports
 from trainer import ranks
 from trainer.node_main import Node
@@ -76,6 +77,18 @@ TELLS_ITS_CARD = """
 import os, pathlib
 pathlib.Path("card-" + os.environ["RANK"]).write_text(os.environ.get("GLOO_SOCKET_IFNAME", "none"))
 """
+LEAVES_ITS_STORE = """
+import os, signal, sys
+from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.shared_memory import store_path
+from async_grpo.weights.store import WeightStore
+layout = layout_of([("weight", "float32", [4])])
+store = WeightStore.create(store_path(sys.argv[1], "trainer"), layout)
+store.path.with_name("ctl-123").touch()
+store.path.with_name("r-0123456789").touch()
+WeightStore.create(store_path(sys.argv[1], "node"), layout)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 RANK_1_FAILS = f"""
 import os, sys
 if os.environ["RANK"] == "0":
@@ -96,7 +109,7 @@ class ScriptedNode(Node):
     program: str = ENDS_WELL
 
     def _argv(self) -> list[str]:
-        return [sys.executable, "-c", self.program]
+        return [sys.executable, "-c", self.program, self.config.local_name]
 
 
 @pytest.fixture
@@ -186,6 +199,16 @@ async def test_a_node_that_is_alone_passes_a_stop_to_its_rank(here: Path, progra
         os.kill(int((here / "ready-0").read_text()), signal.SIGKILL)
     (error,) = await living
     assert str(error) == ("None" if asked else "rank 0 was killed by SIGKILL")
+
+
+async def test_what_a_killed_rank_left_in_shared_memory_is_removed_and_the_servers_store_kept(here: Path) -> None:
+    node = alone(here, LEAVES_ITS_STORE, 1)
+    try:
+        (error,) = await lives(node)
+        assert str(error) == "rank 0 was killed by SIGKILL"
+        assert [path.name for path in run_folder(node.config.local_name).iterdir()] == ["node.weights"]
+    finally:
+        remove_stores(node.config.local_name)
 
 
 async def test_a_rank_that_is_killed_is_named_on_both_nodes(here: Path) -> None:

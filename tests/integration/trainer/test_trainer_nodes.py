@@ -16,6 +16,7 @@ import pytest
 from async_grpo.config import RunConfig, load
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.weights.shared_memory import run_folder
 from tests.support.ports import two_free_ports
 from tests.support.trainer_programs.models import make_model
 from tests.support.trainer_programs.supply import Supply, command, supply, trained, until, write_config
@@ -37,6 +38,8 @@ class Story:
     one_node: Losses
     two_nodes: Losses
     codes_after_the_kill: list[int]
+    left_after_the_kill: list[str]
+    """Files of the trainer in shared memory."""
     codes_at_the_end: list[int]
     said_by_the_survivor: str
 
@@ -60,10 +63,11 @@ async def live_through(folder: Path, redis: RedisConfig, layout: dict[str, int])
             await until(lambda: trained(load(two)) >= KILL_AT, PATIENCE_S)
             second.kill()
             codes_after_the_kill = [await ended(first), await ended(second)]
+            left = [path.name for path in run_folder(load(two).local_name).glob("*")]
         said = (two.parent / "node-0.log").read_text()
         async with delivered(run, STEPS - KILL_AT), trainer(two, 0) as first, trainer(two, 1) as second:
             codes_at_the_end = [await ended(first), await ended(second)]
-    return Story(losses(load(one)), losses(load(two)), codes_after_the_kill, codes_at_the_end, said)
+    return Story(losses(load(one)), losses(load(two)), codes_after_the_kill, left, codes_at_the_end, said)
 
 
 def write(folder: Path, name: str, redis: RedisConfig, trainer: dict[str, Any]) -> Path:
@@ -113,6 +117,7 @@ def test_two_nodes_of_one_rank_learn_what_one_node_of_two_ranks_does(story: Stor
 
 def test_the_death_of_a_node_ends_the_other_with_its_name(story: Story) -> None:
     assert story.codes_after_the_kill == [1, -signal.SIGKILL]
+    assert story.left_after_the_kill == []
     assert "NodeLost: " in story.said_by_the_survivor
     assert "node 1 (127.0.0.1) is gone" in story.said_by_the_survivor
 

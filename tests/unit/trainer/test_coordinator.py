@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from async_grpo.config import validate
-from async_grpo.errors import TrainingError, WaitTimeout
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import NodeLost, PublisherLost, TrainingError, WaitTimeout
 from async_grpo.utils.files import try_lock
+from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from buffer.memory import InMemoryBuffer
 from trainer import coordinator
 from trainer.coordinator import Coordinator, SharedDevices
+from trainer.model.policy import BackgroundReading
+
+LAYOUT = layout_of([("weight", "float32", [4])])
 
 
 @pytest.fixture
@@ -43,6 +51,41 @@ def test_a_checkpoint_whose_buffer_is_gone_is_refused_with_a_way_out(alone: Coor
 def test_a_wait_for_groups_ends_with_sigterm(alone: Coordinator) -> None:
     assert alone.resume(0).epoch == 1
     signal.raise_signal(signal.SIGTERM)
+    assert alone.take(0) is None
+
+
+def test_a_wait_for_groups_ends_when_the_publisher_was_killed(alone: Coordinator) -> None:
+    alone.resume(0)
+    with ZmqWeightSender(LAYOUT, f"unit-coordinator-{os.getpid()}", 1, WeightsConfig()) as sender:
+        alone.watch_publishing(sender.check_publisher)
+        os.kill(sender.process_id, signal.SIGKILL)
+        started_s = time.monotonic()
+        with pytest.raises(PublisherLost, match="ended with code -9"):
+            alone.take(0)
+        assert time.monotonic() - started_s < 10.0  # and not take_timeout_s
+
+
+def test_a_wait_for_groups_ends_when_the_weights_could_not_be_copied(alone: Coordinator) -> None:
+    alone.resume(0)
+    reading = BackgroundReading()
+
+    def copy() -> None:
+        raise NodeLost("rank 3 did not copy its weights")
+
+    reading.start(copy)
+    alone.watch_publishing(reading.raise_failure)
+    with pytest.raises(NodeLost, match="rank 3"):
+        alone.take(0)
+
+
+def test_sigterm_comes_before_a_failed_publication(alone: Coordinator) -> None:
+    alone.resume(0)
+
+    def check() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise PublisherLost("gone")
+
+    alone.watch_publishing(check)
     assert alone.take(0) is None
 
 
