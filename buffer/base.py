@@ -24,8 +24,8 @@ Guarantees (S, P, selector, on_stale, max_uses: `ReplayPolicy`):
   again that were trained after v (`Batch.replayed`).
 
 The run board holds the few facts that the processes of a run share beside the buffer: where the publisher of the
-weights listens, a heartbeat of every rollout server, counters that survive restarts, results of evaluations, and the
-probe samples that the trainer compares log-probabilities with.
+weights listens, how far a trainer that resumed repeats its steps, a heartbeat of every rollout server, counters that
+survive restarts, results of evaluations, and the probe samples that the trainer compares log-probabilities with.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Protocol
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
-from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
+from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ReplayProgress, ServerBeat
 from buffer.capacity import MemoryQuota
 
 STATS_MAX_AGE_S = 1.0
@@ -140,6 +140,15 @@ class RunBoard(Protocol):
 
     async def publisher(self) -> PublisherAddress | None:
         """The address of the newest publisher; None if there was none yet."""
+        ...
+
+    async def report_replay(self, progress: ReplayProgress) -> None:
+        """Report how far the trainer has repeated its steps after a restart. An older epoch never replaces a newer
+        one."""
+        ...
+
+    async def replay_progress(self) -> ReplayProgress | None:
+        """The last report of the newest trainer; None if there was none yet."""
         ...
 
     async def beat(self, beat: ServerBeat, *, ttl_s: float) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from async_grpo.errors import WaitTimeout
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
-from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
+from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ReplayProgress, ServerBeat
 from buffer.base import BufferStats, Resume
 from buffer.capacity import NO_QUOTA, MemoryQuota
 from buffer.errors import groups_of_step
@@ -160,6 +160,7 @@ class InMemoryBoard:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._publisher: PublisherAddress | None = None
+        self._replay: ReplayProgress | None = None
         self._beats: dict[str, tuple[ServerBeat, float]] = {}
         self._counters: Counter[str] = Counter()
         self._claims: dict[str, tuple[str, float]] = {}
@@ -173,6 +174,13 @@ class InMemoryBoard:
 
     async def publisher(self) -> PublisherAddress | None:
         return self._publisher
+
+    async def report_replay(self, progress: ReplayProgress) -> None:
+        if self._replay is None or progress.epoch >= self._replay.epoch:
+            self._replay = progress
+
+    async def replay_progress(self) -> ReplayProgress | None:
+        return self._replay
 
     async def beat(self, beat: ServerBeat, *, ttl_s: float) -> None:
         self._beats[beat.name] = (beat, self._clock() + ttl_s)

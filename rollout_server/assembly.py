@@ -200,6 +200,7 @@ async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> Weig
         context.engine,
         interruption=config.rollout.interruption,
         update_timeout_s=config.weights.update_timeout_s,
+        board=context.board,
         logger=context.logger,
     )
 

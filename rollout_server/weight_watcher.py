@@ -6,7 +6,9 @@
 
 - `run` waits for the receiver; the trainer's next publication unblocks it. Then it waits for the pin while an
   evaluation holds it; the end of the evaluation unblocks it.
-- `wait_for_version` waits until `run` has applied that version or a newer one.
+- `first` waits for the first publication, `wait_for_version` until `run` has applied that version or a newer one. A
+  trainer that resumes from a checkpoint publishes nothing until it is back at the version that was published before.
+  These two timeouts start again whenever it reports a step of that replay (`ReplayWatch`).
 - `give_way` waits until the trainer wants to make a step on the engine's device, then until that step is made
   (`DeviceTurn`). It and an update wait for each other.
 
@@ -25,16 +27,69 @@ from typing import Any
 
 import structlog
 
-from async_grpo.errors import EngineError, PublisherLost, WaitTimeout, WeightsReplaced
+from async_grpo.errors import AsyncGrpoError, EngineError, PublisherLost, WaitTimeout, WeightsReplaced
 from async_grpo.utils.files import DeviceTurn
 from async_grpo.weights.base import HeldWeights, WeightReceiver
 from async_grpo.weights.manifest import WeightVersion
+from async_grpo.wire.board import ReplayProgress
+from buffer.base import RunBoard
 from rollout_server.engines.base import Engine, Interruption
 from rollout_server.run_logger import RolloutLogger
 
 NOTHING = WeightVersion(-1, -1)
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the run board, which notifies nobody."""
+LOOK_TIMEOUT_S = 5.0
+RETRY_S = 0.05
 
 log = structlog.get_logger()
+
+
+class ReplayWatch:
+    """The replay of a trainer that has resumed, as the run board shows it; one for all waits of a server."""
+
+    def __init__(self, board: RunBoard) -> None:
+        self._board = board
+        self._progress: ReplayProgress | None = None
+        self._looked_s: float | None = None
+        self._advanced_s: float | None = None
+        self._looking = asyncio.Lock()
+
+    def deadline_s(self, since_s: float, timeout_s: float) -> float:
+        """End of a wait that began at `since_s`: `timeout_s` after that, or after the last advance of the replay."""
+        if self._advanced_s is None:
+            return since_s + timeout_s
+        return max(since_s, self._advanced_s) + timeout_s
+
+    async def look(self) -> None:
+        """Look at the board, at most once in LOOK_EVERY_S. A board that does not answer shows no advance."""
+        async with self._looking:
+            now_s = time.monotonic()
+            if self._looked_s is not None and now_s - self._looked_s < LOOK_EVERY_S:
+                return
+            try:
+                async with asyncio.timeout(LOOK_TIMEOUT_S):
+                    progress = await self._board.replay_progress()
+            except (AsyncGrpoError, TimeoutError):
+                return
+            # The first report that is seen is no advance: a trainer that is dead may have left it.
+            if self._looked_s is not None and progress != self._progress:
+                self._advanced_s = now_s
+            self._looked_s, self._progress = now_s, progress
+
+    def describe(self) -> str:
+        """What is known about the replay; "" if there is none."""
+        progress = self._progress
+        if progress is None or progress.version >= progress.target:
+            return ""
+        if self._advanced_s is None:
+            advance = "it has not advanced meanwhile"
+        else:
+            advance = f"its last advance was {time.monotonic() - self._advanced_s:.0f} s ago"
+        return (
+            f"The trainer of epoch {progress.epoch} has resumed and repeats its steps before it publishes again: it "
+            f"reported version {progress.version} of {progress.target}, and {advance}. Is it alive"
+        )
 
 
 class WeightWatcher:
@@ -47,9 +102,11 @@ class WeightWatcher:
         *,
         interruption: Interruption,
         update_timeout_s: float,
+        board: RunBoard,
         logger: RolloutLogger,
     ) -> None:
         self._receiver = receiver
+        self._replay = ReplayWatch(board)
         self._engine = engine
         self._interruption: Interruption = interruption
         self._update_timeout_s = update_timeout_s
@@ -67,16 +124,22 @@ class WeightWatcher:
         self.last_pause_s = 0.0
 
     async def first(self, timeout_s: float) -> None:
-        """Wait for the trainer's first publication and apply it. Raises WaitTimeout."""
-        try:
-            await self._receiver.next_version(self._seen, timeout_s)
-            await self._apply()
-        except WaitTimeout as error:
-            raise WaitTimeout(
-                "the trainer's first publication of weights",
-                timeout_s,
-                "Is the trainer running, and is weights.bind reachable from here",
-            ) from error
+        """Wait for the trainer's first publication and apply it. Raises WaitTimeout, PublisherLost.
+
+        `timeout_s` counts from the start, or from the last step of a trainer that replays.
+        """
+        since_s = time.monotonic()
+        while True:
+            left_s = self._replay.deadline_s(since_s, timeout_s) - time.monotonic()
+            try:
+                await self._receiver.next_version(self._seen, max(0.0, min(left_s, LOOK_EVERY_S)))
+                break
+            except (WaitTimeout, PublisherLost) as error:
+                await self._replay.look()
+                if time.monotonic() >= self._replay.deadline_s(since_s, timeout_s):
+                    raise self._explain_no_weights(timeout_s, error) from error
+                await asyncio.sleep(RETRY_S)
+        await self._apply()
 
     async def run(self) -> None:
         """Apply every publication, until cancelled. Raises EngineError, WeightsError."""
@@ -90,21 +153,49 @@ class WeightWatcher:
                 log.warning("weights were replaced before they could be loaded", error=str(error))
             except PublisherLost as error:
                 log.warning("the publisher is silent; waiting for a trainer", error=str(error))
+                # A receiver that knows of the silence may raise this without waiting: the event loop would spin.
+                await asyncio.sleep(LOOK_EVERY_S)
 
     async def wait_for_version(self, version: int, timeout_s: float | None = None) -> None:
         """Return once the engine generates with `version` or a newer one. Raises WaitTimeout.
 
-        Give no timeout for versions that training has yet to reach.
+        `timeout_s` counts from the start, or from the last step of a trainer that replays. Give none for versions that
+        training has yet to reach.
         """
+        if timeout_s is None:
+            await self._reach_version(version, None)
+            return
+        since_s = time.monotonic()
+        while True:
+            left_s = self._replay.deadline_s(since_s, timeout_s) - time.monotonic()
+            if await self._reach_version(version, max(0.0, min(left_s, LOOK_EVERY_S))):
+                return
+            if left_s <= LOOK_EVERY_S:
+                break
+            await self._replay.look()
+        fix = "Is the publisher reachable from here"
+        if replay := self._replay.describe():
+            fix = f"{replay}? Raise weights.update_timeout_s if one step takes longer"
+        waited_for = f"weights of version {version}, which are published (the engine has {self._engine.version})"
+        raise WaitTimeout(waited_for, timeout_s, fix)
+
+    async def _reach_version(self, version: int, within_s: float | None) -> bool:
+        """True once the engine has this version, False if it has not after `within_s`."""
         try:
-            async with asyncio.timeout(timeout_s), self._changed:
+            async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: self._engine.version >= version)
         except TimeoutError:
-            raise WaitTimeout(
-                f"weights of version {version}, which are published (the engine has {self._engine.version})",
-                timeout_s or 0.0,
-                "Is the publisher reachable from here",
-            ) from None
+            return False
+        return True
+
+    def _explain_no_weights(self, timeout_s: float, error: WaitTimeout | PublisherLost) -> WaitTimeout | PublisherLost:
+        if replay := self._replay.describe():
+            fix = f"{replay}? Raise launch.ready_timeout_s if one step takes longer"
+        elif isinstance(error, PublisherLost):
+            return error
+        else:
+            fix = "Is the trainer running, and is weights.bind reachable from here"
+        return WaitTimeout("the trainer's first publication of weights", timeout_s, fix)
 
     @asynccontextmanager
     async def pin(self) -> AsyncIterator[int]:

@@ -23,7 +23,7 @@ from async_grpo.errors import StepsForgotten, TrainingError, WaitTimeout
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.files import DeviceTurn
 from async_grpo.wire import Batch
-from async_grpo.wire.board import PROTOCOL, Evaluation, PublisherAddress
+from async_grpo.wire.board import PROTOCOL, Evaluation, PublisherAddress, ReplayProgress
 from buffer import connect_board, open_run
 from buffer.base import BufferStats, ReplayBuffer, Resume, RunBoard
 from buffer.capacity import memory_plan
@@ -127,6 +127,10 @@ class Coordinator:
     def set_publisher(self, address: PublisherAddress) -> None:
         """Tell the servers where weights come from."""
         self._lead(lambda: self._board.set_publisher(structs.replace(address, protocol=PROTOCOL)))
+
+    def report_replay(self, version: int, target: int) -> None:
+        """Tell servers without weights how far the steps are repeated that were published before, up to `target`."""
+        self._lead(lambda: self._board.report_replay(ReplayProgress(epoch=self._epoch, version=version, target=target)))
 
     def watch_publishing(self, check: Callable[[], None]) -> None:
         """Call `check` every second while rank 0 waits; what it raises ends the wait."""

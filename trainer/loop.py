@@ -146,7 +146,9 @@ class TrainingLoop:
                 self.checkpoints.begin_export(self.policy, self.model_folder, self.version, self._evaluations())
 
     def _publish(self) -> None:
-        """Publish the weights, except while replaying steps that were published before."""
+        """Publish the weights, except while replaying steps that were published before; that is reported instead."""
+        if self.version <= self.head_version:
+            self.coordinator.report_replay(self.version, self.head_version)
         if self.version >= self.head_version:
             with self.logger.phases.span("publish", version=self.version):
                 self.exporter.publish(self.version)

@@ -22,6 +22,15 @@ class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
     """`PROTOCOL` of the trainer's release."""
 
 
+class ReplayProgress(Record, frozen=True, kw_only=True, tag="replay"):
+    """How far a trainer that has resumed repeats its steps: it is at `version`, and publishes nothing before `target`,
+    the newest version that was published before it. Equal if nothing is left to repeat."""
+
+    epoch: int
+    version: int
+    target: int
+
+
 class EvaluationState(msgspec.Struct, frozen=True):
     """An evaluation under way: how many of its completions are done, and the seconds left at that pace."""
 

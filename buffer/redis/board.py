@@ -6,7 +6,7 @@ import uuid
 
 from async_grpo.errors import WaitTimeout
 from async_grpo.wire import decode, encode
-from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
+from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ReplayProgress, ServerBeat
 from buffer.redis.client import RunClient
 from buffer.redis.retrying import Payload, RetryingClient, RetryLater
 from buffer.redis.scripts import RunKeys, script
@@ -34,12 +34,18 @@ class RedisBoard:
         return payload.decode() if payload is not None else None
 
     async def set_publisher(self, address: PublisherAddress) -> None:
-        keys = [self._of("publisher"), self._of("publisher:epoch")]
-        await self._link.run(script("board_publisher"), keys, address.epoch, encode(address))
+        await self._set_of_epoch("publisher", address)
 
     async def publisher(self) -> PublisherAddress | None:
         (payload,) = await self._link.fetch([self._of("publisher")])
         return decode(payload, PublisherAddress) if payload is not None else None
+
+    async def report_replay(self, progress: ReplayProgress) -> None:
+        await self._set_of_epoch("replay", progress)
+
+    async def replay_progress(self) -> ReplayProgress | None:
+        (payload,) = await self._link.fetch([self._of("replay")])
+        return decode(payload, ReplayProgress) if payload is not None else None
 
     async def beat(self, beat: ServerBeat, *, ttl_s: float) -> None:
         await self._link.call(lambda: self._beat(beat, _ms(ttl_s)))
@@ -89,6 +95,11 @@ class RedisBoard:
 
     async def aclose(self) -> None:
         await self._link.aclose()
+
+    async def _set_of_epoch(self, name: str, record: PublisherAddress | ReplayProgress) -> None:
+        """Set a fact of the trainer, unless a newer trainer has set it."""
+        keys = [self._of(name), self._of(f"{name}:epoch")]
+        await self._link.run(script("board_epoch"), keys, record.epoch, encode(record))
 
     async def _beat(self, beat: ServerBeat, ttl_ms: int) -> None:
         async with self._client.pipeline(transaction=True) as pipe:

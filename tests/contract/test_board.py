@@ -8,7 +8,7 @@ import pytest
 
 from async_grpo.errors import WaitTimeout
 from async_grpo.wire import Group, Task
-from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
+from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ReplayProgress, ServerBeat
 from buffer import RunBoard
 from tests.support.buffer_cases import sample
 
@@ -38,6 +38,13 @@ async def test_a_publisher_may_move_within_its_epoch(board: RunBoard) -> None:
     moved = PublisherAddress(epoch=1, announce="tcp://b:1", requests="tcp://b:2")
     await board.set_publisher(moved)
     assert await board.publisher() == moved
+
+
+async def test_how_far_the_newest_trainer_repeats_its_steps_is_known(board: RunBoard) -> None:
+    assert await board.replay_progress() is None
+    for epoch, version in ((2, 5), (3, 4), (2, 6), (3, 5)):
+        await board.report_replay(ReplayProgress(epoch=epoch, version=version, target=9))
+    assert await board.replay_progress() == ReplayProgress(epoch=3, version=5, target=9)
 
 
 async def test_servers_are_listed_by_name_until_they_fall_silent(board: RunBoard) -> None:

@@ -19,7 +19,7 @@ from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Task, VersionSpan
-from buffer import BufferStats, InMemoryBoard, InMemoryBuffer, ReplayBuffer
+from buffer import BufferStats, InMemoryBoard, InMemoryBuffer, ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
 from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
@@ -257,13 +257,18 @@ def context_of(
 
 
 def watcher_of(
-    context: ServerContext, receiver: FakeReceiver, update_timeout_s: float = 5.0, interruption: Interruption = "keep"
+    context: ServerContext,
+    receiver: FakeReceiver,
+    update_timeout_s: float = 5.0,
+    interruption: Interruption = "keep",
+    board: RunBoard | None = None,
 ) -> WeightWatcher:
     return WeightWatcher(
         receiver,
         context.engine,
         interruption=interruption,
         update_timeout_s=update_timeout_s,
+        board=board or context.board,
         logger=context.logger,
     )
 

@@ -21,6 +21,7 @@ from async_grpo.app.report.live_state import LiveState
 from async_grpo.errors import RoleFailed, ServerLost
 from async_grpo.models.hub import cache_dir
 from async_grpo.telemetry.jsonl import RowFollower
+from async_grpo.wire.board import ReplayProgress
 from buffer import BufferStats, EmbeddedServer
 
 LOOK_EVERY_S = 0.5
@@ -49,6 +50,7 @@ class Monitor:
         self._step: dict[str, Any] | None = None
         self._started_s = time.monotonic()
         self._unready_since: dict[str, float] = {}
+        self._replay: ReplayProgress | None = None
         self._stats: BufferStats | None = None
         scales = plane.config.launch.autoscale.max_servers is not None
         self._autoscaler = Autoscaler(plane.config, supervisor, say) if scales else None
@@ -77,6 +79,12 @@ class Monitor:
         beats = await self._plane.board.servers()
         published = await self._plane.board.publisher() is not None
         ready = {beat.name for beat in beats} | ({TRAINER} if published else set())
+        replay = await self._plane.board.replay_progress()
+        if replay != self._replay:
+            # A trainer that repeats steps after a restart publishes nothing: servers that started meanwhile cannot be
+            # ready. As long as it advances, their time starts again.
+            self._replay = replay
+            self._unready_since.clear()
         self._check_ready(ready)
         rows = [row for row in self._metrics.new_rows() if row.get("kind") == "step"]
         self._step = rows[-1] if rows else self._step

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.errors import EngineError, WaitTimeout, WeightsReplaced
+from async_grpo.errors import EngineError, PublisherLost, WaitTimeout, WeightsReplaced
 from async_grpo.utils.files import DeviceTurn
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.weight_watcher import WeightWatcher
@@ -55,6 +55,22 @@ async def test_published_weights_that_do_not_come_are_an_error_that_says_which(t
     async with watching(tmp_path, FakeEngine(), FakeReceiver(WeightVersion(1, 5))) as watcher:
         with pytest.raises(WaitTimeout, match=r"weights of version 6.*the engine has 5"):
             await watcher.wait_for_version(6, timeout_s=0.01)
+
+
+async def test_a_publisher_that_is_lost_at_once_does_not_keep_the_event_loop_busy(tmp_path: Path) -> None:
+    class Lost(FakeReceiver):
+        asked = 0
+
+        async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
+            if self.newest is not None and self.newest > after:
+                return self.newest
+            self.asked += 1
+            raise PublisherLost("silent")
+
+    receiver = Lost(WeightVersion(1, 0))
+    async with watching(tmp_path, FakeEngine(), receiver):
+        await asyncio.wait_for(asyncio.sleep(0.2), 5.0)
+        assert receiver.asked == 1
 
 
 async def test_an_engine_that_never_answers_an_update_is_an_error(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ class VirtualServers:
             engine,
             interruption=config.rollout.interruption,
             update_timeout_s=config.weights.update_timeout_s,
+            board=board,
             logger=logger,
         )
         await watcher.first(FIRST_WEIGHTS_S)

@@ -174,6 +174,7 @@ async def _serving(context: ServerContext) -> AsyncIterator[None]:
         context.engine,
         interruption=context.config.rollout.interruption,
         update_timeout_s=context.config.weights.update_timeout_s,
+        board=context.board,
         logger=context.logger,
     )
     try:
