@@ -160,7 +160,10 @@ class FolderWeightSender:
                 with self._changed:
                     self._encoding, self._spared = False, identity
                     self._changed.notify_all()
-            if not self._insist(partial(self._write, encoded, block, base)):
+            record, parts = self._plan_version(encoded, block, base)
+            if self._insist(partial(self._write_version, record, parts, block)):
+                self._note_written(record, sum(len(part) for part in parts))
+            else:
                 self._newest = None
 
     def _next(self) -> WeightVersion | None:
@@ -172,11 +175,15 @@ class FolderWeightSender:
                     identity, self._pending, self._encoding = self._pending, None, True
                     return identity
             if self._dense_wanted and not self._closing.is_set():
-                self._insist(self._write_wanted)
+                self._write_wanted()
         return None
 
     def _insist(self, write: Callable[[], None]) -> bool:
-        """Try every heartbeat; False if it did not work in update_timeout_s, or the end came first."""
+        """Try every heartbeat; False if it did not work in update_timeout_s, or the end came first.
+
+        `write` may fail after some of its objects were written, so it must give the same objects each time: it decides
+        nothing, and changes nothing here.
+        """
         deadline = time.monotonic() + self.config.update_timeout_s
         while not self._closing.is_set() and time.monotonic() < deadline:
             try:
@@ -194,9 +201,11 @@ class FolderWeightSender:
         manifest = self._newest.manifest
         return ServedVersion.of(manifest, self._chunks, self._store.snapshot(manifest.identity).block)
 
-    def _write(self, encoded: Encoded, block: memoryview, base: ServedVersion | None) -> None:
-        """Changes and dense block first, then the record, then (by `_beat`) the head."""
-        identity, folder = encoded.identity, self.address.announce
+    def _plan_version(
+        self, encoded: Encoded, block: memoryview, base: ServedVersion | None
+    ) -> tuple[VersionRecord, list[bytes | memoryview]]:
+        """The record of this version, and the parts of its object of changes."""
+        identity = encoded.identity
         manifest = WeightManifest(
             **identity._asdict(),
             layout=self._store.layout,
@@ -208,13 +217,28 @@ class FolderWeightSender:
         changes, parts = self._changes(encoded, block, base)
         changed_bytes = sum(len(part) for part in parts)
         dense = base is None or self._is_dense_due(identity.version, changed_bytes)
-        if parts:
-            self._objects.write(object_name(folder, identity.version, "changes"), parts)
-        if dense:
-            self._write_dense(identity, block)
         before = base.identity.version if base is not None else None
-        self._chain_bytes = 0 if dense else self._chain_bytes + changed_bytes
-        self._publish_record(VersionRecord(manifest=manifest, before=before, changes=changes, dense=dense))
+        return VersionRecord(manifest=manifest, before=before, changes=changes, dense=dense), parts
+
+    def _write_version(self, record: VersionRecord, parts: list[bytes | memoryview], block: memoryview) -> None:
+        """Changes and dense block first, then the record, then (by `_beat`) the head. Raises OSError."""
+        folder, version = self.address.announce, record.manifest.version
+        if parts:
+            self._objects.write(object_name(folder, version, "changes"), parts)
+        if record.dense:
+            pieces = (chunk.of(block) for chunk in self._chunks)
+            self._objects.write(object_name(folder, version, "dense"), pieces)
+        self._objects.write(object_name(folder, version, "version"), [seal(record)])
+
+    def _note_written(self, record: VersionRecord, changed_bytes: int) -> None:
+        """Announce a version whose objects are written, and remove what it makes needless."""
+        version = record.manifest.version
+        self._chain_bytes = 0 if record.dense else self._chain_bytes + changed_bytes
+        self._newest = record
+        self._beat_now.set()
+        if record.dense and version not in self._dense:
+            self._dense = [*self._dense[-1:], version]
+            self._remove_below(self._dense[0])
 
     def _changes(
         self, encoded: Encoded, block: memoryview, base: ServedVersion | None
@@ -238,34 +262,27 @@ class FolderWeightSender:
         too_many = version - self._dense[-1] >= self.config.dense_every if self._dense else True
         return too_many or self._chain_bytes + changed_bytes > self._store.layout.total_bytes
 
-    def _write_dense(self, identity: WeightVersion, block: memoryview) -> None:
-        pieces = (chunk.of(block) for chunk in self._chunks)
-        self._objects.write(object_name(self.address.announce, identity.version, "dense"), pieces)
-
     def _write_wanted(self) -> None:
         """A receiver lost a link of the chain: make the newest version one that needs no other."""
         self._dense_wanted = False
-        if (newest := self._newest) is None:
+        if self._newest is None:
             return
-        identity = newest.manifest.identity
-        self._write_dense(identity, self._store.snapshot(identity).block)
-        self._chain_bytes = 0
-        self._publish_record(replace(newest, dense=True))
-
-    def _publish_record(self, record: VersionRecord) -> None:
-        version = record.manifest.version
-        self._objects.write(object_name(self.address.announce, version, "version"), [seal(record)])
-        self._newest = record
-        self._beat_now.set()
-        if record.dense and version not in self._dense:
-            self._dense = [*self._dense[-1:], version]
-            self._remove_below(self._dense[0])
+        record = replace(self._newest, dense=True)
+        block = self._store.snapshot(record.manifest.identity).block
+        if self._insist(partial(self._write_version, record, [], block)):  # its changes are there already
+            self._note_written(record, 0)
 
     def _remove_below(self, version: int) -> None:
-        """Remove what no receiver needs: one that holds an older version starts at a dense one."""
+        """Remove what no receiver needs: one that holds an older version starts at a dense one.
+
+        If that fails, the next dense version removes it too. The version itself is written, and must not be given up.
+        """
         oldest = object_name(self.address.announce, version, "")
-        names = self._objects.names(self.address.announce)
-        self._objects.remove([name for name in names if name < oldest and name.rpartition(".")[2] in KINDS])
+        try:
+            names = self._objects.names(self.address.announce)
+            self._objects.remove([name for name in names if name < oldest and name.rpartition(".")[2] in KINDS])
+        except OSError as error:
+            log.warning("old versions stay in weights.location for now", below=version, error=str(error))
 
     def _remove_earlier_epochs(self) -> None:
         names = self._objects.names(self._run)

@@ -49,9 +49,10 @@ def test_a_kill_at_any_moment_costs_no_checkpoint_that_was_safe(facts: Facts) ->
     assert max(int(life["resumed"]) for life in facts["lives"]) > 0
 
 
-def test_a_trainer_that_replays_is_ready_only_when_it_has_published(facts: Facts) -> None:
-    replayed = ["logger.joined", "logger.step"]
-    assert facts["replay"] == [*replayed, "exporter.publish", "logger.serving", "logger.step"]
+def test_a_trainer_that_replays_reports_it_and_is_ready_only_when_it_has_published(facts: Facts) -> None:
+    report = "coordinator.report_replay"
+    replayed = ["logger.joined", report, report, "logger.step"]
+    assert facts["replay"] == [*replayed, report, "exporter.publish", "logger.serving", "logger.step"]
 
 
 def test_one_written_during_steps_has_the_bytes_of_one_written_in_peace(facts: Facts) -> None:

@@ -26,7 +26,7 @@ from buffer.base import Resume
 from trainer.platform import select_platform
 
 RESUMED_AT, HEAD_VERSION = 2, 4
-TOLD = ("logger.joined", "logger.step", "exporter.publish", "logger.serving")
+TOLD = ("logger.joined", "logger.step", "exporter.publish", "logger.serving", "coordinator.report_replay")
 
 
 def main() -> None:
