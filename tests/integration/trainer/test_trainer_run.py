@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from async_grpo.config import load
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.wire.board import ReplayProgress
 from buffer import BufferStats
 from tests.support.trainer_programs.models import make_model
 from tests.support.trainer_programs.supply import command, supply, trained, until, write_config
@@ -38,6 +39,7 @@ class Story:
     exit_codes: list[int] = field(default_factory=list)
     saved_at_stop: str = ""
     stays_for_the_evaluation: bool = False
+    replay_after_the_kill: ReplayProgress | None = None
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -70,6 +72,7 @@ async def lives(file: Path, model: Path) -> Story:
             await until(lambda: trained(config) >= STOP_AT)
             process.terminate()
             codes.append(await process.wait())
+        replay = await run.board.replay_progress()
         saved_at_stop = (checkpoints / "latest").read_text().strip()
         await enough_to_stop
         the_rest = asyncio.create_task(run.serve(STEPS - STOP_AT))
@@ -80,7 +83,7 @@ async def lives(file: Path, model: Path) -> Story:
             await run.evaluate()
             codes.append(await process.wait())
         await the_rest
-        return Story(config.run_dir, model, await run.buffer.stats(), codes, saved_at_stop, stays)
+        return Story(config.run_dir, model, await run.buffer.stats(), codes, saved_at_stop, stays, replay)
 
 
 def test_sigkill_kills_and_sigterm_and_the_end_exit_with_zero(story: Story) -> None:
@@ -113,6 +116,12 @@ def test_steps_that_are_replayed_after_the_kill_repeat_exactly(story: Story) -> 
         assert again["replayed"]
         assert again["epoch"] > first["epoch"]
         assert (again["loss"], again["grad_norm"]) == pytest.approx((first["loss"], first["grad_norm"]), rel=1e-6)
+
+
+def test_how_far_they_are_replayed_is_on_the_board(story: Story) -> None:
+    assert story.replay_after_the_kill is not None
+    assert story.replay_after_the_kill.epoch == 2
+    assert KILL_AT <= story.replay_after_the_kill.version == story.replay_after_the_kill.target <= STOP_AT
 
 
 def test_the_probe_of_the_final_version_is_compared(story: Story) -> None:

@@ -18,10 +18,11 @@ import redis
 from async_grpo.app.launch.monitor import Monitor
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.app.launch.supervisor import RoleSupervisor
-from async_grpo.app.report.live_state import LiveState
+from async_grpo.app.report.live_state import LiveState, RoleState
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.errors import ServerLost
+from async_grpo.errors import RoleFailed, ServerLost
+from async_grpo.wire.board import ReplayProgress
 from buffer import EmbeddedServer, connect_board, open_run
 from buffer import server as server_module
 from tests.support.redis_topologies import Server, running
@@ -92,6 +93,25 @@ async def test_a_server_that_is_away_for_longer_than_a_call_waits_ends_no_run(tm
             watch.cancel()
     assert len(watched.said) == 1
     assert f"waiting for the server: the server at 127.0.0.1:{server.port} has not answered" in watched.said[0]
+
+
+async def test_a_server_that_cannot_be_ready_during_a_replay_has_its_time_again_whenever_that_advances(
+    tmp_path: Path, redis_config: RedisConfig
+) -> None:
+    config = config_of(tmp_path, redis_config.url, timeout_s=30.0)
+    launch = config.launch.model_copy(update={"ready_timeout_s": 0.4})
+    config = config.model_copy(update={"name": uuid.uuid4().hex, "launch": launch})
+    board = await connect_board(config.redis, config.name)
+    async with watching(config) as watched:
+        watched.monitor._supervisor.states["rollout-0"] = RoleState("rollout-0", "starting", 0)
+        for version in range(4):
+            await board.report_replay(ReplayProgress(epoch=2, version=version, target=9))
+            await watched.monitor.look()
+            await asyncio.sleep(0.25)
+        await asyncio.sleep(0.25)
+        with pytest.raises(RoleFailed, match=r"rollout-0 has not been ready for 0\.4 s"):
+            await watched.monitor.look()
+    await board.aclose()
 
 
 async def test_the_loop_goes_on_while_a_server_that_died_starts_slowly(
