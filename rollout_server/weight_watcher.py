@@ -51,6 +51,7 @@ class ReplayWatch:
     def __init__(self, board: RunBoard) -> None:
         self._board = board
         self._progress: ReplayProgress | None = None
+        self._is_known = False
         self._looked_s: float | None = None
         self._advanced_s: float | None = None
         self._looking = asyncio.Lock()
@@ -64,18 +65,19 @@ class ReplayWatch:
     async def look(self) -> None:
         """Look at the board, at most once in LOOK_EVERY_S. A board that does not answer shows no advance."""
         async with self._looking:
-            now_s = time.monotonic()
-            if self._looked_s is not None and now_s - self._looked_s < LOOK_EVERY_S:
+            if self._looked_s is not None and time.monotonic() - self._looked_s < LOOK_EVERY_S:
                 return
             try:
                 async with asyncio.timeout(LOOK_TIMEOUT_S):
                     progress = await self._board.replay_progress()
             except (AsyncGrpoError, TimeoutError):
                 return
+            finally:
+                self._looked_s = time.monotonic()
             # The first report that is seen is no advance: a trainer that is dead may have left it.
-            if self._looked_s is not None and progress != self._progress:
-                self._advanced_s = now_s
-            self._looked_s, self._progress = now_s, progress
+            if self._is_known and progress != self._progress:
+                self._advanced_s = self._looked_s
+            self._is_known, self._progress = True, progress
 
     def describe(self) -> str:
         """What is known about the replay; "" if there is none."""

@@ -50,7 +50,11 @@ class RankListener:
             while len(connections) < len(ranks):
                 connection, _ = self._listener.accept()
                 connection.settimeout(CONNECT_TIMEOUT_S)
-                (rank,) = _RANK.unpack(connection.recv(_RANK.size))
+                hello = connection.recv(_RANK.size)
+                if not hello:  # of a rank that gave up, and counts as one of another machine
+                    connection.close()
+                    continue
+                (rank,) = _RANK.unpack(hello)
                 connections[rank] = connection
         except TimeoutError:
             missing = sorted(set(ranks) - connections.keys())

@@ -110,8 +110,8 @@ def connect_local_ranks(folder: Path, timeout_s: float) -> tuple[list[int], Rank
     try:
         path = Path(broadcast_bytes(bytes(listener.path) if listener is not None else None).decode())
         to_leader = try_connect(path, rank) if listener is None else None
-        is_local = [listener is not None or to_leader is not None]
-        local = [number for number, (shares,) in enumerate(gather_ints(is_local)) if shares]
+        is_local = int(listener is not None or to_leader is not None)
+        local = [number for number, (shares,) in enumerate(gather_ints([is_local])) if shares]
         if listener is not None:
             return local, RankLink(listener.accept_ranks(local[1:]), timeout_s)
         return local, RankLink({0: to_leader} if to_leader is not None else {}, timeout_s)

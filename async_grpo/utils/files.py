@@ -96,6 +96,15 @@ def make_private_folder(folder: Path) -> None:
     )
 
 
+def is_own_folder(folder: Path) -> bool:
+    """True for a folder of this user; False for a link, a folder of another user, and if there is none."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
 def try_lock(file: int | IO[str], *, shared: bool = False) -> bool:
     """Lock an open file, exclusively or together with others, without waiting; False if that is not possible now."""
     try:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.errors import WeightsError
-from async_grpo.utils.files import make_private_folder
+from async_grpo.utils.files import is_own_folder, make_private_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 PAGE = 4096
@@ -44,6 +44,8 @@ def remove_stores(run: str) -> None:
 def remove_trainer_files(run: str) -> None:
     """Remove the store and the sockets of the trainer of `run`, which has ended, and keep those of a receiver."""
     folder = run_folder(run)
+    if not is_own_folder(folder):  # a link of another user could lead to files that are not ours to remove
+        return
     for pattern in _TRAINER_FILES:
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)

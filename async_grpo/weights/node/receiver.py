@@ -160,8 +160,8 @@ class SharedWeightReceiver:
         if state.silent_s > HEARTBEATS_OF_SILENCE * self._config.heartbeat_s:
             secret = "" if self._config.encrypt == "off" else ", and is the secret the same there"
             return PublisherLost(
-                f"waited {timeout_s:g} s for {wanted}; the publisher of epoch {state.epoch} at "
-                f"{state.publisher} has been silent for {state.silent_s:.1f} s. Is the trainer alive{secret}?"
+                f"{wanted} do not come: the publisher of epoch {state.epoch} at {state.publisher} has been silent for "
+                f"{state.silent_s:.1f} s. Is the trainer alive{secret}?"
             )
         return WaitTimeout(f"{wanted} from {state.publisher}, which is alive", timeout_s)
 

@@ -53,6 +53,14 @@ def test_a_rank_does_not_take_what_a_killed_trainer_left_for_the_memory_of_rank_
     assert RankListener(tmp_path, 2).path != RankListener(tmp_path, 2).path
 
 
+def test_a_rank_that_gave_up_connecting_is_not_counted(tmp_path: Path) -> None:
+    listener = RankListener(tmp_path, 3)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gave_up:
+        gave_up.connect(str(listener.path))
+    assert try_connect(listener.path, 2) is not None
+    assert list(listener.accept_ranks([2])) == [2]
+
+
 def test_what_failed_at_a_rank_is_raised_at_rank_0(tmp_path: Path) -> None:
     leader, *others = connect(tmp_path, 3)
     others[0].send(0, 7, 1)

@@ -9,6 +9,7 @@ import pytest
 
 from async_grpo.errors import ConfigError
 from async_grpo.utils.files import make_private_folder
+from async_grpo.weights import shared_memory
 from async_grpo.weights.manifest import layout_of
 from async_grpo.weights.store import WeightStore
 
@@ -49,3 +50,12 @@ def test_no_store_is_made_in_a_folder_that_others_may_use(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="mode 777"):
         WeightStore.create(folder / "trainer.weights", layout_of([("a", "uint8", [8])]))
     assert list(folder.iterdir()) == []
+
+
+def test_files_behind_a_link_of_another_user_are_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "trainer.weights").touch()
+    (tmp_path / "async-grpo-run").symlink_to(tmp_path / "home")
+    shared_memory.remove_trainer_files("run")
+    assert (tmp_path / "home" / "trainer.weights").exists()
