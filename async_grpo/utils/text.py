@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -31,6 +32,15 @@ def _spelled(character: str) -> str:
     if unicodedata.category(character) not in _INVISIBLE_CATEGORIES:
         return character
     return character.encode("unicode_escape").decode()
+
+
+def short_digest(text: str) -> str:
+    """Eight hexadecimal digits of the SHA-256 of a text, to tell names apart that are cut or spelled alike.
+
+    >>> short_digest("quickstart")
+    'ed4f0b24'
+    """
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def gib(size_bytes: float) -> str:

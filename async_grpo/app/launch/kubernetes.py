@@ -29,6 +29,7 @@ from async_grpo.app.launch.preflight import load_named
 from async_grpo.app.launch.role_specs import EXIT_STOPPED, stoppable
 from async_grpo.config import RunConfig, dump
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
+from async_grpo.utils.text import short_digest
 
 Object = dict[str, Any]
 
@@ -41,6 +42,8 @@ DEVICES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 """Platform -> the resource that its device plug-in offers."""
 USER = 1000
 """User of the images in deploy/."""
+_NAME_LENGTH = 40
+"""Characters of a run's name in names of objects; Kubernetes takes 63 for a pod, with what JobSet appends."""
 _APPLY_S = 120.0
 _REDIS = f"""\
 umask 077
@@ -124,8 +127,19 @@ def text(config: RunConfig) -> str:
 
 
 def object_name(config: RunConfig) -> str:
-    """The name of the run as Kubernetes takes it: 40 lower-case letters, digits and hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", config.name.lower())[:40].strip("-")
+    """Name of the run's objects: at most 40 lower-case letters, digits and hyphens, the first a letter.
+
+    A name that had to be cut or changed ends in a digest of the run's name. Without it, runs that differ only behind
+    the cut (max_staleness=0 and =4 of one configuration) have one name, and the second `kubectl apply` replaces the
+    objects of the first, with its volumes.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", config.name.lower()).strip("-")
+    if not name[:1].isalpha():  # a Service may not start with a digit
+        name = f"run-{name}".rstrip("-")
+    if name == config.name and len(name) <= _NAME_LENGTH:
+        return name
+    digest = short_digest(config.name)
+    return f"{name[: _NAME_LENGTH - len(digest) - 1].rstrip('-')}-{digest}"
 
 
 def _labels(config: RunConfig, role: str | None = None) -> dict[str, str]:

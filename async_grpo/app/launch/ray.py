@@ -326,7 +326,9 @@ def _actor(ray: Any, config: RunConfig, name: str) -> Any:
 
 
 def _actor_name(config: RunConfig, role: str) -> str:
-    return f"{config.name}/{role}"
+    """Name of an actor. It has a digest of the run's folder: others on the cluster may have a run of the same name,
+    whose trainer is not ours to add servers to, and whose servers are not ours to stop."""
+    return f"{config.local_name}/{role}"
 
 
 def _run_dir(config: RunConfig) -> Path:

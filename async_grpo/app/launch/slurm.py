@@ -111,7 +111,7 @@ def submit(config: RunConfig, servers: int | None, say: Callable[[str], None]) -
     if there and servers is None:
         raise ConfigError(
             f"the trainer of {config.name} is job {there[0]} already. Pass --servers N to add N rollout servers, or "
-            f"stop the run first: scancel --me --name={_job(config, 'trainer')},{_job(config, 'rollout')}"
+            f"stop the run first: {_stop(config)}"
         )
     scripts = jobs(config, config.rollout.servers if servers is None else servers, trainer=not there)
     folder = open_run(config)
@@ -122,7 +122,12 @@ def submit(config: RunConfig, servers: int | None, say: Callable[[str], None]) -
         file = write_atomic(_folder(config) / f"{role}.sbatch", script)
         submitted[role] = _slurm("sbatch", "--parsable", *dependency(role, submitted), str(file)).split(";")[0].strip()
         say(f"{role}: job {submitted[role]} ({file})")
-    say(f"logs: {_folder(config)}; queue: squeue --me; a server less: scancel JOB_TASK")
+    say(f"logs: {_folder(config)}; queue: squeue --me; a server less: scancel JOB_TASK; stop the run: {_stop(config)}")
+
+
+def _stop(config: RunConfig) -> str:
+    """The command that stops the run."""
+    return f"scancel --me --name={_job(config, 'trainer')},{_job(config, 'rollout')}"
 
 
 def dependency(role: str, submitted: Mapping[str, str]) -> list[str]:
@@ -189,4 +194,6 @@ def _folder(config: RunConfig) -> Path:
 
 
 def _job(config: RunConfig, role: str) -> str:
-    return f"{config.name}-{role}"
+    """Name of a job. It has a digest of the run's folder: a trainer that gives up cancels its servers by their name,
+    and must not cancel those of a run with the same name in another folder."""
+    return f"{config.local_name}-{role}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -126,6 +127,28 @@ def test_pods_read_the_run_with_the_addresses_of_the_cluster(tmp_path: Path) -> 
 def instance(config: RunConfig) -> str:
     name: str = kinds(config)["JobSet"]["metadata"]["name"]
     return name
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [("qwen2.5_7b_deepscaler_cuda", ["max_staleness=0"]), ("qwen2.5_7b_deepscaler_cuda", ["max_staleness=4"])],
+        [("quickstart", ["name=a_b"]), ("quickstart", ["name=a-b"]), ("quickstart", ["name=A-b"])],
+        [("quickstart", ["name=7b"]), ("quickstart", ["name=run-7b"])],
+        [("quickstart", [f"name={'x' * 39}-{tail}"]) for tail in ("0", "4", "4-seed.2")],
+        [("quickstart", [f"max_staleness={s}", "trainer.optimizer.lr=0.00012345", "trainer.micro_batch_tokens=4096",
+            "sampling.temperature=0.75", "eval.every_steps=12"]) for s in (0, 4)],
+    ],
+)  # fmt: skip
+def test_two_runs_never_share_objects(runs: list[tuple[str, list[str]]]) -> None:
+    names = [instance(config(name, *overrides)) for name, overrides in runs]
+    assert len(set(names)) == len(runs), names
+    for name in names:
+        assert re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name), "no Service may have this name"
+
+
+def test_a_name_that_fits_is_left_as_it_is() -> None:
+    assert instance(config("quickstart")) == "quickstart"
 
 
 def test_devices_are_those_of_the_plug_ins() -> None:

@@ -116,7 +116,16 @@ def test_preempted_roles_are_requeued_as_often_as_it_happens(tmp_path: Path) -> 
 def test_a_trainer_that_fails_too_often_takes_its_servers_with_it(tmp_path: Path) -> None:
     code, called = ends(tmp_path, "trainer", 1, 1)
     assert (code, called[0]) == (1, "scontrol requeue 7")
-    assert re.fullmatch("scancel --quiet --user=.* --name=one-rollout", called[1])
+    assert re.fullmatch("scancel --quiet --user=.* --name=one-[0-9a-f]{8}-rollout", called[1])
+
+
+def test_a_run_of_the_same_name_in_another_folder_has_other_jobs() -> None:
+    def names(folder: str) -> set[str]:
+        scripts = jobs(config(runs_dir=folder), 2)
+        return {name for script in scripts.values() for name in re.findall(r"--(?:job-)?name=(\S+)", script)}
+
+    assert names("/home/ada/runs") == names("/home/ada/runs")
+    assert names("/home/ada/runs").isdisjoint(names("/home/bob/runs"))
 
 
 def test_a_fault_of_the_configuration_is_not_tried_again(tmp_path: Path) -> None:
