@@ -124,7 +124,8 @@ class LaunchConfig(StrictModel):
     gpu_memory_utilization of it. `sleep`: engines also free their memory while a step is made, and keep what they have
     generated; on CPU they only stop."""
     ready_timeout_s: Seconds = 300.0
-    """Seconds for a role to become ready after its start; then the run is given up."""
+    """Seconds for a role to become ready after its start. Later, a rollout server is given up, and the run goes on with
+    the others; without a trainer or without any server it ends."""
     stop_timeout_s: Seconds = 30.0
     """Seconds from SIGTERM to SIGKILL, for every role. Raise it with -o for a trainer that has more to save."""
 

@@ -63,6 +63,7 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
         state.wall_s,
         prepare_s=state.prepare_s,
         servers=[read_rows(path) for path in sorted((folder.path / "timeline").glob("rollout-*.jsonl"))],
+        given_up=state.given_up,
     )
     trackers = make_trackers(plane.config)
     for evaluation in evaluations:
@@ -84,6 +85,7 @@ def headline(summary: dict[str, Any], folder: RunFolder) -> str:
         summary["bottleneck"],
         f"age of trained tokens: max {summary['max_age']} (bound {summary['age_bound']})",
         f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",
+        f"went on without {', '.join(summary['given_up'])}: the report says why" if summary["given_up"] else "",
         f"report: {folder.path / 'report.md'}",
     ]
     return "\n".join(line for line in lines if line)
@@ -237,6 +239,7 @@ class LocalRun:
         try:
             self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
             self._state.restarts |= self._supervisor.restarts
+            self._state.given_up |= self._supervisor.given_up
             self._folder.write_state(self._state)
             stats = await self._plane.buffer.stats()
             self._view.phase("writing the report")

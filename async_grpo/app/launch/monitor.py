@@ -18,7 +18,7 @@ from async_grpo.app.launch.role_process import StartTimes
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
 from async_grpo.app.report.live_state import LiveState
-from async_grpo.errors import RoleFailed, ServerLost
+from async_grpo.errors import ServerLost
 from async_grpo.models.hub import cache_dir
 from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.wire.board import ReplayProgress
@@ -60,7 +60,7 @@ class Monitor:
         return self._stats is not None and self._stats.version >= self._config.steps
 
     async def watch(self) -> None:
-        """Look until cancelled. Raises RoleFailed when a role does not become ready in time."""
+        """Look until cancelled. Raises RoleFailed when the trainer, or no rollout server, becomes ready in time."""
         answers = True
         while True:
             try:
@@ -109,19 +109,24 @@ class Monitor:
         )
 
     def _check_ready(self, ready: set[str]) -> None:
-        """Raise RoleFailed for a role that runs and has not become ready for launch.ready_timeout_s."""
+        """Give up a role that runs and has not become ready for launch.ready_timeout_s.
+
+        The run goes on with the servers that it has: one that hangs, or a spare that finds no room on its device, must
+        not end it. Raises RoleFailed for the trainer and for the last server.
+        """
         limit = self._config.launch.ready_timeout_s
         for name, role in list(self._supervisor.states.items()):
             if name in ready and (took_s := self._supervisor.heard_of(name)) is not None:
                 self._starts.note(name, took_s)
-            if name in ready or role.state == "finished":
+            if name in ready or role.state in ("finished", "stopped", "failed"):
                 self._unready_since.pop(name, None)
                 continue
             since = self._unready_since.setdefault(name, time.monotonic())
             if time.monotonic() - since > limit:
-                raise RoleFailed(
+                self._supervisor.give_up(
+                    name,
                     f"{name} has not been ready for {limit:g} s. Its log says more: "
-                    f"{self._config.run_dir / 'logs' / name}.log. A slow machine needs a larger launch.ready_timeout_s"
+                    f"{self._config.run_dir / 'logs' / name}.log. A slow machine needs a larger launch.ready_timeout_s",
                 )
 
     async def keep_server(self) -> None:

@@ -65,6 +65,8 @@ class RunState:
     prepare_s: float = 0.0
     """Seconds before that in which the first policy was made or fetched; of a cached one, those of its warm-up."""
     restarts: dict[str, int] = field(default_factory=dict)
+    given_up: dict[str, str] = field(default_factory=dict)
+    """Rollout server without which the run went on -> why it was given up."""
     finished_steps: int = 0
     """The step to which the run was trained, evaluated and reported; 0 if it has not come to its end."""
     command: str = ""

@@ -1,9 +1,10 @@
 """RoleSupervisor: starts the roles of a run, watches them, restarts them or gives up, and stops them in order.
 
     watch():  starts every role at once (each waits by itself for what it needs); one task for each role waits for its
-              end. Returns when the trainer has finished and the rollout servers have left, or raises RoleFailed when a
-              role has died too often
+              end. Returns when the trainer has finished and the rollout servers have left, or raises RoleFailed when
+              the trainer, or the last rollout server, has died too often
     start_spare(), retire(): one server more, or one less, which gives back what it has
+    give_up(): stop a server that does not become ready; the run goes on with the others
     stop():   SIGTERM to all roles (rollout servers store partials, the trainer saves a checkpoint), SIGKILL to those
               that are still there at the deadline; no process is left
 
@@ -78,6 +79,8 @@ class RoleSupervisor:
         self._stopping = False
         self._spares = {spec.name: spec for spec in spares}
         self._retired: set[str] = set()
+        self.given_up: dict[str, str] = {}
+        """Rollout server without which the run goes on -> why it was given up."""
         self._tasks: asyncio.TaskGroup | None = None
         self._trained = trained
         self._generated = generated
@@ -85,7 +88,8 @@ class RoleSupervisor:
         self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._specs}
 
     async def watch(self) -> None:
-        """Start every role and wait until all have ended. Raises RoleFailed when one has died too often."""
+        """Start every role and wait until all have ended. Raises RoleFailed when one has died too often without which
+        the run cannot go on."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._tasks = group
@@ -96,7 +100,7 @@ class RoleSupervisor:
 
     def start_spare(self) -> str:
         """Start the first spare server that does not run; returns its name, "" if there is none or the run ends."""
-        free = [name for name in self._spares if not self.is_kept(name)]
+        free = [name for name in self._spares if not self.is_kept(name) and name not in self.given_up]
         if not free or self._tasks is None or self._is_ending():
             return ""
         name = free[0]
@@ -110,6 +114,24 @@ class RoleSupervisor:
         if self._tasks is not None and not self._is_ending() and name in self._spares and self.is_kept(name):
             self._retired.add(name)
             self._tasks.create_task(self._part_with(name), name=f"retire {name}")
+
+    def give_up(self, name: str, why: str) -> None:
+        """Stop a rollout server for good; the run goes on with the others. Raises RoleFailed, with the reason `why`, for
+        the trainer and for the last server."""
+        self._continue_without(name, why, self._other_servers(name, "starting", "running", "restarting"))
+        if self._tasks is not None and not self._stopping:
+            self._tasks.create_task(self._part_with(name), name=f"give up {name}")
+
+    def _continue_without(self, name: str, why: str, others: Sequence[str]) -> None:
+        self.states[name] = replace(self.states[name], state="failed")
+        if name == TRAINER or not others:
+            raise RoleFailed(f"{why}; the same command resumes the run")
+        self.given_up[name] = why
+        self._say(f"{why}. The run goes on without {name}, with {', '.join(others)}")
+
+    def _other_servers(self, name: str, *states: str) -> list[str]:
+        """The other rollout servers that are in one of these states."""
+        return [role.name for role in self.states.values() if role.name not in (TRAINER, name) and role.state in states]
 
     def is_spare(self, name: str) -> bool:
         """Whether the role is a server that may be retired."""
@@ -180,22 +202,26 @@ class RoleSupervisor:
     async def _keep(self, spec: RoleSpec) -> None:
         """Run the role, and restart it as long as `decide` says so."""
         used = 0
-        while not self._stopping:
+        while not self._stopping and spec.name not in self.given_up:
             role, code = await self._run_once(spec)
             decision = decide(
                 code=code,
-                stopping=self._stopping or spec.name in self._retired,
+                stopping=self._stopping or spec.name in self._retired or spec.name in self.given_up,
                 over=spec.name != TRAINER and not self._stopping and await self._generated(),
                 needed=self._needed(spec),
                 restarts=used,
                 limit=spec.restarts,
             )
             if decision is RestartDecision.DONE:
-                self._mark(spec, "stopped" if code and self._stopping else "finished")
+                if spec.name not in self.given_up:
+                    self._mark(spec, "stopped" if code and self._stopping else "finished")
                 return
             if decision is RestartDecision.GIVE_UP:
-                self._mark(spec, "failed")
-                raise RoleFailed(f"{role.explain(code)}. {_why_no_more(code, used)}; the same command resumes the run")
+                # A server that still starts reads the same configuration, and would end in the same way.
+                able = ("running",) if code == EXIT_CONFIG else ("starting", "running", "restarting")
+                why = f"{role.explain(code)}. {_why_no_more(code, used)}"
+                self._continue_without(spec.name, why, self._other_servers(spec.name, *able))
+                return
             used += 1
             self.states[spec.name] = RoleState(spec.name, "restarting", self.states[spec.name].restarts + 1)
             self._say(f"{role.explain(code)}; restart {used} of {spec.restarts}")
@@ -203,8 +229,9 @@ class RoleSupervisor:
     async def _run_once(self, spec: RoleSpec) -> tuple[RoleProcess, int]:
         role = await RoleProcess.start(spec, self._run)
         self._running[spec.name] = role
-        self._mark(spec, "starting")
-        if self._stopping or spec.name in self._retired:  # asked for while it was being started
+        if spec.name not in self.given_up:
+            self._mark(spec, "starting")
+        if self._stopping or spec.name in self._retired or spec.name in self.given_up:  # while it was being started
             role.ask_to_stop()
         code = await asyncio.shield(role.wait())
         self._running.pop(spec.name)  # not reached when cancelled: `stop` then still finds the role
@@ -214,8 +241,7 @@ class RoleSupervisor:
         """The run needs its trainer until every step is trained, and a rollout server until the trainer has left."""
         if spec.name == TRAINER:
             return not self._trained()
-        others = [role for name, role in self.states.items() if name not in (TRAINER, spec.name)]
-        alone = not any(role.state in ("starting", "running", "restarting") for role in others)
+        alone = not self._other_servers(spec.name, "starting", "running", "restarting")
         return alone and self.states[TRAINER].state != "finished"
 
     def _mark(self, spec: RoleSpec, state: str) -> None:

@@ -183,6 +183,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
         _decisions(rows_of_kind(rows, "staleness")),
         _gap(summary),
         _time(summary),
+        _given_up(summary),
         _warnings(rows_of_kind(rows, "warning")),
         samples_section(run_dir),
         _reproduce(run_dir, summary),
@@ -303,6 +304,15 @@ def _time(summary: Facts) -> str:
     from_to = f"Steps {summary.get('first_timed_step') or 1} to {summary.get('steps')}{note}."
     said = f"## Where the time went\n\n{summary.get('bottleneck') or ''}\n\n{from_to}\n"
     return "\n".join([said, header, *lines, "", _NOT_IN_STEPS])
+
+
+def _given_up(summary: Facts) -> str:
+    """The rollout servers without which the run went on, and why."""
+    reasons = (summary.get("given_up") or {}).values()
+    if not reasons:
+        return ""
+    shown = fenced("\n".join(map(str, reasons)), limit=4000)
+    return f"## Rollout servers that were given up\n\nThe run went on without them:\n\n{shown}"
 
 
 def _warnings(warnings: list[Row]) -> str:

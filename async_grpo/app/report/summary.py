@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -47,12 +48,14 @@ def summarize(
     *,
     prepare_s: float | None = None,
     servers: Sequence[Sequence[Row]] = (),
+    given_up: Mapping[str, str] = MappingProxyType({}),
 ) -> Facts:
     """The figures of a run; None where something is not known.
 
     `steps` and `probes` are rows of metrics.jsonl, `stats` the fields of the buffer's BufferStats, `counters` those of
     the run board, `wall_s` the seconds of all invocations from the start of their processes to the report, `prepare_s`
-    those before, and `servers` the rows of each timeline/rollout-*.jsonl.
+    those before, `servers` the rows of each timeline/rollout-*.jsonl, and `given_up` the servers without which the run
+    went on, with the reasons.
     """
     steps = last_of_each(steps, "step")
     generated_tokens = counters.get(GENERATED_TOKENS, 0)
@@ -71,6 +74,7 @@ def summarize(
         **_logprob_gap([*steps, *last_of_each(probes, "version")]),
         **_groups(stats),
         "restarts": _counters_of(counters, RESTARTS_PREFIX),
+        "given_up": dict(given_up),
         "reward_failures": _counters_of(counters, REWARD_FAILURES_PREFIX),
         "evaluations": [_facts(evaluation) for evaluation in _by_version(evaluations)],
     }

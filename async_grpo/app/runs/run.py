@@ -170,6 +170,7 @@ class Run:
             wall_s,
             prepare_s=state.prepare_s,
             servers=servers,
+            given_up=state.given_up,
         )
 
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,13 +17,14 @@ import pytest
 import redis
 
 from async_grpo.app.launch.monitor import Monitor
+from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.app.launch.supervisor import RoleSupervisor
 from async_grpo.app.report.live_state import LiveState, RoleState
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import RoleFailed, ServerLost
-from async_grpo.wire.board import ReplayProgress
+from async_grpo.wire.board import PublisherAddress, ReplayProgress, ServerBeat
 from buffer import EmbeddedServer, connect_board, open_run
 from buffer import server as server_module
 from tests.support.redis_topologies import Server, running
@@ -112,6 +114,36 @@ async def test_a_server_that_cannot_be_ready_during_a_replay_has_its_time_again_
         with pytest.raises(RoleFailed, match=r"rollout-0 has not been ready for 0\.4 s"):
             await watched.monitor.look()
     await board.aclose()
+
+
+async def test_a_server_that_is_not_ready_in_time_leaves_the_run_to_the_others(tmp_path: Path) -> None:
+    limit_s, said = 2.0, list[str]()
+    with running(server := Server(tmp_path / "server")):
+        config = config_of(tmp_path, server.url, timeout_s=30.0)
+        config = config.model_copy(update={"launch": config.launch.model_copy(update={"ready_timeout_s": limit_s})})
+        sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+        specs = [RoleSpec(name, sleeps, tmp_path / f"{name}.log", 0) for name in ("trainer", "rollout-0", "rollout-1")]
+        roles = RoleSupervisor("watched", specs, restarts={}, say=said.append, stop_timeout_s=5.0)
+        keeping = asyncio.create_task(roles.watch())
+        async with watching(config) as watched:
+            board = await connect_board(config.redis, config.name)
+            await board.set_publisher(PublisherAddress(epoch=1, announce="a", requests="b"))
+            plane = StatePlane(config, await open_run(config), board, None)
+            monitor = Monitor(plane, roles, show=watched.shown.append, say=said.append)
+            watch = asyncio.create_task(monitor.watch())
+            try:
+                async with asyncio.timeout(30):
+                    while roles.states["rollout-1"].state != "failed" and not watch.done():
+                        await board.beat(ServerBeat(name="rollout-0", pid=1, version=0), ttl_s=1.0)
+                        await asyncio.sleep(0.1)
+                    assert not watch.done(), watch.exception()
+                    assert list(roles.given_up) == ["rollout-1"] and "rollout-1" in said[-1]
+                    with pytest.raises(RoleFailed, match="rollout-0 has not been ready"):
+                        await watch  # the last one
+            finally:
+                watch.cancel()
+                await roles.stop()
+                await asyncio.gather(keeping, board.aclose(), plane.buffer.aclose(), return_exceptions=True)
 
 
 async def test_the_loop_goes_on_while_a_server_that_died_starts_slowly(

@@ -233,6 +233,59 @@ async def test_servers_that_leave_while_the_trainer_is_restarted_after_the_end_a
     assert {role.state for role in keeper.states.values()} == {"finished"}
 
 
+async def test_a_run_goes_on_with_the_servers_that_it_has(tmp_path: Path) -> None:
+    said: list[str] = []
+    keeper = RoleSupervisor(
+        "run",
+        [spec(tmp_path, SLEEPER, name=name) for name in ("trainer", "rollout-0", "rollout-1")],
+        spares=[spec(tmp_path, "import sys; sys.exit(3)", name="rollout-2")],
+        restarts={},
+        say=said.append,
+        stop_timeout_s=5.0,
+    )
+    watching = asyncio.create_task(keeper.watch())
+
+    async def until_failed(name: str) -> None:
+        async with asyncio.timeout(10):
+            while keeper.states[name].state != "failed" or keeper.pid(name) is not None:
+                await asyncio.sleep(0.02)
+
+    async with asyncio.timeout(10):
+        while any(keeper.heard_of(name) is None for name in keeper.states if keeper.states[name].state == "starting"):
+            await asyncio.sleep(0.02)
+    assert keeper.start_spare() == "rollout-2"
+    await until_failed("rollout-2")  # it dies too often
+    keeper.give_up("rollout-1", "rollout-1 has not been ready for 1 s")
+    await until_failed("rollout-1")
+    assert set(keeper.given_up) == {"rollout-1", "rollout-2"}
+    assert keeper.start_spare() == "", "a spare that was given up would fail again"
+    assert len(said) == 2 and not watching.done()
+    for name in ("rollout-0", "trainer"):  # the last server, and the trainer
+        with pytest.raises(RoleFailed, match=f"{name} has not"):
+            keeper.give_up(name, f"{name} has not been ready for 1 s")
+    await keeper.stop()
+    await asyncio.wait_for(watching, 10)
+
+
+@pytest.mark.parametrize(("others", "goes_on"), [("starting", False), ("running", True)])
+async def test_a_server_with_a_faulty_configuration_ends_the_run_unless_others_run_with_it(
+    tmp_path: Path, others: str, goes_on: bool
+) -> None:
+    refuses = "import sys, time; time.sleep(0.5); sys.exit(78)"
+    programs = {"trainer": SLEEPER, "rollout-0": SLEEPER, "rollout-1": refuses}
+    keeper = supervisor(tmp_path, *(spec(tmp_path, text, name=name) for name, text in programs.items()), said=[])
+    watching = asyncio.create_task(keeper.watch())
+    async with asyncio.timeout(10):
+        while others == "running" and keeper.heard_of("rollout-0") is None:
+            await asyncio.sleep(0.02)
+        while keeper.states["rollout-1"].state != "failed":
+            await asyncio.sleep(0.02)
+    assert ("rollout-1" in keeper.given_up) is goes_on
+    await keeper.stop()
+    ended = await asyncio.gather(watching, return_exceptions=True)
+    assert isinstance(ended[0], RoleFailed) is not goes_on
+
+
 async def test_stop_ends_all_roles_in_time_and_does_not_restart_them(tmp_path: Path) -> None:
     said: list[str] = []
     keeper = supervisor(tmp_path, spec(tmp_path, SLEEPER, name="trainer", restarts=3), said=said)
@@ -251,17 +304,20 @@ async def test_what_roles_share_outlives_each_of_them_and_ends_with_the_last_als
 ) -> None:
     adopt_orphans()
     program = STARTER_OF_A_RECEIVER_THAT_STOPS.format(store=str(tmp_path / "node.weights"))
-    specs = [spec(tmp_path, program, name="rollout-0"), spec(tmp_path, SLEEPER, name="rollout-1")]
+    programs = {"trainer": SLEEPER, "rollout-0": program, "rollout-1": SLEEPER}
+    specs = [spec(tmp_path, text, name=name) for name, text in programs.items()]
     keeper = supervisor(tmp_path, *specs, said=[])
     watching = asyncio.create_task(keeper.watch())
     receiver = int(await first_line(tmp_path / "rollout-0.log"))
     starter = keeper.pid("rollout-0")
     assert starter is not None
     os.kill(starter, signal.SIGKILL)
-    with pytest.raises(RoleFailed, match="rollout-0 was killed"):
-        await watching
+    async with asyncio.timeout(10):
+        while keeper.states["rollout-0"].state != "failed":
+            await asyncio.sleep(0.02)
     assert psutil.Process(receiver).status() == psutil.STATUS_STOPPED
     await keeper.stop()
+    await watching
     assert not psutil.pid_exists(receiver)
 
 

@@ -187,6 +187,12 @@ def test_the_gap_covers_age_0_tokens_and_the_probe_and_the_mean_age_is_weighted(
     assert summary["max_age"] == 2
 
 
+def test_the_report_says_without_which_servers_the_run_went_on(tmp_path: Path) -> None:
+    why = "rollout-1 has not been ready for 300 s"
+    summary = summarize(config(), [], [], [], {}, {}, 1.0, given_up={"rollout-1": why})
+    assert why in write_report(tmp_path, summary).read_text()
+
+
 def test_the_counters_balance_and_restarts_go_by_role(summary: dict[str, Any]) -> None:
     assert summary["balanced"] is True
     assert summary["groups"]["active"] == 32
