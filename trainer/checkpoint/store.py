@@ -130,11 +130,15 @@ class RunStore:
         self.objects.remove([*(older & set(self._names("checkpoints"))), *names])
 
     def push_files(self, run_dir: Path) -> None:
-        """Copy the other files of the run that have changed since the last call. Raises OSError."""
+        """Copy the other files of the run that have changed since the last call, or are not there any more: `--fresh`
+        elsewhere may have deleted the copy, which without config.yaml and run.id is neither listed nor resumed. Raises
+        OSError."""
+        there = set(self._names("run"))
         for path in sorted(found for pattern in _RUN_FILES for found in run_dir.glob(pattern) if found.is_file()):
             name, stat = path.relative_to(run_dir).as_posix(), path.stat()
-            if self._pushed.get(name) != (stat.st_mtime_ns, stat.st_size):
-                self.objects.write(f"{self.name}/run/{name}", _pieces(path))
+            target = f"{self.name}/run/{name}"
+            if self._pushed.get(name) != (stat.st_mtime_ns, stat.st_size) or target not in there:
+                self.objects.write(target, _pieces(path))
                 self._pushed[name] = (stat.st_mtime_ns, stat.st_size)
 
     def pull(self, run_dir: Path, say: Say) -> None:
@@ -197,6 +201,10 @@ class RunStore:
             return self.objects.read(f"{self.name}/run/run.id").decode()
         except FileNotFoundError:
             return None
+
+    def holds_anything(self) -> bool:
+        """True if there is any object of a run of this name, also of a torn copy. Raises OSError."""
+        return bool(self.objects.names(self.name))
 
     def remove(self) -> None:
         """Remove the whole copy, its markers first. Raises OSError."""

@@ -91,7 +91,7 @@ def run(
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run of this name and start over.")] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask before --fresh deletes a run from a shared server.")
+        bool, typer.Option("--yes", help="Do not ask before --fresh deletes a run from a shared server or bucket.")
     ] = False,
 ) -> None:
     """Run everything on this machine: server, trainer, rollout servers, report.

@@ -26,7 +26,7 @@ from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.monitor import Monitor
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
-from async_grpo.app.launch.run_copy import copy_results, fetch_run
+from async_grpo.app.launch.run_copy import copy_results, fetch_run, remove_copy
 from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, write_config
 from async_grpo.app.launch.state_plane import StatePlane, check_fresh, open_state_plane
 from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
@@ -95,7 +95,7 @@ class LocalLauncher:
     """Launches on this machine alone, without any files of its own."""
 
     def __init__(self, confirm: Callable[[str], bool]) -> None:
-        """`confirm` is asked before `fresh` deletes a run from a shared server."""
+        """`confirm` is asked before `fresh` deletes a run from a shared server, or the copy of another run."""
         self._confirm = confirm
 
     def render(self, config: RunConfig) -> Mapping[Path, str]:
@@ -110,7 +110,9 @@ class LocalLauncher:
         adopt_orphans()
         if fresh:
             await check_fresh(config, self._confirm)
-        await asyncio.to_thread(fetch_run, config, print, fresh=fresh)
+            await remove_copy(config, self._confirm)
+        else:
+            await asyncio.to_thread(fetch_run, config, print)
         folder = open_run(config, fresh=fresh)
         state = folder.read_state()
         interrupted = asyncio.Event()

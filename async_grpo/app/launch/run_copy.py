@@ -6,10 +6,12 @@ report       --copy_results--> the copy                           --pull_run--> 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
-from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.app.launch.run_folder import RunFolder, check_is_run
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from trainer.checkpoint.store import KEY, RunStore, runs_at
@@ -17,9 +19,9 @@ from trainer.checkpoint.store import KEY, RunStore, runs_at
 Say = Callable[[str], None]
 
 
-def fetch_run(config: RunConfig, say: Say, *, fresh: bool = False) -> None:
-    """Bring the newest checkpoint and the files of the run into its folder if the copy is newer; `fresh` removes the
-    copy. Does nothing without `runs_store`.
+def fetch_run(config: RunConfig, say: Say) -> None:
+    """Bring the newest checkpoint and the files of the run into its folder if the copy is newer. Does nothing without
+    `runs_store`.
 
     Raises ConfigError if the copy is that of another run or cannot be reached, CheckpointError if it is damaged.
     """
@@ -27,9 +29,6 @@ def fetch_run(config: RunConfig, say: Say, *, fresh: bool = False) -> None:
         return
     store, folder = RunStore.open(config.runs_store, config.name), RunFolder(config.run_dir.absolute())
     try:
-        if fresh:
-            store.remove()
-            return
         known = store.id()
         if known is not None and folder.id_file.exists() and known != folder.id_file.read_text():
             raise ConfigError(
@@ -42,6 +41,36 @@ def fetch_run(config: RunConfig, say: Say, *, fresh: bool = False) -> None:
     except OSError as error:
         raise _unreachable(store.url, error) from error
     folder.origin  # noqa: B018  (makes run.id, which goes into the copy)
+
+
+async def remove_copy(config: RunConfig, confirm: Callable[[str], bool]) -> None:
+    """Delete the copy of the run, for `--fresh`. Does nothing without `runs_store`.
+
+    A run that is live in this folder would lose all its checkpoints, so its lock is taken first. A copy with another id
+    may be a colleague's run of the same name in a shared bucket: `confirm` is asked. Raises ConfigError, before anything
+    is deleted, if the run is live, the folder holds no run, `confirm` refuses, or the store cannot be reached.
+    """
+    if config.runs_store is None:
+        return
+    store, folder = RunStore.open(config.runs_store, config.name), RunFolder(config.run_dir.absolute())
+    check_is_run(folder)
+    try:
+        with folder.locked() if folder.path.exists() else nullcontext():
+            stored = await asyncio.to_thread(store.id)
+            own = folder.id_file.read_text() if folder.id_file.exists() else None
+            question = (
+                f"{store.url} is the copy of another run than that in {folder.path}, if there is one. Delete it with all "
+                "its checkpoints?"
+            )
+            foreign = stored != own and await asyncio.to_thread(store.holds_anything)
+            if foreign and not confirm(question):
+                raise ConfigError(
+                    f"--fresh was not confirmed: {store.url} is the copy of another run than that in {folder.path}, and "
+                    "nothing of either is deleted. Give this run another name (-o name=...)"
+                )
+            await asyncio.to_thread(store.remove)
+    except OSError as error:
+        raise _unreachable(store.url, error) from error
 
 
 def copy_results(config: RunConfig, folder: RunFolder, say: Say) -> None:

@@ -246,11 +246,16 @@ def _short(value: str) -> str:
 
 def remove_run(folder: RunFolder) -> None:
     """Remove the folder of a run. Raises ConfigError if no run made it, or if a process is at work in it."""
-    known = folder.config_file.exists() or (folder.path / _LOCK).exists()
-    if not known and any(folder.path.iterdir()):
-        raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")
+    check_is_run(folder)
     with folder.locked():
         shutil.rmtree(folder.path)
+
+
+def check_is_run(folder: RunFolder) -> None:
+    """Raise ConfigError for a folder with files that no run made: `--fresh` must not delete them."""
+    known = folder.config_file.exists() or (folder.path / _LOCK).exists()
+    if not known and folder.path.exists() and any(folder.path.iterdir()):
+        raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")
 
 
 def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:

@@ -116,8 +116,8 @@ class RoleSupervisor:
             self._tasks.create_task(self._part_with(name), name=f"retire {name}")
 
     def give_up(self, name: str, why: str) -> None:
-        """Stop a rollout server for good; the run goes on with the others. Raises RoleFailed, with the reason `why`, for
-        the trainer and for the last server."""
+        """Stop a rollout server for good; the run goes on with the others. Raises RoleFailed, with the reason `why`,
+        for the trainer and for the last server."""
         self._continue_without(name, why, self._other_servers(name, "starting", "running", "restarting"))
         if self._tasks is not None and not self._stopping:
             self._tasks.create_task(self._part_with(name), name=f"give up {name}")

@@ -52,7 +52,8 @@ def run(
         config: A file, the name of a shipped configuration, the folder of a run, or the settings themselves.
         overrides: {"max_staleness": 0}, or ["max_staleness=0"]; they become part of the run's name.
         steps: Optimizer steps in all; extends a finished run.
-        fresh: Delete an earlier run of this name first. Refused if it has keys on a shared server.
+        fresh: Delete an earlier run of this name first. Refused if it has keys on a shared server, or if `runs_store`
+            holds the copy of another run.
         progress: True shows the live panel in a terminal and prints lines elsewhere; a function gets each line; False
             shows nothing.
 
