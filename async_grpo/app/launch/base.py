@@ -34,8 +34,8 @@ class Launcher(Protocol):
 
 
 def make_launcher(confirm: Callable[[str], bool] = lambda question: False) -> Launcher:
-    """The launcher of this machine. `confirm` is asked before `fresh` deletes a run from a shared server, or the copy of
-    another run from a bucket."""
+    """The launcher of this machine. `confirm` is asked before `fresh` deletes a run from a shared server, or the copy
+    of another run from a bucket."""
     from async_grpo.app.launch.local import LocalLauncher
 
     return LocalLauncher(confirm)

@@ -46,9 +46,9 @@ def fetch_run(config: RunConfig, say: Say) -> None:
 async def remove_copy(config: RunConfig, confirm: Callable[[str], bool]) -> None:
     """Delete the copy of the run, for `--fresh`. Does nothing without `runs_store`.
 
-    A run that is live in this folder would lose all its checkpoints, so its lock is taken first. A copy with another id
-    may be a colleague's run of the same name in a shared bucket: `confirm` is asked. Raises ConfigError, before anything
-    is deleted, if the run is live, the folder holds no run, `confirm` refuses, or the store cannot be reached.
+    A run that is live in this folder would lose all its checkpoints, so its lock is taken first. A copy with another
+    id may be a colleague's run of the same name in a shared bucket: `confirm` is asked. Raises ConfigError, before
+    anything is deleted, if the run is live, the folder holds no run, `confirm` refuses, or the store cannot be reached.
     """
     if config.runs_store is None:
         return
@@ -58,15 +58,12 @@ async def remove_copy(config: RunConfig, confirm: Callable[[str], bool]) -> None
         with folder.locked() if folder.path.exists() else nullcontext():
             stored = await asyncio.to_thread(store.id)
             own = folder.id_file.read_text() if folder.id_file.exists() else None
-            question = (
-                f"{store.url} is the copy of another run than that in {folder.path}, if there is one. Delete it with all "
-                "its checkpoints?"
-            )
+            found = f"{store.url} is the copy of another run than that in {folder.path}"
             foreign = stored != own and await asyncio.to_thread(store.holds_anything)
-            if foreign and not confirm(question):
+            if foreign and not confirm(f"{found}. Delete it with all its checkpoints?"):
                 raise ConfigError(
-                    f"--fresh was not confirmed: {store.url} is the copy of another run than that in {folder.path}, and "
-                    "nothing of either is deleted. Give this run another name (-o name=...)"
+                    f"--fresh was not confirmed: {found}, and nothing of either is deleted. Give this run another name "
+                    "(-o name=...)"
                 )
             await asyncio.to_thread(store.remove)
     except OSError as error:

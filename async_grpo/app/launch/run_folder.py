@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -30,6 +30,7 @@ from async_grpo.config.load import MACHINE_SECTIONS, RESOLVED, differing_keys, i
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.role_history import failure, record_start, restarts
 from async_grpo.utils.files import is_locked, locked, try_lock, write_atomic
+from async_grpo.utils.text import short_digest
 from buffer import PASSWORD_VARIABLE
 from trainer.checkpoint.manifest import changed, read_manifest, unreadable
 from trainer.checkpoint.store import CHOSEN, LATEST
@@ -53,7 +54,10 @@ LEADER = "trainer-0"
 """Name of the trainer, or of its node 0 if it has several."""
 _LOCK = "run.lock"
 """The file that the process at work in the folder holds."""
-_SAFE_VALUE = re.compile(r"^[A-Za-z0-9._]{1,24}$")
+_SAFE_VALUE = re.compile(r"[A-Za-z0-9._-]{1,24}\Z")
+_NAME_LENGTH = 64
+_MOST_DIGITS = 1e15
+"""Whole numbers from here on are spelt with an exponent."""
 
 
 @dataclass
@@ -221,14 +225,27 @@ def write_role(folder: RunFolder, role: str, config: RunConfig) -> Path:
 def run_name(base: str, overrides: Iterable[str]) -> str:
     """The name of a run with overrides, so that each experiment has its own folder.
 
-    >>> run_name("quickstart", ["max_staleness=0", "seed=3"])
-    'quickstart-max_staleness.0-seed.3'
+    Equal values give equal names, however they are spelt. A name that is too long is cut, and ends in a digest of the
+    whole name, so that two experiments never get one folder.
+
+    >>> run_name("quickstart", ["max_staleness=0", "trainer.optimizer.lr=0.0001"])
+    'quickstart-max_staleness.0-lr.1e-4'
     """
-    named = [override.partition("=") for override in overrides]
-    if any(key == "name" for key, _, _ in named):
+    values: dict[str, str] = {}  # of a key that is given twice, the last counts
+    for override in overrides:
+        key, _, value = override.partition("=")
+        values[key] = value
+    if "name" in values:
         return base
-    told = [(key, value) for key, _, value in sorted(named) if not is_at_or_below(key, _FREE_KEYS)]
-    return (base + "".join(f"-{key.split('.')[-1]}.{_short(value)}" for key, value in told))[:64]
+
+    parts = [base]
+    for key, value in sorted(values.items()):
+        if not is_at_or_below(key, _FREE_KEYS):
+            parts.append(f"{key.split('.')[-1]}.{_spell_value(value)}")
+    name = "-".join(parts)
+    if len(name) <= _NAME_LENGTH:
+        return name
+    return f"{name[: _NAME_LENGTH - 9]}-{short_digest(name)}"
 
 
 def changed_keys(before: Any, after: Any) -> list[str]:
@@ -240,8 +257,44 @@ def changed_keys(before: Any, after: Any) -> list[str]:
     return differing_keys(before, after, free=_FREE_KEYS)
 
 
-def _short(value: str) -> str:
-    return value if _SAFE_VALUE.match(value) else hashlib.sha256(value.encode()).hexdigest()[:8]
+def _spell_value(text: str) -> str:
+    """The value of an override as part of a name: one spelling for equal values, and a digest for one that a file name
+    cannot hold.
+
+    >>> [_spell_value(text) for text in ("1e-4", "0.0001", "1.0E-4", "0.5", "8", "8.0", "True", "a/b")]
+    ['1e-4', '1e-4', '1e-4', '0.5', '8', '8', 'true', 'c14cddc0']
+    """
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
+        value = text
+    if isinstance(value, str):
+        try:
+            value = float(value)  # YAML 1.1 takes 1e-4, which has no point, for a text; the configuration does not
+        except ValueError:
+            spelt = value
+    if isinstance(value, float):
+        spelt = _spell_number(value)
+    elif not isinstance(value, str):
+        spelt = json.dumps(value, sort_keys=True, default=str)
+    return spelt if _SAFE_VALUE.match(spelt) else short_digest(spelt)
+
+
+def _spell_number(value: float) -> str:
+    """The shorter of 0.0001 and 1e-4; a whole number without a point, as an integer is spelt."""
+    if value.is_integer() and abs(value) < _MOST_DIGITS:
+        return str(int(value))
+    plain = repr(value)
+    if not math.isfinite(value):
+        return plain
+    for digits in range(17):  # the fewest that give the same number
+        mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+        if float(f"{mantissa}e{exponent}") == value:
+            break
+    scientific = f"{mantissa}e{int(exponent)}"
+    if "e" in plain or len(scientific) < len(plain):
+        return scientific
+    return plain
 
 
 def remove_run(folder: RunFolder) -> None:

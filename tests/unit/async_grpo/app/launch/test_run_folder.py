@@ -41,6 +41,35 @@ def test_what_a_run_learns_from_is_part_of_its_name(overrides: list[str], name: 
     assert run_name("q", overrides) == name
 
 
+@pytest.mark.parametrize(
+    ("spellings", "part"),
+    [
+        (["1e-4", "1.0e-4", "0.0001", "1E-4"], "lr.1e-4"),
+        (["3e-4", "3.0e-4", "0.0003"], "lr.3e-4"),
+        (["1.25e-6", "0.00000125"], "lr.1.25e-6"),
+        (["0.5", "5e-1", "0.50"], "lr.0.5"),
+        (["2", "2.0", "2e0"], "lr.2"),
+        (["1e20", "1.0e+20"], "lr.1e20"),
+        (["-1", "-1.0"], "lr.-1"),
+        (["true", "True", "yes"], "lr.true"),
+        (["null", "~"], "lr.null"),
+    ],
+)
+def test_equal_values_make_one_folder_and_stay_readable(spellings: list[str], part: str) -> None:
+    assert {run_name("q", [f"trainer.optimizer.lr={text}"]) for text in spellings} == {f"q-{part}"}
+
+
+def test_lists_are_one_value_however_they_are_spaced_and_of_a_repeated_key_the_last_counts() -> None:
+    assert run_name("q", ["a.b=[1,2]"]) == run_name("q", ["a.b=[1, 2]"]) != run_name("q", ["a.b=[2, 1]"])
+    assert run_name("q", ["seed=1", "seed=2"]) == "q-seed.2"
+
+
+def test_long_names_of_different_runs_differ() -> None:
+    shared = [f"section.a_key_with_a_long_name_{index}=1" for index in range(3)]
+    names = {run_name("q", [*shared, f"seed={seed}"]) for seed in (1, 2)}
+    assert len(names) == 2 and {len(name) for name in names} == {64}
+
+
 def test_a_path_in_an_override_is_shortened_to_something_that_a_file_name_may_hold(tmp_path: Path) -> None:
     name = run_name("gsm8k", ["data.path=../data/train.jsonl"])
     assert config(tmp_path, name=name).name.startswith("gsm8k-path.")
