@@ -4,7 +4,7 @@
                                                             |
                                                             +--stats, at most once a second--> buffer
 
-The training never waits for it: a step replaces one reference. If it cannot listen or fails, the log says so and the
+The training never waits for it: a step replaces one reference. If it cannot listen or fails, a warning says so and the
 training goes on. Counters count what this process did and start at 0 with it, as Prometheus expects; counters of the
 whole run are named `async_grpo_run_*`. docs/http.md has the table.
 """
@@ -178,7 +178,8 @@ def _counts(name: str, help_text: str, label: str, values: Mapping[str, float]) 
 class MetricsServer:
     """Call `open`, then `joined`, `serving` and `step` as the training goes on, then `close`.
 
-    No call raises or waits for a client. `_progress` is set by the training's thread and read by that of the pages.
+    Only `open` raises, and no call waits for a client. `_progress` is set by the training's thread and read by that of
+    the pages.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -201,15 +202,11 @@ class MetricsServer:
         self._thread: threading.Thread | None = None
 
     def open(self) -> str:
-        """Listen, and return the address; "" if it cannot listen or must not."""
+        """Listen, and return the address; "" if it must not. Raises OSError if it cannot listen."""
         host, port = self._http.host, self._http.port
         if not self._http.is_on or port is None:
             return ""
-        try:
-            listener = listen(host, port)
-        except OSError as error:
-            log.warning(f"telemetry.http: cannot listen on {host!r}, port {port}: no metrics. {error}")
-            return ""
+        listener = listen(host, port)
         address = address_of(*listener.getsockname()[:2])
         self._thread = threading.Thread(target=self._run, args=(listener,), name="metrics", daemon=True)
         self._thread.start()

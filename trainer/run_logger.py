@@ -31,9 +31,22 @@ class TrainerLogger:
             self._trackers = make_trackers(config)
             self._timeline = Timeline(config.run_dir / "timeline" / f"{ROLE}.jsonl", ROLE)
             self._metrics = MetricsServer(config)
+            self._open_metrics(config)
+        self.phases = PhaseTimer(self._timeline)
+
+    def _open_metrics(self, config: RunConfig) -> None:
+        """Serve /metrics. A port that is taken must not end the training; the warning is in metrics.jsonl, because
+        nobody reads the trainer's log while the run goes on."""
+        try:
             if address := self._metrics.open():
                 self._log.info("http", address=address)
-        self.phases = PhaseTimer(self._timeline)
+        except OSError as error:
+            http = config.telemetry.http
+            self.warn(
+                0,
+                f"telemetry.http: cannot listen on {http.host!r}, port {http.port} ({error}): the trainer has no "
+                "metrics page. Set telemetry.http.port to another port, or to 0 for any that is free",
+            )
 
     def step(self, row: dict[str, Any]) -> None:
         """Record a finished step."""

@@ -23,11 +23,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
@@ -81,6 +81,11 @@ def bind_process(**fields: str) -> None:
 def say_as(role: str) -> Callable[[str], None]:
     """A function that reports progress to a person: print, or the log if lines are JSON."""
     return configure_logging(role).info if is_json() else print
+
+
+def log_as(role: str, level: Literal["info", "warning", "error"], text: str, fields: Mapping[str, object]) -> None:
+    """Write one line of this role to the log."""
+    getattr(configure_logging(role), level)(text, **fields)
 
 
 def report_fatal(error: BaseException) -> None:

@@ -118,10 +118,7 @@ class LocalLauncher:
         interrupted = asyncio.Event()
         with folder.locked(), LiveView(config, Console()) as view, stop_signals(interrupted.set):
             if state.finished_steps >= config.steps:
-                view.say(
-                    f"this run is finished: see {folder.path / 'report.md'}. --steps N (above {state.finished_steps}) "
-                    "trains it further; --fresh starts over"
-                )
+                view.say(_finished(folder, state))
                 return 0
             try:
                 began_s = time.monotonic()
@@ -143,6 +140,16 @@ class LocalLauncher:
                 view.say("stopped; the same command resumes")
                 return INTERRUPTED
         return 0
+
+
+def _finished(folder: RunFolder, state: RunState) -> str:
+    """What a user may want of a run that is finished, and the command for each."""
+    return (
+        f"this run is finished: see {folder.path / 'report.md'}. To train it further: `async-grpo resume {folder.path} "
+        f"--steps N` (above {state.finished_steps}). To start over: `async-grpo run` with --fresh. To go on from its "
+        f"weights with other values, such as trainer.optimizer.lr: `async-grpo run` with -o name=... "
+        f"-o model.path={folder.path / 'checkpoints' / 'hf'}"
+    )
 
 
 def _check_one_machine(config: RunConfig) -> None:
@@ -177,11 +184,12 @@ class LocalRun:
             spares=specs[1 + plane.config.rollout.servers :],
             restarts=state.restarts,
             say=view.say,
+            warn=view.warn,
             stop_timeout_s=plane.config.launch.stop_timeout_s,
             trained=lambda: self._monitor.trained(),
             generated=self._generated,
         )
-        self._monitor = Monitor(plane, self._supervisor, show=view.update, say=view.say)
+        self._monitor = Monitor(plane, self._supervisor, show=view.update, say=view.say, warn=view.warn)
         self._roles: asyncio.Task[None] | None = None
 
     async def go(self, interrupted: asyncio.Event) -> None:
@@ -201,6 +209,7 @@ class LocalRun:
             interrupted.clear()
             self._view.phase("stopping")
             await self._stop(interrupted)
+            self._view.print_last_state()
             await self._report(failed=sys.exc_info()[0] is not None)
 
     async def _watch(self) -> None:

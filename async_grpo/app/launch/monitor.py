@@ -17,10 +17,11 @@ from async_grpo.app.launch.autoscaler import Autoscaler
 from async_grpo.app.launch.role_process import StartTimes
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
-from async_grpo.app.report.live_state import LiveState
+from async_grpo.app.report.live_state import LiveState, Warn, warn_by
 from async_grpo.errors import ServerLost
 from async_grpo.models.hub import cache_dir
 from async_grpo.telemetry.jsonl import RowFollower
+from async_grpo.telemetry.rows import number, rows_of_kind
 from async_grpo.wire.board import ReplayProgress
 from buffer import BufferStats, EmbeddedServer
 
@@ -39,16 +40,18 @@ class Monitor:
         *,
         show: Callable[[LiveState], None],
         say: Callable[[str], None],
+        warn: Warn | None = None,
     ) -> None:
+        """`warn` gets problems, `say` if it is None."""
         self._plane = plane
         self._config = plane.config
         self._supervisor = supervisor
         self._show = show
-        self._say = say
+        self._warn = warn or warn_by(say)
         self._starts = StartTimes(plane.config, cache_dir() / "starts.json")
         self._metrics = RowFollower(plane.config.run_dir / "metrics.jsonl")
         self._step: dict[str, Any] | None = None
-        self._started_s = time.monotonic()
+        self._started_s, self._started_at_s = time.monotonic(), time.time()
         self._unready_since: dict[str, float] = {}
         self._replay: ReplayProgress | None = None
         self._stats: BufferStats | None = None
@@ -67,7 +70,7 @@ class Monitor:
                 await self.look()
             except ServerLost as error:
                 if answers:
-                    self._say(f"waiting for the server: {error}")
+                    self._warn(f"waiting for the server: {error}")
                 answers = False
             else:
                 answers = True
@@ -86,7 +89,11 @@ class Monitor:
             self._replay = replay
             self._unready_since.clear()
         self._check_ready(ready)
-        rows = [row for row in self._metrics.new_rows() if row.get("kind") == "step"]
+        written = self._metrics.new_rows()
+        rows = rows_of_kind(written, "step")
+        for row in rows_of_kind(written, "warning"):
+            if (number(row, "time_s") or 0.0) >= self._started_at_s:  # not those of an earlier invocation
+                self._warn(f"{TRAINER}: {row.get('message')}")
         self._step = rows[-1] if rows else self._step
         if self._autoscaler is not None:
             self._autoscaler.look(rows, beats)
@@ -138,10 +145,10 @@ class Monitor:
         server = self._plane.server
         while True:
             if server is not None and (full := server.disk_full()):
-                self._say(f"{full}; the run waits {self._config.redis.timeout_s:g} s for space")
+                self._warn(f"{full}; the run waits {self._config.redis.timeout_s:g} s for space")
                 await self._wait_for_space(server)
             if server is not None and not server.alive():
-                self._say("the embedded server died; starting it again on its append-only file")
+                self._warn("the embedded server died; starting it again on its append-only file")
                 server.launch()  # in this thread: the server dies with the one that starts it
                 await asyncio.to_thread(server.wait_until_ready)
             await asyncio.sleep(LOOK_EVERY_S)

@@ -203,7 +203,7 @@ def describe(config: RunConfig) -> Table:
     policy, memory = config.replay_policy, memory_plan(config)
     table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
     table.add_row("server memory", f"at worst {memory}")
-    table.add_row("evaluation", f"{config.eval.prompts} held-out prompts, mean@{config.eval.samples}, before and after")
+    table.add_row("evaluation", _evaluation(config))
     for what, found in placement(config):
         table.add_row(what, found)
     if refusal := _refusal(config):
@@ -214,6 +214,17 @@ def describe(config: RunConfig) -> Table:
     elif rejected := check_data(local):
         table.add_row("rows not taken", Text(str(rejected)))
     return table
+
+
+def _evaluation(config: RunConfig) -> str:
+    """How much is evaluated, and when."""
+    plan, final = config.eval, config.steps
+    completions = plan.prompts * (plan.samples + int(plan.greedy))
+    when = "before and after"
+    if 0 < plan.every_steps < final:
+        count = len(range(0, final, plan.every_steps)) + 1
+        when = f"every {plan.every_steps} steps, before and after: {count} times"
+    return f"{plan.prompts} held-out prompts, mean@{plan.samples}, {completions:,} completions, {when}"
 
 
 def _refusal(config: RunConfig) -> str:

@@ -153,6 +153,13 @@ class RoleProcess:
         return f"{self.spec.name} {how}{': ' + reason if reason else ''} (log: {self.spec.log})"
 
 
+def end_fields(name: str, code: int) -> dict[str, object]:
+    """How a role has ended, for a JSON log."""
+    if code < 0:
+        return {"failed_role": name, "signal": _signal_name(-code)}
+    return {"failed_role": name, "exit_code": code}
+
+
 _FROM_OUTSIDE = {
     -signal.SIGKILL: "the kernel does that where memory runs out (`dmesg`, or memory.events of the container)",
     -signal.SIGTERM: "",

@@ -317,7 +317,9 @@ def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
     if changed:
         raise ConfigError(
             f"{folder.path} holds a run with other values of {', '.join(changed)}. Resuming it would mix two "
-            "experiments. Give this one a name (-o name=...), or start over with --fresh, which deletes the old one"
+            "experiments. Give this one a name (-o name=...), or start over with `async-grpo run` and --fresh, which "
+            "deletes the old one. To go on from its weights with other values: -o name=... "
+            f"-o model.path={folder.path / 'checkpoints' / 'hf'}"
         )
 
 

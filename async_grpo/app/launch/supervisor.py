@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from async_grpo.app.launch.role_process import RoleProcess, RoleSpec
-from async_grpo.app.report.live_state import RoleState
+from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, end_fields
+from async_grpo.app.report.live_state import RoleState, Warn, warn_by
 from async_grpo.errors import EXIT_CONFIG, RoleFailed
 from async_grpo.utils import processes
 
@@ -65,16 +65,17 @@ class RoleSupervisor:
         spares: Sequence[RoleSpec] = (),
         restarts: dict[str, int],
         say: Callable[[str], None],
+        warn: Warn | None = None,
         stop_timeout_s: float,
         trained: Callable[[], bool] = lambda: True,
         generated: Callable[[], Awaitable[bool]] = _not_yet,
     ) -> None:
-        """`spares`: servers that are started on demand. `restarts` counts those of earlier invocations, by role.
-        `trained` says whether the last step has been trained, `generated` whether the rollout servers have nothing left
-        to do: then none is restarted."""
+        """`warn` gets the deaths of roles, `say` if it is None. `spares`: servers that are started on demand.
+        `restarts` counts those of earlier invocations, by role. `trained` says whether the last step has been trained,
+        `generated` whether the rollout servers have nothing left to do: then none is restarted."""
         self._run = run
         self._specs = {spec.name: spec for spec in specs}
-        self._say = say
+        self._warn = warn or warn_by(say)
         self._stop_timeout_s = stop_timeout_s
         self._stopping = False
         self._spares = {spec.name: spec for spec in spares}
@@ -127,7 +128,12 @@ class RoleSupervisor:
         if name == TRAINER or not others:
             raise RoleFailed(f"{why}; the same command resumes the run")
         self.given_up[name] = why
-        self._say(f"{why}. The run goes on without {name}, with {', '.join(others)}")
+        self._warn(
+            f"{why}. The run goes on without {name}, with {', '.join(others)}",
+            level="error",
+            failed_role=name,
+            given_up=True,
+        )
 
     def _other_servers(self, name: str, *states: str) -> list[str]:
         """The other rollout servers that are in one of these states."""
@@ -224,7 +230,12 @@ class RoleSupervisor:
                 return
             used += 1
             self.states[spec.name] = RoleState(spec.name, "restarting", self.states[spec.name].restarts + 1)
-            self._say(f"{role.explain(code)}; restart {used} of {spec.restarts}")
+            self._warn(
+                f"{role.explain(code)}; restart {used} of {spec.restarts}",
+                **end_fields(spec.name, code),
+                restart=used,
+                restart_limit=spec.restarts,
+            )
 
     async def _run_once(self, spec: RoleSpec) -> tuple[RoleProcess, int]:
         role = await RoleProcess.start(spec, self._run)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from async_grpo.telemetry.rows import Row
 from async_grpo.wire.board import Evaluation, ServerBeat
+
+
+class Warn(Protocol):
+    """Shows a problem to a person. A JSON log gets its level and fields, by which alerts find it."""
+
+    def __call__(self, text: str, *, level: Literal["warning", "error"] = "warning", **fields: object) -> None: ...
+
+
+def warn_by(say: Callable[[str], object]) -> Warn:
+    """A `Warn` that passes the text alone to `say`."""
+
+    def warn(text: str, *, level: Literal["warning", "error"] = "warning", **fields: object) -> None:
+        say(text)
+
+    return warn
 
 
 @dataclass(frozen=True, slots=True)

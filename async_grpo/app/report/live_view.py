@@ -18,9 +18,9 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from msgspec import to_builtins
 from rich.console import Console, Group, RenderableType
@@ -34,7 +34,7 @@ from rich.text import Text
 from async_grpo.app.report.live_state import LiveState, RoleState, evaluating, who_waits
 from async_grpo.app.report.summary import held_out_score, score_format
 from async_grpo.config.schema import RunConfig
-from async_grpo.telemetry.logging import is_json, say_as
+from async_grpo.telemetry.logging import is_json, log_as
 from async_grpo.telemetry.rows import Row, mean, number, seconds_by_part, tokens_per_s
 from async_grpo.utils.text import figure, sparkline
 
@@ -72,8 +72,15 @@ class LiveFrame(ABC):
 
     def say(self, text: str) -> None:
         """Print a line above the live display; it stays."""
+        self._write("info", text, {})
+
+    def warn(self, text: str, *, level: Literal["warning", "error"] = "warning", **fields: object) -> None:
+        """Like `say`, for a problem; see `Warn`."""
+        self._write(level, text, fields)
+
+    def _write(self, level: Literal["info", "warning", "error"], text: str, fields: Mapping[str, object]) -> None:
         if is_json() and not self._console.is_terminal:
-            say_as("supervisor")(text)
+            log_as("supervisor", level, text, fields)
             return
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -106,6 +113,10 @@ class LiveView(LiveFrame):
         """Leave the last state on the screen, or print it as the last line."""
         self.phase("")
         super().__exit__(kind, error, trace)
+        self.print_last_state()
+
+    def print_last_state(self) -> None:
+        """Without a terminal, print the newest state if no line has shown it. The report's lines come after it."""
         if not self._console.is_terminal and self._state is not None and self._state is not self._printed:
             self._print_line(self._state)
 
@@ -164,13 +175,24 @@ class LiveView(LiveFrame):
                 history[int(step)] = value
 
     def _eta_s(self, state: LiveState) -> float | None:
-        """Steps left times the mean of the recent step times."""
+        """Steps left times the mean of the recent step times; None if no step is left, or while no step can end because
+        the trainer or every server is away: the time would stand still, and be wrong."""
         step_s = mean([self._step_s[step] for step in sorted(self._step_s)[-_RECENT_STEPS:]])
-        return None if step_s is None else max(0, self._config.steps - state.steps_done) * step_s
+        left = self._config.steps - state.steps_done
+        if step_s is None or left <= 0 or _is_halted(state):
+            return None
+        return left * step_s
 
     def _print_line(self, state: LiveState) -> None:
         self._printed, self._printed_s = state, state.elapsed_s
-        self.say(line(self._config, state, self._eta_s(state)))
+        eta_s = self._eta_s(state)
+        self._write("info", line(self._config, state, eta_s), progress_fields(self._config, state, eta_s))
+
+
+def _is_halted(state: LiveState) -> bool:
+    """True while the trainer is not running, or no server reports."""
+    trainers = [role for role in state.roles if role.name == "trainer"]
+    return not state.servers or any(role.state != "running" for role in trainers)
 
 
 def _stages(state: LiveState) -> tuple[list[tuple[str, str]], list[bool]]:
@@ -244,6 +266,29 @@ def line(config: RunConfig, state: LiveState, eta_s: float | None) -> str:
         who_waits(state, config.groups_per_step),
     ]
     return " | ".join(parts if eta_s is None else [*parts, f"{clock(eta_s)} left"])
+
+
+def progress_fields(config: RunConfig, state: LiveState, eta_s: float | None) -> dict[str, object]:
+    """The numbers of `line`, for programs that read the log; those that are not known yet are left out."""
+    row = state.step or {}
+    fields: dict[str, object] = {
+        "kind": "progress",
+        "step": state.steps_done,
+        "steps": config.steps,
+        "reward_mean": number(row, "reward_mean"),
+        "age_max": number(row, "age_max"),
+        "age_bound": config.replay_policy.age_bound,
+        "active": state.active,
+        "capacity": state.capacity,
+        "servers": len(state.servers),
+        "generated_tokens_per_s": sum(server.tokens_per_s for server in state.servers),
+        "trained_tokens_per_s": tokens_per_s([row]),
+        "logprob_gap_mean": number(row, "logprob_gap_mean"),
+        "elapsed_s": round(state.elapsed_s, 1),
+        "eta_s": eta_s,
+        "waits": who_waits(state, config.groups_per_step),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def clock(seconds: float) -> str:

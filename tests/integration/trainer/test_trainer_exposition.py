@@ -15,16 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
+from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.metrics import METRICS
+from async_grpo.telemetry.rows import rows_of_kind
 from async_grpo.wire import Group, ReleaseReason
 from async_grpo.wire.board import ServerBeat
 from buffer import EmbeddedServer, knows_run, open_run, wipe_run
 from tests.support.trainer_programs.batches import make_sample, make_task
 from trainer.metrics_server import MetricsServer
+from trainer.run_logger import TrainerLogger
 
 DOCS = Path(__file__).parents[3] / "docs" / "http.md"
 P, G = 2, 3
@@ -251,13 +253,18 @@ def test_it_may_be_off(redis_config: RedisConfig, port: int | None) -> None:
     exposed.close()
 
 
-def test_a_port_that_is_taken_is_no_reason_not_to_train(redis_config: RedisConfig) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other, structlog.testing.capture_logs() as logs:
-        exposed = MetricsServer(config_of(redis_config, port=other.getsockname()[1]))
-        assert exposed.open() == ""
-        exposed.step(row(1))
-        exposed.close()
-    assert "telemetry.http: cannot listen on '127.0.0.1'" in logs[0]["event"]
+def test_a_port_that_is_taken_is_no_reason_not_to_train(
+    redis_config: RedisConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.run_logger.is_leader", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config = config_of(redis_config, port=other.getsockname()[1])
+        logger = TrainerLogger(config)
+        logger.step(row(1))
+        logger.close()
+    (warning,) = rows_of_kind(read_rows(config.run_dir / "metrics.jsonl"), "warning")
+    assert "telemetry.http" in warning["message"], "the terminal, the report and the page show it"
 
 
 def test_nobody_listens_after_the_end(config: RunConfig) -> None:

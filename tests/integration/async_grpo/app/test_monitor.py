@@ -24,6 +24,7 @@ from async_grpo.app.report.live_state import LiveState, RoleState
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import RoleFailed, ServerLost
+from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.wire.board import PublisherAddress, ReplayProgress, ServerBeat
 from buffer import EmbeddedServer, connect_board, open_run
 from buffer import server as server_module
@@ -114,6 +115,19 @@ async def test_a_server_that_cannot_be_ready_during_a_replay_has_its_time_again_
         with pytest.raises(RoleFailed, match=r"rollout-0 has not been ready for 0\.4 s"):
             await watched.monitor.look()
     await board.aclose()
+
+
+async def test_new_warnings_of_the_trainer_are_shown_once(tmp_path: Path) -> None:
+    with running(server := Server(tmp_path / "server")):
+        config = config_of(tmp_path, server.url, timeout_s=30.0)
+        rows = JsonLines(config.run_dir / "metrics.jsonl")
+        rows.write({"kind": "warning", "step": 0, "time_s": time.time() - 60, "message": "of an earlier invocation"})
+        async with watching(config) as watched:
+            rows.write({"kind": "warning", "step": 0, "time_s": time.time(), "message": "cannot listen"})
+            await watched.monitor.look()
+            await watched.monitor.look()
+        rows.close()
+    assert watched.said == ["trainer: cannot listen"]
 
 
 async def test_a_server_that_is_not_ready_in_time_leaves_the_run_to_the_others(tmp_path: Path) -> None:

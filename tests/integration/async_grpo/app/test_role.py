@@ -233,6 +233,21 @@ async def test_servers_that_leave_while_the_trainer_is_restarted_after_the_end_a
     assert {role.state for role in keeper.states.values()} == {"finished"}
 
 
+async def test_the_death_of_a_role_is_a_warning_with_fields(tmp_path: Path) -> None:
+    warned: list[dict[str, object]] = []
+
+    def warn(text: str, *, level: str = "warning", **fields: object) -> None:
+        warned.append({"level": level, **fields})
+
+    dies = "import os; os.kill(os.getpid(), 9)"
+    specs = [spec(tmp_path, dies, name="trainer", restarts=1)]
+    keeper = RoleSupervisor("run", specs, restarts={}, say=print, warn=warn, stop_timeout_s=5.0)
+    with pytest.raises(RoleFailed):
+        await keeper.watch()
+    shown = {"failed_role": "trainer", "signal": "SIGKILL", "restart": 1, "restart_limit": 1}
+    assert warned == [{"level": "warning", **shown}]
+
+
 async def test_a_run_goes_on_with_the_servers_that_it_has(tmp_path: Path) -> None:
     said: list[str] = []
     keeper = RoleSupervisor(

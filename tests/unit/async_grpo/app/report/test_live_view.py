@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -245,6 +246,46 @@ def test_the_remaining_time_follows_the_recent_steps() -> None:
             view.update(state(step={"step": step, "step_s": step_s}))
     assert "3:36 left" not in file.getvalue().splitlines()[0]
     assert file.getvalue().splitlines()[-1].endswith("3:36 left")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"servers": []},
+        {"roles": [RoleState("trainer", "restarting"), RoleState("rollout-0", "running")]},
+        {"steps_done": 120},  # the last evaluation goes on
+    ],
+)
+def test_no_time_is_shown_as_left_while_no_step_can_end(changes: dict[str, Any]) -> None:
+    file = io.StringIO()
+    with LiveView(CONFIG, Console(file=file, width=80)) as view:
+        view.update(state(**changes))
+    assert " left" not in file.getvalue()
+
+
+def test_the_last_state_comes_before_what_is_said_of_the_report() -> None:
+    file = io.StringIO()
+    with LiveView(CONFIG, Console(file=file, width=80)) as view:
+        view.update(state())
+        view.update(state(elapsed_s=130.5))
+        view.print_last_state()
+        view.say("report: report.md")
+    assert file.getvalue().splitlines()[-1] == "report: report.md"
+
+
+def test_json_lines_have_a_level_and_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNC_GRPO_LOG_FORMAT", "json")
+    monkeypatch.setenv("ASYNC_GRPO_LOG_FIELDS", "{}")  # restored afterwards
+    monkeypatch.setattr("async_grpo.telemetry.logging._catch_the_rest", lambda: None)
+    view = LiveView(CONFIG, Console(file=io.StringIO(), width=80))
+    view.update(state())
+    view.warn("rollout-0 was killed", failed_role="rollout-0", signal="SIGKILL", restart=1, restart_limit=3)
+    progress, death = (json.loads(text) for text in capsys.readouterr().err.splitlines())
+    shown = {"level": "info", "kind": "progress", "step": 48, "steps": 120, "reward_mean": 0.512, "age_max": 2}
+    assert progress.items() >= {**shown, "generated_tokens_per_s": 1520.0, "eta_s": 144.0}.items()
+    assert death.items() >= {"level": "warning", "failed_role": "rollout-0", "signal": "SIGKILL", "restart": 1}.items()
 
 
 def test_a_sparkline_spans_lowest_to_highest() -> None:
