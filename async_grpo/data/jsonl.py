@@ -35,6 +35,8 @@ class JsonlRow:
     answer: str
 
 
+_COUNTED = 2000
+"""Most prompts whose tokens are counted before a run starts: a second for a fast tokenizer."""
 Prompt = tuple[JsonlRow, list[int]]
 """A row with the token ids of its prompt, which is not too long."""
 
@@ -133,6 +135,58 @@ def check_rows(config: RunConfig) -> Rejections:
     else:
         _check_not_empty(config, max(0, rows - wanted), min(rows, wanted), wanted, dropped)
     return dropped
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """Lengths of some of the training prompts, in tokens."""
+
+    rows: int
+    """Rows of the training file that can be used, without those that are held out from it."""
+    counted: int
+    """Rows whose tokens were counted, evenly spread."""
+    longest: int
+    too_long: int
+    """Counted rows that would not be used, because they are above `limit`."""
+    limit: int
+
+    def __str__(self) -> str:
+        counted = f"; of {self.counted:,} rows" if self.counted < self.rows else ""
+        lengths = f"the longest prompt has {self.longest:,} tokens, {self.too_long:,} above the limit of {self.limit:,}"
+        return f"{self.rows:,} rows{counted}; {lengths}"
+
+
+def count_prompt_tokens(config: RunConfig, tokenizer: Tokenizer) -> PromptLengths:
+    """Lengths of training prompts, of at most _COUNTED rows. Raises DataError as JsonlSource does.
+
+    All rows are counted only if none of these, or no held-out row, can be used: then the run cannot start.
+    """
+    data, wanted = config.data, config.eval.prompts
+    assert data.path is not None
+    encoder = BatchTokenizer(tokenizer, special_tokens=True, longest=prompt_limit(config))
+    prompts = [row.prompt for row in usable_rows(data.path, data, Rejections())]
+    if data.eval_path is not None:
+        held_out = [row.prompt for row in usable_rows(data.eval_path, data, Rejections())][:wanted]
+    else:
+        prompts, held_out = prompts[:-wanted], prompts[-wanted:]
+    chosen = prompts[:: max(1, len(prompts) // _COUNTED)][:_COUNTED]
+    encoded = [ids for ids in encoder.encode(chosen) if not isinstance(ids, RejectedRow)]
+    lengths = [len(ids) for ids in encoded]
+    limit = prompt_limit(config)
+    if not any(0 < length <= limit for length in lengths) or not _any_fits(held_out, encoder):
+        JsonlSource(config, tokenizer)  # raises DataError with the number of rows for each reason
+    too_long = sum(length > limit for length in lengths)
+    return PromptLengths(len(prompts), len(chosen), max(lengths, default=0), too_long, limit)
+
+
+def _any_fits(prompts: list[str], encoder: BatchTokenizer) -> bool:
+    for prompt in prompts:
+        try:
+            encoder.prompt(prompt)
+        except RejectedRow:
+            continue
+        return True
+    return False
 
 
 def _row(path: Path, raw: RawRow, where: FieldMap, data: DataConfig) -> JsonlRow:

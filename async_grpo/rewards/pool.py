@@ -98,6 +98,10 @@ class RewardPool:
             return f"{name} is a judge behind HTTP, which gives a score and no answer"
         return f"the reward function {name} does not say which answer a completion gives (it has no `extract`)"
 
+    async def try_verifiers(self, item: RewardInput) -> dict[str, Outcome]:
+        """Name -> outcome of every reward function that is no HTTP judge; nothing is counted."""
+        return await self._in_process(item)
+
     async def extract(self, name: str, completions: Sequence[str]) -> list[Extracted]:
         """The answer that the reward function `name` finds in each completion, in order.
 

@@ -40,7 +40,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from async_grpo.errors import EngineError, RoleFailed, RunEnded, SampleOverdue, WaitTimeout
+from async_grpo.errors import ConfigError, EngineError, RoleFailed, RunEnded, SampleOverdue, WaitTimeout
 from async_grpo.rewards.base import RewardInput
 from async_grpo.telemetry.rows import REWARD_FAILURES_PREFIX
 from async_grpo.utils.aio import root_cause
@@ -331,7 +331,10 @@ class Dispatcher:
         self._failures_in_a_row += 1
         limit = MAX_OVERDUE_IN_A_ROW if group.is_overdue else MAX_FAILURES_IN_A_ROW
         if self._failures_in_a_row >= limit:
-            raise RoleFailed(
+            # A verifier or workflow with which no group has ever succeeded fails again after a restart.
+            is_final = not group.is_overdue and not self.counters.groups["inserted"]
+            error = ConfigError if is_final else RoleFailed
+            raise error(
                 f"{self._failures_in_a_row} groups in a row ended as {reason.value}, the last because: {why}. "
                 "Training cannot continue like this. Fix the workflow or the verifier"
             )

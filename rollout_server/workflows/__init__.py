@@ -20,7 +20,14 @@ def make_workflow(config: RolloutConfig, tokenizer: Tokenizer) -> Workflow:
         case "multi_turn":
             return MultiTurn(tokenizer, config.multi_turn)
         case name if is_plugin(name):
-            workflow: Workflow = load_plugin(name, key="rollout.workflow")(tokenizer)
+            kind = load_plugin(name, key="rollout.workflow")
+            try:
+                workflow: Workflow = kind(tokenizer)
+            except Exception as error:  # a user's class may raise anything
+                raise ConfigError(
+                    f"rollout.workflow: {name!r} cannot be made ({type(error).__name__}: {error}). It is called with "
+                    "one argument, the tokenizer, and returns an object with a method run(task, session)"
+                ) from error
             if not callable(getattr(workflow, "run", None)):
                 raise ConfigError(
                     f"rollout.workflow: {name!r} made a {type(workflow).__name__} without a method run(task, session). "

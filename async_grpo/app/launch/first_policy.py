@@ -85,7 +85,7 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
         source, module, recipe = "warmup", "trainer.warmup", config.model.warmup.model_dump_json()
     else:
         source, module, recipe = "random", "async_grpo.models.random_model", config.model_dump_json()
-    target = cache_dir() / "models" / f"{source}-{_fingerprint(config)}"
+    target = _made_policy(config)
     if (target / "config.json").exists():
         say(f"policy: {target} (cached)")
         return target
@@ -95,6 +95,18 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     steps = config.model.warmup.steps if config.model.warmup is not None else None
     await _make([sys.executable, "-m", module, *options], lambda line: say(_progress(line, steps)))
     return check_model(target)
+
+
+def policy_here(config: RunConfig) -> Path | None:
+    """The folder of the first policy, if it is on this machine with its tokenizer."""
+    folder = config.model.path or _made_policy(config)
+    return folder if (folder / "tokenizer_config.json").is_file() else None
+
+
+def _made_policy(config: RunConfig) -> Path:
+    """Where the policy is that a run makes itself."""
+    source = "random" if config.model.warmup is None else "warmup"
+    return cache_dir() / "models" / f"{source}-{_fingerprint(config)}"
 
 
 def made_in_s(model: Path) -> float:

@@ -23,7 +23,9 @@ from rich.console import Console
 
 from async_grpo.app.launch.first_policy import made_in_s, prepare_model
 from async_grpo.app.launch.inputs import fetch
+from async_grpo.app.launch.memory_plan import check_shared_memory
 from async_grpo.app.launch.monitor import Monitor
+from async_grpo.app.launch.preflight import check_with_policy
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
 from async_grpo.app.launch.run_copy import copy_results, fetch_run, remove_copy
@@ -124,6 +126,9 @@ class LocalLauncher:
                 began_s = time.monotonic()
                 local = await race(asyncio.to_thread(fetch, config, view.phase), interrupted.wait())
                 model = await race(prepare_model(local, view.phase), interrupted.wait())
+                if config.model.path is None:
+                    await race(asyncio.to_thread(check_with_policy, local, model), interrupted.wait())
+                check_shared_memory(config, model)
                 state.prepare_s = max(state.prepare_s, time.monotonic() - began_s, made_in_s(model))
                 url = config.redis.url
                 view.phase("starting the server" if url is None else f"connecting to {redact_secrets(url)}")

@@ -26,6 +26,7 @@ its graphs.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,6 +37,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.models.hub import settings_folder
 from async_grpo.models.shapes import ModelShape, named_shape, shape_of
 from async_grpo.utils.text import GIB, gib
+from async_grpo.weights.shared_memory import SHARED_MEMORY, run_folder
 from rollout_server.engines.model_files import read_settings
 from trainer.platform import select_platform
 from trainer.platform.base import smallest_memory_gib
@@ -230,6 +232,27 @@ def model_bytes(config: RunConfig) -> int | None:
     """Bytes of one copy of the weights; None for a generated model or one of unknown shape."""
     shape = None if config.model.path is None else model_shape(config)
     return None if shape is None else ELEMENT_BYTES[config.model.precision] * shape.parameters
+
+
+def check_shared_memory(config: RunConfig, model: Path) -> None:
+    """Raise ConfigError if /dev/shm is too small for the copies of the weights of `model` (the first policy's folder).
+
+    Adapters are smaller, and a `weights.location` takes the place of most copies: those are not checked here.
+    """
+    shape = _shape(model / "config.json", None)
+    if shape is None or config.model.lora is not None or config.weights.location is not None:
+        return
+    copy, copies = ELEMENT_BYTES[config.model.precision] * shape.parameters, copies_in_shared_memory(config)
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    old = run_folder(config.local_name)  # stores that a killed role has left are replaced
+    free += sum(file.stat().st_size for file in old.glob("*") if file.is_file())
+    if free < copies * copy:
+        size = -(-copies * copy // GIB) + 1
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {free / 2**20:,.0f} MiB free, but {copies} copies of the weights, which trainer and "
+            f"engines share, take {copies * copy / 2**20:,.0f} MiB. Enlarge it: mount -o remount,size={size}G "
+            f"{SHARED_MEMORY}, or docker run --shm-size={size}g"
+        )
 
 
 def device_plan(config: RunConfig) -> DevicePlan | None:

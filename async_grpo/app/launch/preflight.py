@@ -1,12 +1,12 @@
 """From a configuration file to a checked run, before anything is started.
 
-Checked are names, reward functions (tried in another process), the objective, the model, the data (all that rollout
-servers would read, except token ids) and the memory of server and devices.
+Checked are names, reward functions (tried in another process) and workflow, both on the first rows of the data, the
+objective, the model, the data (rows, and tokens of their prompts) and the memory of server and devices. Where the run
+makes its first policy, `check_with_policy` does afterwards what needs a tokenizer.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,30 +14,26 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.launch.first_policy import check_first_policy, check_reference, missing_files
+from async_grpo.app.launch.first_policy import check_first_policy, check_reference, missing_files, policy_here
 from async_grpo.app.launch.inputs import fetch, here, hub_inputs, pin, to_download
-from async_grpo.app.launch.memory_plan import device_plan
+from async_grpo.app.launch.memory_plan import check_shared_memory, device_plan
 from async_grpo.app.launch.role_process import cores_here, role_cores
 from async_grpo.app.launch.role_specs import assign_devices, check_machine
 from async_grpo.app.launch.run_folder import run_name
+from async_grpo.app.launch.trials import ROWS, check_rewards, check_workflow, first_rows
 from async_grpo.config import RunConfig, load
 from async_grpo.config.data import DataConfig
-from async_grpo.config.rewards import RewardsConfig
-from async_grpo.data.jsonl import check_rows
+from async_grpo.data.jsonl import PromptLengths, check_rows, count_prompt_tokens
 from async_grpo.data.prepare.formats import Rejections
 from async_grpo.data.prepared_source import open_folder
+from async_grpo.data.tokenizer import load_tokenizer
 from async_grpo.errors import ConfigError, DataError, DependencyError
 from async_grpo.models.hub import HubRepo
-from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.weights.folder.objects import check_location
 from buffer import memory_plan
 from buffer.redis.url import parse
 from trainer.checkpoint.store import RunStore
-
-_NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
-"""Reward functions that work wherever this package does."""
 
 
 def data_files(data: DataConfig) -> dict[str, Path]:
@@ -54,19 +50,6 @@ def check_data(config: RunConfig) -> Rejections:
         return check_rows(config)
     open_folder(config).close()
     return Rejections()
-
-
-def check_rewards(rewards: RewardsConfig) -> None:
-    """Raise ConfigError for an unknown name, a verifier that cannot be imported or called, or an environment variable
-    that is not set. Must not be called in a running event loop."""
-    pool = RewardPool(rewards.model_copy(update={"workers": 1}))
-    if any(function.http is None and function.name not in _NEED_NO_TRIAL for function in rewards.functions):
-        asyncio.run(_try_verifiers(pool))
-
-
-async def _try_verifiers(pool: RewardPool) -> None:
-    async with pool:
-        pass
 
 
 def check_folder(folder: Path) -> None:
@@ -139,7 +122,8 @@ def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, 
         yield "weights.location", lambda: check_location(config.weights, config.local_name)
     if (store := config.runs_store) is not None:
         yield "runs_store", lambda: RunStore.open(store, config.name).check()
-    yield "Reward functions", lambda: check_rewards(config.rewards)
+    yield "Reward functions", lambda: check_rewards(config.rewards, first_rows(config, ROWS))
+    yield "Workflow", lambda: check_workflow(config, policy_here(config))
     if not planning:
         yield "Trackers", lambda: check_trackers(config)
     if config.trainer.objective.own_functions:  # the built-in ones need no torch in this process
@@ -150,6 +134,8 @@ def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, 
         yield "Reference", lambda: check_reference(reference, config.model.path, config.trainer.reference)
     if not any(key in excused for key in data_files(config.data)):
         yield "Data", lambda: _check_data(config)
+        if (policy := policy_here(config)) is not None and "model.path" not in excused:
+            yield "Prompts", lambda: _check_prompts(config, policy)
     yield "Device memory", lambda: _check_devices(config)
     if url is None:
         yield (
@@ -179,6 +165,28 @@ def _check_data(config: RunConfig) -> None:
         check_data(config)
     except DataError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_prompts(config: RunConfig, policy: Path) -> str:
+    try:
+        return str(prompt_lengths(config, policy) or "not counted: they are not JSON lines")
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+
+
+def prompt_lengths(config: RunConfig, policy: Path) -> PromptLengths | None:
+    """Lengths of the prompts in tokens of this policy; None for data that are no JSON lines. Raises DataError."""
+    path = config.data.path
+    if config.data.kind != "jsonl" or path is None or not path.is_file():
+        return None
+    return count_prompt_tokens(config, load_tokenizer(policy))
+
+
+def check_with_policy(config: RunConfig, policy: Path) -> None:
+    """The checks that need the first policy's folder, for one that the run has just made: workflow and prompts. Raises
+    ConfigError. Must not be called in a running event loop."""
+    check_workflow(config, policy)
+    _check_prompts(config, policy)
 
 
 def describe(config: RunConfig) -> Table:
@@ -211,8 +219,11 @@ def describe(config: RunConfig) -> Table:
     local = here(config)
     if absent := {**_absent(local), **to_download(config)}:
         table.add_row("not here yet", Text("; ".join(f"{key} ({what})" for key, what in absent.items())))
-    elif rejected := check_data(local):
+        return table
+    if rejected := check_data(local):
         table.add_row("rows not taken", Text(str(rejected)))
+    if (policy := policy_here(local)) is not None and (lengths := prompt_lengths(local, policy)) is not None:
+        table.add_row("prompts", str(lengths))
     return table
 
 
@@ -232,6 +243,8 @@ def _refusal(config: RunConfig) -> str:
     try:
         if config.trainer.nodes == 1:
             check_machine(config)
+            if (policy := policy_here(here(config))) is not None:
+                check_shared_memory(config, policy)
     except (ConfigError, DependencyError) as error:
         return str(error)
     return ""

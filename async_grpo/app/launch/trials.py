@@ -1,0 +1,183 @@
+"""Tries what users have written on the first rows of their data, before a run starts.
+
+    first_rows --answers, and a wrong one--> every reward function: one that raises for all of them judges nothing
+    first row  --scripted policy-----------> workflow: mistakes in its code show here, not after the engine's start
+
+A verifier may raise to say that it cannot judge, and a tool may be away for a moment: neither refuses a run by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from async_grpo.config import RunConfig
+from async_grpo.config.rewards import RewardsConfig
+from async_grpo.data.arithmetic import STREAM, ProblemSet
+from async_grpo.data.base import make_task
+from async_grpo.data.jsonl import usable_rows
+from async_grpo.data.prepare.formats import Rejections
+from async_grpo.data.prepared_source import open_folder
+from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
+from async_grpo.errors import ConfigError, DataError
+from async_grpo.plugins import is_plugin, load_plugin
+from async_grpo.rewards.base import DRY_ITEM, RewardFailure, RewardInput
+from async_grpo.rewards.pool import RewardPool
+from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
+from async_grpo.weights.base import HeldWeights
+from async_grpo.wire import Sample, Task
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.scripted import ScriptedEngine
+from rollout_server.workflows import Workflow, make_workflow
+from rollout_server.workflows.session import SampleSession
+
+ROWS = 3
+WORKFLOW_S = 30.0
+"""Seconds that a workflow may take for the trial. One that takes longer is not refused: its tools may be slow."""
+_MISTAKES = (TypeError, NameError, AttributeError, ImportError)
+"""Errors of code that can never work. Others may come from the policy's odd answer, or from a tool that is away."""
+_NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
+"""Reward functions that work wherever this package does."""
+
+
+def check_rewards(rewards: RewardsConfig, rows: Sequence[RewardInput] = ()) -> None:
+    """Raise ConfigError for an unknown name, a verifier that cannot be imported or called, or that raises for every
+    completion of `rows`, or an environment variable that is not set.
+
+    Must not be called in a running event loop.
+    """
+    pool = RewardPool(rewards.model_copy(update={"workers": 1}))
+    tried = [function.name for function in rewards.functions if function.http is None]
+    tried = [name for name in tried if name not in _NEED_NO_TRIAL]
+    if tried:
+        asyncio.run(_try_verifiers(pool, tried, rows))
+
+
+async def _try_verifiers(pool: RewardPool, names: Sequence[str], rows: Sequence[RewardInput]) -> None:
+    items = [DRY_ITEM]
+    for row in rows:  # a right answer and a wrong one
+        items += [row, row._replace(completion="I do not know.")]
+    async with pool:
+        if not rows:
+            return
+        outcomes = [await pool.try_verifiers(item) for item in items]
+    for name in names:
+        failures = [outcome[name] for outcome in outcomes]
+        if all(isinstance(failure, RewardFailure) and failure.kind == "raised" for failure in failures):
+            _, first, *_ = failures
+            assert isinstance(first, RewardFailure)
+            raise ConfigError(
+                f"rewards.functions: {name!r} raised for each of the {len(items)} completions that it was tried on, "
+                f"such as {rows[0].completion[:80]!r} for the answer {rows[0].answer[:80]!r} of the first row: "
+                f"{first.reason}. No completion would be judged, so nothing could be trained. Fix the function"
+            )
+
+
+def first_rows(config: RunConfig, count: int) -> list[RewardInput]:
+    """The first rows of the training data, each with its answer as completion; [] if the data are not here or cannot be
+    read, which other checks report."""
+    with contextlib.suppress(DataError, OSError):
+        return list(islice(_rows(config), count))
+    return []
+
+
+def _rows(config: RunConfig) -> Iterator[RewardInput]:
+    data = config.data
+    if data.kind == "arithmetic":
+        problems = ProblemSet(data.arithmetic, config.seed)
+        for index in range(ROWS):
+            problem = problems.problem(STREAM, index)
+            prompt = data.template.replace("{prompt}", problem.prompt)
+            yield RewardInput(problem.answer, problem.answer, prompt)
+    elif data.path is not None and data.path.is_file():
+        for row in usable_rows(data.path, data, Rejections()):
+            yield RewardInput(row.answer, row.answer, row.prompt, {"line": str(row.line)})
+    elif data.path is not None and data.path.is_dir():
+        prepared = open_folder(config)
+        try:
+            for index in range(min(ROWS, len(prepared.train))):
+                _, stored = prepared.train.row(index)
+                yield RewardInput(stored.answer, stored.answer, stored.prompt, stored.metadata)
+        finally:
+            prepared.close()
+
+
+def check_workflow(config: RunConfig, model: Path | None) -> None:
+    """Raise ConfigError for a workflow that cannot be imported or constructed, or whose code fails on the first row.
+
+    `model`: the folder of the first policy, for its tokenizer; without it the workflow is only imported. Must not be
+    called in a running event loop.
+    """
+    name = config.rollout.workflow
+    if model is None:
+        if is_plugin(name):
+            load_plugin(name, key="rollout.workflow")
+        return
+    tokenizer = load_tokenizer(model)
+    workflow = make_workflow(config.rollout, tokenizer)
+    rows = first_rows(config, 1)
+    if is_plugin(name) and rows:
+        asyncio.run(_try_workflow(config, workflow, tokenizer, rows[0]))
+
+
+async def _try_workflow(config: RunConfig, workflow: Workflow, tokenizer: Tokenizer, row: RewardInput) -> None:
+    try:
+        prompt, turn = tokenizer.encode(row.prompt), tokenizer.encode(row.answer)
+    except Exception:  # a tokenizer may raise anything for an unknown text; the check of the prompts says so
+        return
+    task = make_task(0, row.prompt, prompt, row.answer, dict(row.metadata))
+    stop = getattr(tokenizer, "eos_token_id", None) or 0
+    try:
+        async with asyncio.timeout(WORKFLOW_S):
+            sample = await _play(config, workflow, task, prompt, [*turn, stop])
+        if not isinstance(sample, Sample):
+            raise TypeError(f"run() returned a {type(sample).__name__}, not the Sample that session.sample(text) makes")
+        try:
+            sample.validate()
+        except ValueError as error:
+            raise TypeError(f"the sample that run() returned is not valid: {error}") from None
+    except Exception as error:  # a user's workflow may raise anything
+        if isinstance(error, _MISTAKES):
+            raise ConfigError(
+                f"rollout.workflow: {config.rollout.workflow!r} was tried on the first row of the data, with a policy "
+                f"that always answers {row.answer[:80]!r}, and failed{_place(error)}: {type(error).__name__}: {error}. "
+                "Every group would fail in the same way. Fix the workflow (docs/workflows.md)"
+            ) from error
+
+
+async def _play(config: RunConfig, workflow: Workflow, task: Task, prompt: list[int], turn: list[int]) -> object:
+    """What the workflow returns for a policy that writes `turn` (token ids) whenever it is asked."""
+
+    def script(request: GenerationRequest) -> list[int]:
+        return [*request.prefix, *turn]
+
+    engine = ScriptedEngine(script, tokens_per_s=1e6, at_once=1000)
+    await engine.start()
+    try:
+        await engine.update_weights(HeldWeights.in_store(Path(), epoch=1, version=0), interruption="keep")
+        session = SampleSession(
+            engine,
+            "trial",
+            prompt,
+            seed=0,
+            temperature=config.sampling.temperature,
+            max_tokens=config.sampling.max_tokens,
+        )
+        return await workflow.run(task, session)
+    finally:
+        await engine.aclose()
+
+
+def _place(error: BaseException) -> str:
+    """` at wf.py, line 12`: the last line of code that is neither ours nor Python's; "" if unknown."""
+    ours = Path(__file__).parents[3]
+    foreign = (ours / "async_grpo", ours / "rollout_server", Path(asyncio.__file__).parents[1])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if not any(file.is_relative_to(folder) for folder in foreign):
+            return f" at {file.name}, line {frame.lineno}"
+    return ""
