@@ -31,7 +31,7 @@ class RestartConfig(StrictModel):
     """What the supervisor does when a role dies. One that refuses its configuration or data is not restarted."""
 
     rollout: Annotated[int, Field(ge=0)] = 3
-    """Restarts of one rollout server before the run is given up."""
+    """Restarts of one rollout server before it is given up; the run goes on as long as there is another."""
     trainer: Annotated[int, Field(ge=0)] = 3
     """Restarts of the trainer before the run is given up."""
 

@@ -222,7 +222,9 @@ def describe(config: RunConfig) -> Table:
         return table
     if rejected := check_data(local):
         table.add_row("rows not taken", Text(str(rejected)))
-    if (policy := policy_here(local)) is not None and (lengths := prompt_lengths(local, policy)) is not None:
+    model = policy_here(local)
+    lengths = None if model is None else prompt_lengths(local, model)
+    if lengths is not None:
         table.add_row("prompts", str(lengths))
     return table
 

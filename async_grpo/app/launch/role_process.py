@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from async_grpo import errors
 from async_grpo.config import RunConfig
@@ -153,7 +154,7 @@ class RoleProcess:
         return f"{self.spec.name} {how}{': ' + reason if reason else ''} (log: {self.spec.log})"
 
 
-def end_fields(name: str, code: int) -> dict[str, object]:
+def end_fields(name: str, code: int) -> dict[str, Any]:
     """How a role has ended, for a JSON log."""
     if code < 0:
         return {"failed_role": name, "signal": _signal_name(-code)}

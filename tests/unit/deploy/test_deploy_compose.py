@@ -65,8 +65,9 @@ def test_a_service_is_looked_after(name: str) -> None:
     if kind in (SECRETS_SERVICE, "init"):
         assert service["restart"] == "no"
         return
-    # A role that has finished (exit code 0) must stay so; the others must be there as long as any role may be.
-    assert service["restart"] == ("unless-stopped" if kind in STAYING else "on-failure")
+    # A role that has finished (exit code 0) must stay so, and one that fails again and again must end; the others must
+    # be there as long as any role may be.
+    assert service["restart"] == ("unless-stopped" if kind in STAYING else "on-failure:5")
     assert kind == "report" or service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_grpo.app.launch.memory_plan import check_shared_memory
-from async_grpo.app.launch.preflight import prompt_lengths
+from async_grpo.app.launch.preflight import describe, prompt_lengths
 from async_grpo.app.launch.trials import check_rewards, check_workflow, first_rows
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError, DataError
@@ -118,6 +118,17 @@ def test_prompts_that_are_all_too_long_in_tokens_are_refused(model: Path) -> Non
     short = config(data={"kind": "jsonl", "path": "rows.jsonl", "max_prompt_tokens": 3})
     with pytest.raises(DataError, match="prompt too long"):
         prompt_lengths(short, model)
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "when"), [(0, "before and after"), (25, "every 25 steps"), (100, "before and after")]
+)
+def test_the_plan_says_when_a_run_evaluates(model: Path, every_steps: int, when: str) -> None:
+    names, shown = (
+        list(column.cells) for column in describe(config(eval={"prompts": 4, "every_steps": every_steps})).columns
+    )
+    assert when in str(shown[names.index("evaluation")])
+    assert ("every" in str(shown[names.index("evaluation")])) is (when != "before and after")
 
 
 def test_shared_memory_that_cannot_hold_the_weights_is_refused(
