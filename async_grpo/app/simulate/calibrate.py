@@ -87,22 +87,49 @@ def calibrate(runs: Sequence[RecordedRun]) -> Calibration:
 def _balanced(timings: Timings, runs: Sequence[RecordedRun], *, fits_beside: bool) -> Timings:
     """The timings with the engine's speed scaled so that the runs, simulated, are as fast and each side as idle as they
     were: small errors of single groups must not make the wrong side the bottleneck. `fits_beside`: how much slower it
-    is beside the trainer is scaled too, since the runs tell the two apart."""
+    is beside the trainer is scaled too, since the runs tell the two apart.
+
+    Evaluations are scaled to their own recorded seconds, before and after. If they were not, an evaluation that is
+    simulated too long would be made up for by an engine that is too fast between evaluations: the throughput would
+    agree, and every advice about either would be wrong."""
     from scipy.optimize import minimize
 
     measured = [measure(run) for run in runs]
     settings = [SimulatedSettings.of(run.config) for run in runs]
 
-    def misfit(logs: Sequence[float]) -> float:
-        found = [figures_of(simulate(each, _scaled(timings, *logs))) for each in settings]
-        return sum(_distance(figures, actual) for figures, actual in zip(found, measured, strict=True))
-
     start = [0.0, 0.0] if fits_beside else [0.0]
-    simplex = [start, *([0.1 * (axis == other) for other in range(len(start))] for axis in range(len(start)))]
-    options = {"initial_simplex": simplex, "xatol": 0.01, "fatol": 1e-5, "maxfev": MOST_TRIALS}
     bounds = [(-MOST_SCALE, MOST_SCALE)] * len(start)
-    best = minimize(misfit, start, method="Nelder-Mead", bounds=bounds, options=options)
-    return _scaled(timings, *best.x)
+    evaluates = any(actual.evaluations_s for actual in measured)
+    for first_step in (0.1, 0.03) if evaluates else (0.1,):
+        timings = _with_recorded_evaluations(timings, settings, measured)
+        now = timings
+
+        def misfit(logs: Sequence[float], now: Timings = now) -> float:
+            found = [figures_of(simulate(each, _scaled(now, *logs))) for each in settings]
+            return sum(_distance(figures, actual) for figures, actual in zip(found, measured, strict=True))
+
+        axes = range(len(start))
+        simplex = [start, *([first_step * (axis == other) for other in axes] for axis in axes)]
+        options = {"initial_simplex": simplex, "xatol": 0.01, "fatol": 1e-4, "maxfev": MOST_TRIALS}
+        best = minimize(misfit, start, method="Nelder-Mead", bounds=bounds, options=options)
+        timings = _scaled(timings, *best.x)
+    return _with_recorded_evaluations(timings, settings, measured)
+
+
+def _with_recorded_evaluations(
+    timings: Timings, settings: Sequence[SimulatedSettings], measured: Sequence[Measured]
+) -> Timings:
+    """The timings with evaluations that take, simulated, as long as those of the runs. The one of the final version is
+    left out: a simulation ends before it, and it has the probe."""
+    pairs: list[tuple[float, float]] = []
+    for each, actual in zip(settings, measured, strict=True):
+        if actual.evaluations_s:
+            simulated_s = [end - start for start, end in simulate(each, timings).evaluations]
+            pairs += zip(simulated_s, actual.evaluations_s, strict=False)
+    if not pairs:
+        return timings
+    ratio = sum(recorded for _, recorded in pairs) / sum(simulated for simulated, _ in pairs)
+    return timings.model_copy(update={"evaluation_factor": timings.evaluation_factor * ratio})
 
 
 def _scaled(timings: Timings, log_scale: float, log_beside: float = 0.0) -> Timings:
@@ -128,6 +155,8 @@ class Measured:
     trainer_idle: float
     rollout_idle: float | None
     age_mean: float
+    evaluations_s: tuple[float, ...] = ()
+    """Seconds of every evaluation, in their order."""
 
 
 def measure(run: RecordedRun) -> Measured:
@@ -137,6 +166,7 @@ def measure(run: RecordedRun) -> Measured:
     rows = rows if len(rows) >= 2 else run.steps[1:]
     spent_s, tokens = sum(numbers(rows, "step_s")), sum(numbers(rows, "trained_tokens"))
     ages = sum((number(row, "age_mean") or 0.0) * (number(row, "trained_tokens") or 0.0) for row in rows)
+    evaluations = sorted(span for server in run.servers for span in server.evaluations)
     busy = [
         [{"track": "generation", "start_s": g.started_s, "end_s": g.ended_s} for g in s.groups] for s in run.servers
     ]
@@ -145,6 +175,7 @@ def measure(run: RecordedRun) -> Measured:
         trainer_idle=trainer_idle_share(rows) or 0.0,
         rollout_idle=rollout_idle_share(rows, busy),
         age_mean=ages / max(1.0, tokens),
+        evaluations_s=tuple(end - start for start, end in evaluations),
     )
 
 

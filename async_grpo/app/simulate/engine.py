@@ -76,11 +76,12 @@ class SimulatedEngine:
         """Tokens in the KV cache."""
         return self._context + self.running * self.position
 
-    def start(self, now_s: float, sample: SimulatedSample, *, prompt: bool) -> None:
-        """Run a sample; `prompt` says whether its prompt must be read first. What it had before is read again."""
+    def start(self, now_s: float, sample: SimulatedSample, *, prompt: float) -> None:
+        """Run a sample. `prompt`: share of its prompt's time that must be spent first, 0 if the prompt has been read.
+        What the sample had before is read again."""
         self.advance(now_s)
         had = sample.done
-        self.block(now_s, self._timings.prefill_s * (had + (self._prompt_tokens if prompt else 0)))
+        self.block(now_s, self._timings.prefill_s * (had + self._prompt_tokens * prompt))
         sample.is_running, sample.began, sample.ends = True, self.position, self.position + sample.left
         self._number += 1
         heapq.heappush(self._ends, (sample.ends, self._number, sample))

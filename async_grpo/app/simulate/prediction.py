@@ -145,9 +145,16 @@ def calibrated(recorded: Sequence[RecordedRun]) -> tuple[Timings, list[str]]:
         said.append(
             f"{one.label}: {one.simulated.tokens_per_s:,.0f} tokens/s simulated, {_speed(one.tokens_per_s)} "
             f"measured ({one.speed_error:+.1%}); mean age {one.simulated.age_mean:.2f} simulated, "
-            f"{_age(one.age_mean)} measured"
+            f"{_age(one.age_mean)} measured{_evaluations_of(one)}"
         )
     return found.timings, said
+
+
+def _evaluations_of(one: CheckedRuns) -> str:
+    measured = [seconds for run in one.runs for seconds in measure(run).evaluations_s]
+    if one.simulated.evaluation_s is None or not measured:
+        return ""
+    return f"; an evaluation {one.simulated.evaluation_s:.1f} s simulated, {fmean(measured):.1f} s measured"
 
 
 def predict(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from async_grpo.app.simulate.trainer import SimulatedStep
 from async_grpo.app.simulate.world import SimulatedRun
 from async_grpo.telemetry.idle import bottleneck
+from async_grpo.telemetry.rows import mean
 
 WARM_STEPS = 2
 """Steps beyond the first S + 1 that are left out."""
@@ -47,6 +48,8 @@ class SimulatedFigures:
     wasted: float
     """Share of the generated tokens that was not trained."""
     released: dict[str, int]
+    evaluation_s: float | None
+    """Mean seconds of an evaluation; None if none ended."""
     exchange_s: float
     """Mean seconds of an exchange with the buffer, its turn included; 0 if they cost nothing."""
     bottleneck: str
@@ -85,6 +88,7 @@ def figures_of(run: SimulatedRun) -> SimulatedFigures:
         ready=sum(row.ready for row in rows) / count,
         wasted=max(0.0, 1 - trained / run.generated_tokens) if run.generated_tokens else 0.0,
         released={reason: count for reason, count in run.released.items() if count},
+        evaluation_s=mean([end - start for start, end in run.evaluations]),
         exchange_s=run.exchange_s,
         bottleneck=bottleneck(trainer_idle, rollout_idle, selector=run.settings.policy.selector),
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from async_grpo.app.simulate.engine import SimulatedEngine, SimulatedSample
@@ -66,6 +67,46 @@ class SimulatedGroup:
         return Group(seq=self.seq, attempt=self.ticket.attempt, task=self.ticket.task, samples=samples)
 
 
+class HeldOutPrompt:
+    """A prompt of an evaluation, which its completions share."""
+
+    __slots__ = ("prompt_read",)
+
+    def __init__(self) -> None:
+        self.prompt_read = False
+
+
+@dataclass(slots=True)
+class SimulatedEvaluation:
+    """An evaluation as `EvalRunner` makes it: rounds one after another (sampled completions, then greedy ones), and of
+    a round at most `room` completions at once, in places that are separate from those of training.
+
+    Started all at once instead, thousands of completions would slow each other, and the groups of training next to
+    them, far more than they do.
+    """
+
+    began_s: float
+    room: int
+    rounds: deque[deque[SimulatedSample]]
+    """Completions that have not started."""
+    running: int = 0
+    ended_s: float | None = None
+
+    def next_samples(self) -> list[SimulatedSample]:
+        """The completions that may start now."""
+        while self.rounds and not self.rounds[0] and self.running == 0:
+            self.rounds.popleft()
+        waiting = self.rounds[0] if self.rounds else deque[SimulatedSample]()
+        count = min(len(waiting), self.room - self.running)
+        self.running += count
+        return [waiting.popleft() for _ in range(count)]
+
+    @property
+    def is_over(self) -> bool:
+        """True if every completion has ended."""
+        return self.running == 0 and not any(self.rounds)
+
+
 class SimulatedServer:
     """One server. `world` has the clock, the buffer and the settings that all servers share."""
 
@@ -78,13 +119,17 @@ class SimulatedServer:
         self.engine = SimulatedEngine(_engine_of(world, number), prompt_tokens=world.timings.prompt_tokens)
         self.groups: dict[int, SimulatedGroup] = {}
         self.is_up = True
+        self._takes_groups = False
+        """False until the first version is evaluated, if that is due: only then a server asks for tickets."""
         self._queue: deque[SimulatedSample] = deque()
         self._early: list[SimulatedGroup] = []
         """Groups whose ticket is of a version that the engine does not have yet."""
         self._newest = 0
         self._pinned = False
         self._draining = False
-        self._evaluation: list[SimulatedSample] = []
+        self._evaluation: SimulatedEvaluation | None = None
+        self._evaluated: set[SimulatedSample] = set()
+        """Completions of the evaluation that run."""
         self._look = 0
         self._verifiers_free_s = [0.0] * world.timings.verifier.workers
         if settings.min_concurrency:
@@ -97,7 +142,7 @@ class SimulatedServer:
         world, slots = self._world, self.slots
         world.waits_no_more(self._number)
         once = world.settings.groups_in_flight is not None
-        while self.is_up and slots.has_room:
+        while self.is_up and self._takes_groups and slots.has_room:
             tickets = world.admit(slots.groups_wanted(world.settings.started_samples), self.name)
             if not tickets:
                 world.wait_for_ticket(self._number)
@@ -160,11 +205,12 @@ class SimulatedServer:
         for sample in self.engine.finished(now_s):
             if isinstance(sample.group, SimulatedGroup):
                 self._sample_ended(sample.group, sample)
-            else:
+            elif self._evaluation is not None:
                 self._world.evaluation_tokens += sample.done
-                self._evaluation.remove(sample)
-        if self._pinned and not self._evaluation:
-            self._unpin()
+                self._evaluated.remove(sample)
+                self._evaluation.running -= 1
+        if self._evaluation is not None:
+            self._continue_evaluation(self._evaluation)
         if self._draining and self.slots.in_use == 0:
             self._draining = False
             self._load()
@@ -279,22 +325,42 @@ class SimulatedServer:
 
     def _evaluate_if_due(self) -> None:
         """Pin the version and generate for held-out prompts, if a milestone was reached and no other server does it."""
-        samples = self._world.claim_evaluation(self.engine.version)
-        if samples:
-            self._pinned, self._evaluation = True, samples
-            for sample in samples:
-                self.engine.start(self._world.events.now_s, sample, prompt=True)
-            self.reschedule()
+        evaluation = self._world.claim_evaluation(self.engine.version)
+        if evaluation is not None:
+            self._pinned, self._evaluation = True, evaluation
+            self._continue_evaluation(evaluation)
+
+    def _continue_evaluation(self, evaluation: SimulatedEvaluation) -> None:
+        """Start completions in the places that are free; let go of the version when none is left."""
+        now_s = self._world.events.now_s
+        for sample in evaluation.next_samples():
+            prompt, timings = sample.group, self._world.timings
+            assert isinstance(prompt, HeldOutPrompt)
+            is_read = timings.engine.shared_prompt and prompt.prompt_read
+            self.engine.start(now_s, sample, prompt=0.0 if is_read else timings.evaluation_factor)
+            prompt.prompt_read = True
+            self._evaluated.add(sample)
+        if evaluation.is_over:
+            evaluation.ended_s = now_s
+            self._evaluation = None
+            self._unpin()
+        self.reschedule()
 
     def first(self) -> None:
         """Evaluate the first version if it is due, then ask for tickets."""
         self._evaluate_if_due()
         if not self._pinned:
-            self._world.let_ask(self)
+            self._take_groups()
+
+    def _take_groups(self) -> None:
+        self._takes_groups = True
+        self._world.let_ask(self)
 
     def _unpin(self) -> None:
         self._pinned = False
         self.weights_came(self._newest)
+        if not self._takes_groups:
+            self._take_groups()
 
     # Faults
 
@@ -308,10 +374,11 @@ class SimulatedServer:
         for group in list(self.groups.values()):
             self._drop(group, lose=lost_s * rate)
             world.events.after(world.settings.lease_s, self._give_back_later(group))
-        for sample in self._evaluation:
+        for sample in self._evaluated:
             self.engine.stop(world.events.now_s, sample)
         self._queue.clear()
-        self._evaluation = []
+        self._evaluation, self._evaluated = None, set()
+        self._takes_groups = True
         world.events.after(world.timings.faults.server_restart_s, self._come_back)
 
     def _give_back_later(self, group: SimulatedGroup) -> Callable[[], None]:

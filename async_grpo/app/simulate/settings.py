@@ -43,8 +43,12 @@ class SimulatedSettings:
     streaming: bool = False
     checkpoint_steps: int = 0
     eval_every: int = 0
-    eval_samples: int = 0
-    """Completions of one evaluation."""
+    eval_prompts: int = 0
+    """Held-out prompts of one evaluation."""
+    eval_samples: int = 4
+    """Sampled completions of each of them."""
+    eval_greedy: bool = True
+    """True if each gets one more completion, at temperature 0."""
     groups_in_flight: int | None = None
     """Most groups that are generated at once, over all servers, each new one on the server with the fewest. None: only
     max_concurrency counts."""
@@ -99,7 +103,9 @@ class SimulatedSettings:
             streaming=trainer.streaming,
             checkpoint_steps=trainer.checkpoint.every_steps,
             eval_every=config.eval.every_steps,
-            eval_samples=config.eval.prompts * (config.eval.samples + config.eval.greedy),
+            eval_prompts=config.eval.prompts,
+            eval_samples=config.eval.samples,
+            eval_greedy=config.eval.greedy,
             auto=config.auto_staleness,
         )
 

@@ -138,6 +138,9 @@ class Timings(StrictModel):
     """How much slower the trainer is while an engine generates."""
     task_s: Span = 0.0
     """Seconds that the source of tasks takes for one. 0: nobody waits for it."""
+    evaluation_factor: Annotated[float, Field(gt=0)] = 1.0
+    """How many times longer an evaluation takes than its completions would as groups of training: they are requested
+    one by one, and graded."""
     slow_servers: list[Factor] = []
     """How many times slower than `engine` the engines of the last servers are, one factor each."""
     engine_contended: Share = 0.0

@@ -322,10 +322,13 @@ def _last_group(run: RecordedRun, begin: float, end: float) -> tuple[int, Record
 
 
 def _queued(span: Span, group: RecordedGroup, server: RecordedServer) -> Iterator[tuple[Cause, float]]:
-    """For weights until the engine has those of its ticket, then for a slot."""
+    """For weights until the engine has those of its ticket, then for a slot. An evaluation keeps the engine's version,
+    so that the weights may have been there all along: then the evaluation was waited for."""
     loaded = next((end for _, end, version in server.loads if version >= group.version), span[0])
     cut = min(max(span[0], loaded), span[1])
-    yield Cause.WEIGHTS, max(0.0, cut - span[0])
+    evaluating = length(overlap([(span[0], cut)], merged(server.evaluations))) if cut > span[0] else 0.0
+    yield Cause.EVALUATION, evaluating
+    yield Cause.WEIGHTS, max(0.0, cut - span[0] - evaluating)
     yield Cause.SLOTS, max(0.0, span[1] - cut)
 
 

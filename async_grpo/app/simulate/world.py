@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from async_grpo.app.simulate.engine import SimulatedSample
 from async_grpo.app.simulate.events import Action, EventQueue
-from async_grpo.app.simulate.server import SimulatedGroup, SimulatedServer
+from async_grpo.app.simulate.server import HeldOutPrompt, SimulatedEvaluation, SimulatedGroup, SimulatedServer
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import Timings
 from async_grpo.app.simulate.trainer import SimulatedStep, SimulatedTrainer
 from async_grpo.auto_staleness import StalenessDecision
 from async_grpo.errors import ConfigError, LeaseLost, RunEnded
 from async_grpo.staleness import WALKING
+from async_grpo.telemetry.idle import Span
 from async_grpo.wire import Batch, ReleaseReason, Task, Ticket
 from buffer.state import BufferState
 from rollout_server.evaluation.milestones import milestone_of
@@ -48,6 +50,8 @@ class SimulatedRun:
     ended_s: float
     decisions: list[tuple[int, StalenessDecision]]
     """max_staleness: auto. Versions at which another S came into force, and why."""
+    evaluations: list[Span] = field(default_factory=list)
+    """Start and end of every evaluation that ended."""
     exchange_s: float = 0.0
     """Mean seconds of an exchange with the buffer, its turn included; 0 if they cost nothing."""
 
@@ -70,6 +74,7 @@ class World:
         self._engines_work = False
         self._claimed = -1
         self.evaluation_tokens = 0.0
+        self.evaluations: list[SimulatedEvaluation] = []
         self._expired = self._stale = 0
         self.decisions: list[tuple[int, StalenessDecision]] = []
         """max_staleness: auto. Versions at which another S came into force, and why."""
@@ -109,6 +114,7 @@ class World:
             self.buffer.inserted,
             self.events.now_s,
             self.decisions,
+            [(each.began_s, each.ended_s) for each in self.evaluations if each.ended_s is not None],
             sum(self.exchanges_s) / max(1, len(self.exchanges_s)),
         )
 
@@ -212,15 +218,31 @@ class World:
         self.buffer.give_back(group.ticket)
         self._changed()
 
-    def claim_evaluation(self, version: int) -> list[SimulatedSample]:
-        """The samples of an evaluation that this version is due for; none if there is none or it is taken."""
+    def claim_evaluation(self, version: int) -> SimulatedEvaluation | None:
+        """The evaluation that this version is due for; None if there is none or another server has claimed it."""
         settings = self.settings
         milestone = milestone_of(version, every_steps=settings.eval_every, final=settings.steps)
-        if milestone <= self._claimed or settings.eval_samples == 0 or not (version == 0 or milestone > 0):
-            return []
+        if milestone <= self._claimed or settings.eval_prompts == 0 or not (version == 0 or milestone > 0):
+            return None
         self._claimed = milestone
-        lengths = self._lengths.groups(self._generator, 1, settings.eval_samples)[0]
-        return [SimulatedSample(None, float(length)) for length in lengths]
+        rounds = [settings.eval_samples] + [1] * settings.eval_greedy
+        evaluation = SimulatedEvaluation(
+            began_s=self.events.now_s,
+            room=settings.max_concurrency,
+            rounds=deque(self._draw_round(completions) for completions in rounds),
+        )
+        self.evaluations.append(evaluation)
+        return evaluation
+
+    def _draw_round(self, completions: int) -> deque[SimulatedSample]:
+        """So many completions of every held-out prompt, in the order in which they start."""
+        slower = self.timings.evaluation_factor
+        samples: deque[SimulatedSample] = deque()
+        drawn = self._lengths.groups(self._generator, 1, self.settings.eval_prompts * completions)[0]
+        for first in range(0, len(drawn), completions):
+            prompt = HeldOutPrompt()
+            samples.extend(SimulatedSample(prompt, slower * length) for length in drawn[first : first + completions])
+        return samples
 
     def note_busy(self) -> None:
         """Samples began or ended: the trainer is slower while an engine of its machine works."""

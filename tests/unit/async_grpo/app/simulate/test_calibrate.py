@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,31 @@ def test_what_it_was_calibrated_on_is_simulated_again(recorded: list[RecordedRun
     for run in recorded:
         simulated = figures_of(simulate(SimulatedSettings.of(run.config), found)).tokens_per_s
         assert simulated == pytest.approx(measure(run).tokens_per_s, rel=0.04)
+
+
+def test_evaluations_and_the_steps_between_them_each_take_their_recorded_time(tmp_path: Path) -> None:
+    brief = TRUE.model_copy(update={"evaluation_factor": 0.4, "engine_beside": 1.0, "trainer_beside": 1.0})
+    run = recorded_run(tmp_path, 2, brief, eval={"every_steps": 8, "prompts": 60})
+    recorded = run.servers[0].evaluations
+    simulated = simulate(SimulatedSettings.of(run.config), calibrate([run]).timings)
+    assert mean_length(simulated.evaluations) == pytest.approx(mean_length(recorded), rel=0.03)
+    made = [(row["time_s"] - row["step_s"], row["time_s"], row["trained_tokens"]) for row in run.steps]
+    again = [(row.ended_s - row.step_s, row.ended_s, row.tokens) for row in simulated.steps]
+    assert speed_between(simulated.evaluations, again) == pytest.approx(speed_between(recorded, made), rel=0.05)
+
+
+def mean_length(spans: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans) / len(spans)
+
+
+def speed_between(evaluations: Sequence[tuple[float, float]], steps: Sequence[tuple[float, float, float]]) -> float:
+    """Tokens a second of the steps during which nothing was evaluated."""
+    alone = [
+        (end - start, tokens)
+        for start, end, tokens in steps[5:-2]
+        if not any(since < end and start < until for since, until in evaluations)
+    ]
+    return sum(tokens for _, tokens in alone) / sum(seconds for seconds, _ in alone)
 
 
 def test_one_run_does_not_tell_how_much_the_sides_slow_each_other(recorded: list[RecordedRun]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from async_grpo.app.simulate.whatif import changes, with_staleness
 from async_grpo.app.simulate.world import World, simulate
 from async_grpo.errors import ConfigError
 from async_grpo.staleness import OnStale, ReplayPolicy, Selector, StalenessWindow
+from tests.support.recorded_runs import recorded_run
 
 CONSTANT = Timings(
     prompt_tokens=1,
@@ -165,9 +167,24 @@ def test_servers_and_trainers_that_die_lose_no_group() -> None:
 
 
 def test_an_evaluation_keeps_its_version_and_takes_its_time() -> None:
-    plain, evaluated = (simulate(settings_of(2, eval_every=5, eval_samples=samples), TAILED) for samples in (0, 64))
+    plain, evaluated = (simulate(settings_of(2, eval_every=5, eval_prompts=prompts), TAILED) for prompts in (0, 64))
     assert evaluated.ended_s > plain.ended_s
     assert evaluated.released == {"trained": 120}
+
+
+def test_an_evaluation_runs_as_many_completions_at_once_as_a_server_lets_in(tmp_path: Path) -> None:
+    held_out = {"prompts": 32, "samples": 4, "greedy": True, "every_steps": 0}
+    run = recorded_run(tmp_path, 0, CONSTANT, eval=held_out, rollout={"max_concurrency": 16})
+    start, end = run.servers[0].evaluations[0]
+    # 10 s for every 16 completions: 128 sampled ones, then 32 greedy ones
+    assert end - start == pytest.approx(8 * 10 + 2 * 10)
+
+
+def test_a_prompt_of_an_evaluation_is_read_once_in_each_round() -> None:
+    reading = CONSTANT.model_copy(update={"engine": CONSTANT.engine.model_copy(update={"prefill_s": 1.0})})
+    settings = settings_of(eval_prompts=4, eval_samples=4, max_concurrency=16)
+    # 4 prompts are read in 1 s each before 10 tokens of 16 samples, and again before 4 greedy ones
+    assert simulate(settings, reading).evaluations[0] == pytest.approx((0.0, 4 + 10 + 4 + 10))
 
 
 def test_groups_that_are_used_twice_train_half_as_many() -> None:
