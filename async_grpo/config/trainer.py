@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -112,6 +112,8 @@ class CheckpointConfig(StrictModel):
 
 PlatformName = Literal["cpu", "cuda", "npu"]
 """The platforms of `trainer.platform.platforms`."""
+VLLM_PLATFORMS: Mapping[PlatformName, str] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
+"""Platform of the trainer -> `rollout.vllm.platform` of servers on the same devices: vLLM has its own names."""
 
 
 class TrainerConfig(StrictModel):

@@ -27,7 +27,9 @@ Grid = Annotated[
     list[str] | None,
     typer.Option("--grid", metavar="KEY=A,B,C", help="Values to try, such as max_staleness=0,2,4; may be repeated."),
 ]
-Steps = Annotated[int | None, typer.Option(min=4, metavar="N", help="Steps to simulate (default: those of CONFIG).")]
+Steps = Annotated[
+    int | None, typer.Option(min=4, metavar="N", help="Steps to simulate (default: as many as the figures need).")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the lengths and of everything else that is drawn.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to a file.")]
 Plots = Annotated[Path | None, typer.Option(metavar="DIR", help="Write simulation.png into this folder.")]
@@ -75,7 +77,8 @@ def simulate(
         compared = prediction.compare(seen, found, seed=seed)
         if json_file is not None:
             json_file.write_text(json.dumps(prediction.as_plain(predictions, found, compared), indent=2))
-        prediction.show(predictions, compared, [] if grid else changes(predictions[0].settings, found, seed=seed))
+        found_changes = [] if grid else changes(predictions[0].settings, found, steps=steps, seed=seed)
+        prediction.show(predictions, compared, found_changes)
         for path in prediction.draw(predictions, plots) if plots is not None else []:
             say(f"wrote {path}")
         return 0

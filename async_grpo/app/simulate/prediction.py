@@ -17,7 +17,7 @@ from async_grpo.app.report.drawing import BLUE, GREEN, GREY, ORANGE, legend_abov
 from async_grpo.app.simulate.calibrate import calibrate, measure
 from async_grpo.app.simulate.devices import estimate
 from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
-from async_grpo.app.simulate.results import SimulatedFigures, figures_of
+from async_grpo.app.simulate.results import SimulatedFigures, figures_of, with_enough_steps
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import Timings
 from async_grpo.app.simulate.whatif import Change
@@ -166,7 +166,7 @@ def predict(
         typed = assignments(values)
         config = resolve(file, [*overrides, *typed], planning=True)
         settings = SimulatedSettings.of(config)
-        settings = settings if steps is None else settings.with_steps(steps)
+        settings = with_enough_steps(settings, timings) if steps is None else settings.with_steps(steps)
         own = timings.model_copy(update={"lengths": timings.lengths.at_most(config.sampling.max_tokens)})
         label = ", ".join(typed) or config.name
         found.append(Prediction(label, settings, figures_of(simulate(settings, own, seed=seed))))

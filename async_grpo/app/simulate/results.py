@@ -5,9 +5,12 @@ The first steps are left out, in which the window fills, and the last S ones, in
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from async_grpo.app.simulate.settings import SimulatedSettings
+from async_grpo.app.simulate.timings import Timings
 from async_grpo.app.simulate.trainer import SimulatedStep
 from async_grpo.app.simulate.world import SimulatedRun
 from async_grpo.telemetry.idle import bottleneck
@@ -15,6 +18,10 @@ from async_grpo.telemetry.rows import mean
 
 WARM_STEPS = 2
 """Steps beyond the first S + 1 that are left out."""
+LEAST_STEPS, LEAST_GROUPS = 40, 320
+"""Steps and groups that count, at least."""
+MOST_SAMPLES = 30_000
+"""Samples that count, at most: less than a second of simulation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +99,34 @@ def figures_of(run: SimulatedRun) -> SimulatedFigures:
         exchange_s=run.exchange_s,
         bottleneck=bottleneck(trainer_idle, rollout_idle, selector=run.settings.policy.selector),
     )
+
+
+def with_enough_steps(settings: SimulatedSettings, timings: Timings) -> SimulatedSettings:
+    """The same run with the steps that its figures need, plus those that they leave out.
+
+    The same number of steps counts for every S, in whole periods of evaluations and checkpoints, so that settings can
+    be compared. With the run's own steps, a larger S leaves out more of them: it is then judged by other recorded
+    lengths, and by three evaluations in 65 steps instead of three in 93.
+
+    With max_staleness auto or faults the run's own steps are simulated, since what happens in them is rare.
+    """
+    faults = timings.faults
+    if settings.auto is not None or faults.server_every_s or faults.trainer_every_s:
+        return settings
+    least = max(LEAST_STEPS, math.ceil(LEAST_GROUPS / settings.groups_per_step))
+    most = max(least, MOST_SAMPLES // (settings.groups_per_step * settings.group_size))
+    period = math.lcm(settings.eval_every or 1, settings.checkpoint_steps or 1)
+    if period > most:
+        period = settings.eval_every or 1
+    if period > most:
+        settings, period = replace(settings, eval_every=0), 1  # too rare to matter
+    counted = min(most, max(least, settings.steps)) // period * period or period
+    return settings.with_steps(counted + steps_aside(settings.max_staleness))
+
+
+def steps_aside(max_staleness: int) -> int:
+    """Steps at the start and the end of a run that figures leave out: the window fills, and empties."""
+    return 2 * max_staleness + 1 + WARM_STEPS
 
 
 def in_stride(run: SimulatedRun) -> list[SimulatedStep]:

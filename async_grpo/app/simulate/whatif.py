@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from async_grpo.app.simulate.results import SimulatedFigures, figures_of
+from async_grpo.app.simulate.results import SimulatedFigures, figures_of, with_enough_steps
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import Timings
 from async_grpo.app.simulate.world import simulate
@@ -13,8 +13,6 @@ from async_grpo.staleness import RateLimit
 
 CONTENDED = 0.05
 """Share of the time without a processor from which on a change is simulated that gives both sides their own."""
-MOST_STEPS = 120
-"""Steps that a simulation of a change has at most: enough for its mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +27,17 @@ class Change:
     """Tokens a second over those without the change."""
 
 
-def changes(settings: SimulatedSettings, timings: Timings, *, seed: int = 1) -> list[Change]:
-    """Every change of `_candidates` simulated, the best first."""
-    settings = settings.with_steps(min(settings.steps, MOST_STEPS))
-    now = figures_of(simulate(settings, timings, seed=seed))
+def changes(settings: SimulatedSettings, timings: Timings, *, steps: int | None = None, seed: int = 1) -> list[Change]:
+    """Every change of `_candidates` simulated, the best first; over as many steps as their figures need, or `steps`."""
+
+    def figures_with(settings: SimulatedSettings, timings: Timings) -> SimulatedFigures:
+        settings = with_enough_steps(settings, timings) if steps is None else settings.with_steps(steps)
+        return figures_of(simulate(settings, timings, seed=seed))
+
+    now = figures_with(settings, timings)
     found = []
     for label, key, changed, faster in _candidates(settings, timings):
-        figures = figures_of(simulate(changed, faster, seed=seed))
+        figures = figures_with(changed, faster)
         found.append(Change(label, key, figures, figures.tokens_per_s / now.tokens_per_s))
     return sorted(found, key=lambda change: -change.speedup)
 

@@ -81,7 +81,7 @@ class Advice:
 
     def table(self) -> Table:
         """The front, one point a row."""
-        table = Table(title="simulated: not beaten in both speed and age", title_justify="left", box=SIMPLE)
+        table = Table(title="simulated: the fastest point for each mean age", title_justify="left", box=SIMPLE)
         table.add_column("changes", overflow="fold", min_width=24)
         weighs = self.goal.name != "throughput"
         columns = ["tokens/s", *([UNITS[self.goal.name]] if weighs else []), "age (max)", "trainer idle"]

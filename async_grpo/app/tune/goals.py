@@ -8,8 +8,9 @@ Bounds: --max-age on the mean age, --min-ess on the effective sample size of the
 age a keeps the share exp(-d * a). Both c and d are measured or assumed, and printed.
 
 The choice among the points that keep the bounds: those within TOLERANCE of the best count as equally good, because a
-simulation is no better than that. Of these, those whose mean age is within AGE_TOLERANCE of the lowest; of these the
-one with the fewest changes.
+simulation is no better than that. Of these, those with the smallest max_staleness, and of these again those whose mean
+age is within AGE_TOLERANCE of the lowest; of these the one with the fewest changes. A larger max_staleness has a price
+in learning that no simulation shows, so it must earn more than the simulation's own error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ UNITS: Mapping[GoalName, str] = {
     "cost": "tokens per device-second",
     "reward": "fresh tokens/s",
 }
-TOLERANCE = 0.02
+TOLERANCE = 0.05
 """Share by which points may differ and still count as equally good."""
 AGE_TOLERANCE = 0.1
 """Share by which 1 + mean age may differ and still count as equally fresh."""
@@ -52,6 +53,7 @@ class PointFigures:
     age_mean: float
     ages: Mapping[float, float]
     """Age -> share of the trained tokens."""
+    max_staleness: int
     devices: int
     changes: int
     """Number of keys by which it differs from the present configuration."""
@@ -97,9 +99,19 @@ class Goal:
             )
         best = max(self.value(points[place]) for place in allowed)
         near = [place for place in allowed if self.value(points[place]) >= (1 - TOLERANCE) * best]
+        least = min(points[place].max_staleness for place in near)
+        near = [place for place in near if points[place].max_staleness == least]
         oldest = (1 + AGE_TOLERANCE) * min(1 + points[place].age_mean for place in near)
         fresh = [place for place in near if 1 + points[place].age_mean <= oldest]
         return min(fresh, key=lambda place: (points[place].changes, -self.value(points[place])))
+
+    @property
+    def rule(self) -> str:
+        """How the choice is made, in words."""
+        return (
+            f"of the points within {TOLERANCE:.0%} of the most {UNITS[self.name]}, the smallest max_staleness, then "
+            "the freshest, then the fewest changes"
+        )
 
     @property
     def bounds(self) -> str:

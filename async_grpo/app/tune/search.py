@@ -15,7 +15,7 @@ from pathlib import Path
 
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.simulate.calibrate import Measured
-from async_grpo.app.simulate.results import WARM_STEPS, SimulatedFigures, figures_of
+from async_grpo.app.simulate.results import SimulatedFigures, figures_of, with_enough_steps
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import Timings
 from async_grpo.app.simulate.world import simulate
@@ -24,8 +24,6 @@ from async_grpo.app.tune.space import Overrides, TuningAxis, combined
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError, DependencyError
 
-LEAST_STEPS, LEAST_GROUPS = 40, 320
-"""Steps and groups of a simulation that count, at least."""
 FRONT_GAIN = 0.005
 """Share by which a point of the front is better than the fresher ones."""
 STARTUP_TRIALS = 20
@@ -133,14 +131,14 @@ class TuningSearch:
         config = load(self._file, self._typed(overrides))
         before = self.present.config.trainer.processes if self._points else config.trainer.processes
         timings = timings_for(self._timings, config, config.trainer.processes / before)
-        settings = SimulatedSettings.of(config)
-        counted = max(LEAST_STEPS, math.ceil(LEAST_GROUPS / config.groups_per_step))
-        found = figures_of(simulate(settings.with_steps(counted + steps_aside(config)), timings, seed=self._seed))
+        settings = with_enough_steps(SimulatedSettings.of(config), timings)
+        found = figures_of(simulate(settings, timings, seed=self._seed))
         changed = self._changes(overrides)
         judged = PointFigures(
             tokens_per_s=found.tokens_per_s,
             age_mean=found.age_mean,
             ages={float(age): share for age, share in found.age_histogram.items()},
+            max_staleness=config.max_staleness,
             devices=devices_of(config),
             changes=changed,
         )
@@ -173,11 +171,6 @@ class TuningSearch:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
                 study.tell(trial, [self._goal.value(one.figures), one.figures.age_mean])
-
-
-def steps_aside(config: RunConfig) -> int:
-    """Steps at the begin and the end of a run that figures leave out: the window fills, and empties."""
-    return 2 * config.max_staleness + 1 + WARM_STEPS
 
 
 def timings_for(timings: Timings, config: RunConfig, ranks: float) -> Timings:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from async_grpo.app.sweep.plan import parse_axis
 from async_grpo.app.sweep.settings import in_order, shown_values
 from async_grpo.config import RunConfig
+from async_grpo.config.trainer import VLLM_PLATFORMS
 from async_grpo.errors import ConfigError
 
 STALENESS = (0, 1, 2, 4, 8, 16)
@@ -121,7 +122,7 @@ def _splits(config: RunConfig) -> Iterator[Overrides]:
     trainer, limits = config.trainer, config.rollout.limits
     if "cpu" in (trainer.platform, limits.platform) or trainer.nodes > 1 or config.launch.share_devices != "off":
         return
-    if trainer.platform != limits.platform:
+    if VLLM_PLATFORMS[trainer.platform] != limits.platform:
         return
     block = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
     total = trainer.processes + config.rollout.servers * limits.devices

@@ -19,6 +19,7 @@ from async_grpo.app.runs.run import Run
 from async_grpo.app.simulate.calibrate import Measured, measure
 from async_grpo.app.simulate.prediction import TimingsOptions
 from async_grpo.app.simulate.recorded import read_recorded
+from async_grpo.app.simulate.results import steps_aside
 from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point, SweepPlan, point_name
 from async_grpo.app.sweep.report import read_all
@@ -26,7 +27,7 @@ from async_grpo.app.sweep.settings import settings_of
 from async_grpo.app.sweep.sweep import INTERRUPTED, SweepOptions, run_sweep
 from async_grpo.app.tune.advice import Advice, as_json, changes_of, reasons_for, recommended_yaml
 from async_grpo.app.tune.goals import AGE_COST, Goal, GoalName, measured_age_cost, measured_ess_decay
-from async_grpo.app.tune.search import Places, TunedPoint, TuningSearch, steps_aside
+from async_grpo.app.tune.search import Places, TunedPoint, TuningSearch
 from async_grpo.app.tune.space import axes_of
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.utils.files import write_atomic
@@ -89,6 +90,8 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
     for line in beyond:
         say(line)
     notes += beyond
+    notes.append(f"chosen: {goal.rule}")
+    say(notes[-1])
     advice = Advice(goal, search.points, search.present, chosen, reasons_for(search, goal, chosen), measured, notes)
     write(folder, options, advice)
     return folder, advice
@@ -145,7 +148,7 @@ def _run(
     for one in points:
         values = changes_of(one, present)
         own = point_name(name, values, one.config.seed)
-        steps = f"steps={options.real_steps + steps_aside(one.config)}"
+        steps = f"steps={options.real_steps + steps_aside(one.config.max_staleness)}"
         typed = [*options.overrides, *(f"{key}={value}" for key, value in values.items()), *_SHORT, steps]
         config = resolve(options.config, typed)
         update = {"name": own, "runs_dir": folder.runs_dir}

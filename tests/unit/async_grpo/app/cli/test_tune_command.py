@@ -51,6 +51,31 @@ def test_a_bound_on_the_age_is_kept_and_all_figures_are_there_as_json(timings: l
     assert len(found["points"]) == 12 and found["goal"]["name"] == "throughput"
 
 
+def test_the_present_configuration_is_simulated_as_simulate_does(timings: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    given = [QUICKSTART, *timings[:2], "-o", "group_size=2", "-o", "steps=50", "--json", str(file)]
+    answer = RUNNER.invoke(app, ["simulate", *given])
+    assert answer.exit_code == 0, answer.output
+    (alone,) = json.loads(file.read_text())["points"]
+    options = ["--vary", "max_staleness=2,4", "--fix", "buffer.selector", "--fix", "rollout.max_concurrency"]
+    answer = RUNNER.invoke(app, ["tune", *given, *timings[2:], *options])
+    assert answer.exit_code == 0, answer.output
+    present = json.loads(file.read_text())["points"][0]
+    assert present["tokens_per_s"] == alone["tokens_per_s"]
+    assert present["age_mean"] == alone["age_mean"]
+
+
+def test_every_point_is_judged_by_the_same_evaluations(timings: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    slow = ["-o", "group_size=2", "-o", "steps=100"]
+    grid = ["--grid", "max_staleness=8,16", "--json", str(file)]
+    answer = RUNNER.invoke(app, ["simulate", QUICKSTART, *timings[:2], *slow, *grid])
+    assert answer.exit_code == 0, answer.output
+    less, more = json.loads(file.read_text())["points"]
+    assert less["steps"] == more["steps"] == 100
+    assert more["tokens_per_s"] >= 0.99 * less["tokens_per_s"]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

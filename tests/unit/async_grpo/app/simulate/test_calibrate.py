@@ -156,5 +156,5 @@ def test_the_change_that_gives_most_undoes_what_holds_a_run_up(
 
 def test_one_slot_becomes_two(tmp_path: Path) -> None:
     settings, _ = settings_of(tmp_path, 1, rollout={"max_concurrency": 1})
-    found = {change.key: change.speedup for change in changes(settings.with_steps(4), TRUE)}
+    found = {change.key: change.speedup for change in changes(settings, TRUE, steps=4)}
     assert found["rollout.max_concurrency=2"] > 1.5

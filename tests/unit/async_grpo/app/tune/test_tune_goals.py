@@ -19,14 +19,29 @@ from tests.support.recorded_runs import PLAIN
 from tests.support.sweep_fakes import figures
 
 
-def point(tokens_per_s: float, age: float, *, devices: int = 2, changes: int = 1) -> PointFigures:
+def point(
+    tokens_per_s: float, age: float, *, max_staleness: int = 4, devices: int = 2, changes: int = 1
+) -> PointFigures:
     half = {age - 1: 0.5, age + 1: 0.5} if age else {0.0: 1.0}
-    return PointFigures(tokens_per_s=tokens_per_s, age_mean=age, ages=half, devices=devices, changes=changes)
+    return PointFigures(
+        tokens_per_s=tokens_per_s,
+        age_mean=age,
+        ages=half,
+        max_staleness=max_staleness,
+        devices=devices,
+        changes=changes,
+    )
 
 
 def test_of_points_that_are_as_fast_the_freshest_and_then_the_least_changed_is_chosen() -> None:
-    points = [point(50, 0), point(100, 4), point(99, 2.0, changes=3), point(98.5, 2.25), point(97, 1)]
+    points = [point(50, 0), point(100, 4), point(99, 2.0, changes=3), point(98.5, 2.25), point(94, 1)]
     assert Goal().choose(points) == 3
+
+
+def test_a_larger_staleness_bound_must_gain_more_than_the_error_of_a_simulation() -> None:
+    points = [point(90, 0.9, max_staleness=1), point(97, 1.8, max_staleness=2), point(100, 1.7, max_staleness=16)]
+    assert Goal().choose(points) == 1
+    assert Goal().choose([*points, point(120, 5.5, max_staleness=16)]) == 3
 
 
 def test_bounds_leave_out_the_fastest() -> None:

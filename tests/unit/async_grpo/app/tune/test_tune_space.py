@@ -66,6 +66,12 @@ def test_the_devices_of_one_machine_are_split_in_every_way_that_uses_all_of_them
     ]
 
 
+def test_the_devices_of_an_ascend_machine_are_split_too() -> None:
+    given = load(Path("configs/qwen2.5_7b_gsm8k_ascend.yaml"), [])
+    splits = next(axis for axis in axes_of(given, [], []) if axis.name == "split")
+    assert len(splits.choices) > 1
+
+
 @pytest.mark.parametrize(
     ("vary", "fix", "said"),
     [
