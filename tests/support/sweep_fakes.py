@@ -12,7 +12,7 @@ from async_grpo.config import RunConfig
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.timeline import Timeline
 
-STEPS = 10
+STEPS = 20
 
 
 def point(runs_dir: Path, name: str = "p", *, seed: int = 1, **changes: Any) -> Point:

@@ -119,8 +119,7 @@ def _balanced(timings: Timings, runs: Sequence[RecordedRun], *, fits_beside: boo
 def _with_recorded_evaluations(
     timings: Timings, settings: Sequence[SimulatedSettings], measured: Sequence[Measured]
 ) -> Timings:
-    """The timings with evaluations that take, simulated, as long as those of the runs. The one of the final version is
-    left out: a simulation ends before it, and it has the probe."""
+    """The timings with evaluations that take, simulated, as long as those of the runs."""
     pairs: list[tuple[float, float]] = []
     for each, actual in zip(settings, measured, strict=True):
         if actual.evaluations_s:
@@ -156,7 +155,8 @@ class Measured:
     rollout_idle: float | None
     age_mean: float
     evaluations_s: tuple[float, ...] = ()
-    """Seconds of every evaluation, in their order."""
+    """Seconds of every evaluation, in their order. That of the final version is left out: a simulation ends before it,
+    and it has the probe."""
 
 
 def measure(run: RecordedRun) -> Measured:
@@ -167,6 +167,8 @@ def measure(run: RecordedRun) -> Measured:
     spent_s, tokens = sum(numbers(rows, "step_s")), sum(numbers(rows, "trained_tokens"))
     ages = sum((number(row, "age_mean") or 0.0) * (number(row, "trained_tokens") or 0.0) for row in rows)
     evaluations = sorted(span for server in run.servers for span in server.evaluations)
+    if len(run.steps) == run.config.steps:
+        evaluations = evaluations[:-1]
     busy = [
         [{"track": "generation", "start_s": g.started_s, "end_s": g.ended_s} for g in s.groups] for s in run.servers
     ]

@@ -6,6 +6,7 @@
     3. `margin` is the caller's tolerance; without one it is one standard error of the best setting, the larger of the
        spread over its seeds and the sampling error of the evaluation; without either it is DEFAULT_TOLERANCE.
     4. Among the settings whose learning is within the margin of the best, the one that trains most samples per second.
+       If its runs are too short to have a usual pace, none is recommended: its speed is that of its head start.
 
 This is the one-standard-error rule: speed is not given up for a difference that the seeds do not support.
 """
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from async_grpo.app.sweep.results import least_steps
 from async_grpo.app.sweep.settings import GridSetting
 
 DEFAULT_TOLERANCE = 0.02
@@ -38,6 +40,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float
     before: float | None = None
     """The learning measure before training, where it was measured."""
+    missing_steps: int = 0
+    """Steps that its shortest run lacks for its speed to mean something."""
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,9 +76,17 @@ def choose(
     margin, because = _margin(best, tolerance)
     within = [one for one in candidates if best.learning - one.learning <= margin]
     chosen = max(within, key=lambda one: (one.samples_per_s, one.learning))
+    reason = _in_words(chosen, best, within, len(candidates), (margin, because), measure)
+    is_chosen_by_speed = len(within) > 1
+    if chosen.missing_steps and is_chosen_by_speed:
+        reason = (
+            f"{chosen.label} trains most samples per second of the {len(within)} settings that learned equally well "
+            f"({chosen.samples_per_s:.3g}), but its runs are {chosen.missing_steps} steps too short to tell: most of "
+            "what they trained was generated before their first step. Sweep with more steps."
+        )
     return Recommendation(
-        label=chosen.label,
-        reason=_in_words(chosen, best, within, len(candidates), (margin, because), measure),
+        label="" if chosen.missing_steps and is_chosen_by_speed else chosen.label,
+        reason=reason,
         measure=measure,
         margin=margin,
         within=[one.label for one in within],
@@ -103,6 +115,7 @@ def candidate(setting: GridSetting, measure: str) -> Candidate | None:
         error=max((error for error in errors if error is not None), default=None),
         samples_per_s=speed,
         before=setting.mean("accuracy_before") if measure != REWARD else None,
+        missing_steps=max((max(0, least_steps(point) - point.steps) for point in setting.finished), default=0),
     )
 
 
@@ -129,6 +142,8 @@ def _why_not(setting: GridSetting) -> str:
             return f"seed {point.seed}: {point.state}"
         if point.balanced is False:
             return f"seed {point.seed}: its group counts do not balance"
+        if point.balanced is None:
+            return f"seed {point.seed}: it is not known if its group counts balance"
         if point.age_max is not None and point.age_bound is not None and point.age_max > point.age_bound:
             ages = f"a trained token was {point.age_max} steps old, above the bound {point.age_bound}"
             return f"seed {point.seed}: {ages}"

@@ -16,7 +16,7 @@ from async_grpo.app.report.summary import score_format
 from async_grpo.app.sweep.folder import SweepFolder, SweepRecord
 from async_grpo.app.sweep.plots import write_plots
 from async_grpo.app.sweep.recommend import REWARD, Candidate, Recommendation, candidate, recommend
-from async_grpo.app.sweep.results import FINISHED, PointMetrics, read_metrics
+from async_grpo.app.sweep.results import FINISHED, WINDOWS, PointMetrics, least_steps, read_metrics
 from async_grpo.app.sweep.settings import GridSetting, settings_of, shown_values
 from async_grpo.errors import ConfigError
 from async_grpo.utils.files import write_atomic
@@ -24,8 +24,6 @@ from async_grpo.utils.text import fenced, figure
 
 T = TypeVar("T")
 FORMAT = 1
-_WINDOWS = 4
-"""A run with fewer windows of S + 1 steps than this does not reach its usual pace."""
 
 _BY_AXIS = {
     "accuracy_after": ("held-out, after", ".3f"),
@@ -232,23 +230,29 @@ def _points_table(points: Sequence[PointMetrics]) -> str:
     return f"## Points\n\n{_table(columns, points)}"
 
 
-def _troubles(comparison: SweepComparison) -> str:
-    """Markdown: what a reader should know before trusting the figures."""
-    lines = [f"- {label} does not count: {why}." for label, why in comparison.choice.excluded.items()]
-    lines += [f"- {point.name} failed:\n\n{fenced(point.error)}\n" for point in comparison.points if point.error]
+def caveats_of(comparison: SweepComparison) -> list[str]:
+    """What a reader should know before trusting the recommendation, a sentence or two each."""
+    found = [f"{label} does not count: {why}." for label, why in comparison.choice.excluded.items()]
     shared = max((point.at_once for point in comparison.points), default=1)
     if shared > 1:
-        lines.append(f"- Up to {shared} runs shared this machine, which affects all times and throughputs.")
-    short = [p.name for p in comparison.points if p.age_bound is not None and p.steps < _WINDOWS * (p.age_bound + 1)]
+        found.append(f"Up to {shared} runs shared this machine, which affects all times and throughputs.")
+    short = [point for point in comparison.points if point.steps < least_steps(point)]
     if short:
-        lines.append(
-            f"- Fewer steps than {_WINDOWS} windows of S + 1: {', '.join(short)}. Most of what such a run trains is "
-            "its head start, so its throughput means little: sweep with more steps."
+        steps = max(least_steps(point) for point in short)
+        found.append(
+            f"Too short for their max_staleness S, with fewer than {WINDOWS} (S + 1) steps: "
+            f"{', '.join(point.name for point in short)}. Most of what such a run trains was generated before its "
+            f"first step, so its throughput means little: sweep with steps={steps} or more."
         )
     if any(one.error is None for one in comparison.settings):
-        lines.append(
-            "- One seed per setting and no final evaluation give no standard error: repeat with --seeds 1,2,3."
-        )
+        found.append("One seed per setting and no final evaluation give no standard error: repeat with --seeds 1,2,3.")
+    return found
+
+
+def _troubles(comparison: SweepComparison) -> str:
+    """Markdown: the caveats, and the errors of points."""
+    lines = [f"- {caveat}" for caveat in caveats_of(comparison)]
+    lines += [f"- {point.name} failed:\n\n{fenced(point.error)}\n" for point in comparison.points if point.error]
     return "## Caveats\n\n" + "\n".join(lines) if lines else ""
 
 

@@ -98,6 +98,15 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     curve: Curve = Curve()
 
 
+WINDOWS = 4
+"""A run with fewer than so many times S + 1 steps mostly trains its head start, and does not reach its usual pace."""
+
+
+def least_steps(point: PointMetrics) -> int:
+    """Number of steps below which the point's speed means little; 0 if its bound on the age is not known."""
+    return 0 if point.age_bound is None else WINDOWS * (point.age_bound + 1)
+
+
 def read_metrics(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> PointMetrics:
     """The figures of a point's run as its folder is now. `error` is that of the last attempt."""
     folder = RunFolder(point.config.run_dir)

@@ -33,7 +33,7 @@ from async_grpo.app.sweep.plan import (
     parse_seeds,
 )
 from async_grpo.app.sweep.progress import SweepView
-from async_grpo.app.sweep.report import SweepComparison, write_report
+from async_grpo.app.sweep.report import SweepComparison, caveats_of, write_report
 from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, pool_for
 from async_grpo.config import load
 from async_grpo.errors import ConfigError
@@ -78,10 +78,12 @@ def make_plan(options: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
 
 
 def print_result(folder: SweepFolder, comparison: SweepComparison) -> None:
-    """Print the recommendation and the path of the report."""
-    chosen = f"recommended: {comparison.choice.label}\n" if comparison.choice.label else ""
-    text = f"{chosen}{comparison.choice.reason}\nreport: {folder.path / 'report.md'}"
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    """Print the recommendation, its caveats and the path of the report."""
+    choice = comparison.choice
+    lines = [f"recommended: {choice.label}" if choice.label else "no recommendation", choice.reason]
+    lines += [f"caveat: {caveat}" for caveat in caveats_of(comparison)]
+    lines.append(f"report: {folder.path / 'report.md'}")
+    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 async def run_sweep(

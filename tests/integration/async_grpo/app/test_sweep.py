@@ -80,7 +80,7 @@ def test_a_killed_run_is_named_the_other_goes_on_and_the_same_command_finishes_b
         assert point["age_max"] <= point["age_bound"] == int(point["values"]["max_staleness"])
         for figure in ("accuracy_after", "samples_per_s", "trainer_idle", "rollout_idle", "ess", "logprob_gap_mean"):
             assert point[figure] is not None, figure
-    assert facts["choice"]["label"] and not facts["choice"]["excluded"]
+    assert facts["choice"]["reason"] and not facts["choice"]["excluded"]
     report = (sweep.out / "report.md").read_text()
     for name in ("tradeoff", "reward_by_step", "reward_by_time", "figures"):
         assert f"plots/{name}.png" in report and (sweep.out / "plots" / f"{name}.png").stat().st_size > 0

@@ -56,6 +56,7 @@ def test_a_sweep_in_which_nothing_was_learned_says_so() -> None:
     [
         ({"state": FAILED, "error": "boom"}, "seed 2: failed"),
         ({"balanced": False}, "group counts do not balance"),
+        ({"balanced": None}, "not known if its group counts balance"),
         ({"age_max": 5, "age_bound": 4}, "above the bound 4"),
     ],
 )
@@ -64,6 +65,19 @@ def test_a_setting_whose_run_failed_or_broke_its_promises_does_not_count(broken:
     choice = recommend(settings_of([figures(0), figures(0, 2), *fast]))
     assert choice.label == "max_staleness=0"
     assert why in choice.excluded["max_staleness=4"]
+
+
+def test_the_speed_of_a_head_start_is_no_reason_to_recommend_a_setting() -> None:
+    quick = [figures(0, steps=6), figures(4, steps=6, samples_per_s=100.0)]
+    choice = recommend(settings_of(quick))
+    assert choice.label == "" and "14 steps too short" in choice.reason
+    enough = [figures(0, steps=20), figures(4, steps=20, samples_per_s=100.0)]
+    assert recommend(settings_of(enough)).label == "max_staleness=4"
+
+
+def test_a_short_setting_that_is_slower_even_so_does_not_prevent_a_recommendation() -> None:
+    choice = recommend(settings_of([figures(0, steps=6), figures(4, steps=6, samples_per_s=1.0)]))
+    assert choice.label == "max_staleness=0"
 
 
 def test_nothing_finished_gives_no_recommendation_but_a_reason() -> None:

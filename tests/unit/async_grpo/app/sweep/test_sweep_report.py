@@ -46,6 +46,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> SweepFolder:
     result = CliRunner().invoke(app, ["sweep", "--report", str(made.path)])
     assert result.exit_code == 0, result.output
     assert "recommended: max_staleness=2" in result.output
+    assert "caveat: Too short for their max_staleness S" in result.output
     return made
 
 
@@ -73,11 +74,11 @@ def test_the_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
     found = read_metrics(made, {"max_staleness": "2"})
     assert (found.state, found.steps_done, found.accuracy_after, found.eval_prompts) == (FINISHED, STEPS, 0.9, 256)
     assert found.accuracy_mean == pytest.approx((0.4 + 0.9) / 4 + 0.9 / 2)  # the first half rises from 0.4
-    assert (found.steps_s, found.wall_s) == (20.0, 50.0)
+    assert (found.steps_s, found.wall_s) == (40.0, 70.0)
     assert (found.samples_per_s, found.tokens_per_s) == (16 * 8 / 2.0, 500.0)
     assert (found.trainer_idle, found.rollout_idle) == (0.25, pytest.approx(0.5))
     assert (found.ess, found.clip_fraction) == (pytest.approx(0.9), pytest.approx(0.01))
-    assert found.curve.seconds[-1] == 20.0 and found.curve.reward[-1] == 0.9
+    assert found.curve.seconds[-1] == 40.0 and found.curve.reward[-1] == 0.9
 
 
 def test_what_was_generated_before_the_first_step_makes_no_window_look_faster() -> None:
@@ -186,8 +187,8 @@ def test_runs_that_shared_the_machine_or_are_short_beside_their_window_are_menti
     folder.write(SweepRecord(points=[msgspec.structs.replace(one, at_once=3) for one in folder.read().points]))
     text = compared(folder)[1]
     assert "Up to 3 runs shared this machine" in text
-    [warning] = [row for row in text.splitlines() if "Fewer steps than 4 windows" in row]
-    assert "s2-1, s2-2, s8-1, s8-2" in warning and "s0-1" not in warning
+    [warning] = [row for row in text.splitlines() if "Too short for their max_staleness" in row]
+    assert "s8-1, s8-2" in warning and "s2-1" not in warning and "steps=36" in warning
 
 
 def test_points_of_different_grids_are_compared_by_what_their_configurations_say(folder: SweepFolder) -> None:
@@ -203,8 +204,9 @@ def test_points_of_different_grids_are_compared_by_what_their_configurations_say
     assert comparison.choice.label == "max_staleness=2, preset=grpo"
 
 
-def test_a_stated_tolerance_makes_a_faster_setting_good_enough(folder: SweepFolder) -> None:
-    assert compared(folder, tolerance=0.5)[0].choice.label == "max_staleness=8"
+def test_a_stated_tolerance_does_not_recommend_a_run_that_is_too_short(folder: SweepFolder) -> None:
+    choice = compared(folder, tolerance=0.5)[0].choice
+    assert "max_staleness=8" in choice.within and choice.label == ""
 
 
 def test_a_dry_run_lists_the_points_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
