@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from async_grpo.app.simulate.why import Explanation
 
 FOLLOWED_STEPS, LOOK_EVERY_S = 20, 2.0
+LEAST_SHARE = 0.02
+"""Share of the time below which a part of the waits is not explained."""
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to a file.")]
 Changes = Annotated[bool, typer.Option(help="Simulate what changes would give.")]
 Last = Annotated[int | None, typer.Option("--last", min=1, metavar="N", help="Count only the last N steps.")]
@@ -62,16 +64,21 @@ def why(
 
 
 def _show(found: Explanation, console: Console) -> None:
-    from async_grpo.app.simulate.why import ADVICE
+    from async_grpo.app.simulate.why import ADVICE, MEANINGS
 
     console.print(
         f"{found.steps} steps took {found.seconds:.0f} s; the trainer waited for {found.wait_share:.0%} of them.",
         highlight=False,
     )
+    for name, seconds in found.outages.items():
+        console.print(f"For {seconds:.0f} s {name} was away and was being started again.", highlight=False)
     table = Table("the trainer's time", "seconds", "share", "faster without, at most", box=SIMPLE)
     for name, seconds, share in found.shares():
         table.add_row(name, f"{seconds:.1f}", f"{share:.1%}", f"{share / (1 - share):+.0%}" if share < 1 else "")
     console.print(table)
+    for cause, seconds in sorted(found.waits.items(), key=lambda part: -part[1]):
+        if seconds >= LEAST_SHARE * found.seconds:
+            console.print(f"  waiting: {cause.value} = {MEANINGS[cause]}", highlight=False)
     table = Table("server", "generating", "evaluating", "loading weights", "idle", "waiting for processors", box=SIMPLE)
     for server in found.servers:
         shares = server.generating, server.evaluating, server.loading, server.idle, server.contended
@@ -134,5 +141,6 @@ def _as_plain(found: Explanation, simulated: list[Change]) -> dict[str, object]:
         "shares": {name: share for name, _, share in found.shares()},
         "critical_path": [{"link": name, "seconds": seconds} for name, seconds in found.path()],
         "servers": [asdict(server) for server in found.servers],
+        "outages": found.outages,
         "changes": [{"label": one.label, "key": one.key, "speedup": one.speedup} for one in simulated],
     }

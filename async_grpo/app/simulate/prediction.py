@@ -186,10 +186,10 @@ def show(predictions: Sequence[Prediction], compared: Sequence[CheckedRuns], cha
 
 def table_of(predictions: Sequence[Prediction]) -> Table:
     """The figures of all points, one a row."""
-    table = Table(title="simulated", title_justify="left", box=SIMPLE)
-    table.add_column("point", overflow="fold", min_width=16)
+    table = Table(title="simulated", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("point", overflow="fold", min_width=12)
     for column in ("tokens/s", "step", "trainer idle", "servers idle", "age (max)", "wasted"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", min_width=len(max(column.split(), key=len)))
     for one in predictions:
         figures = one.figures
         table.add_row(

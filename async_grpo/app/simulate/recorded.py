@@ -19,7 +19,7 @@ from typing import Any
 from async_grpo.app.runs.run import Run
 from async_grpo.config import RunConfig
 from async_grpo.errors import DataError
-from async_grpo.telemetry.idle import Span, merged
+from async_grpo.telemetry.idle import Span, merged, outages, overlap
 from async_grpo.telemetry.jsonl import each_row
 from async_grpo.telemetry.metrics import COMPUTE
 from async_grpo.telemetry.rows import Row, number
@@ -59,6 +59,8 @@ class RecordedServer:
     """When no task was waiting while the source of tasks was read."""
     contended: list[tuple[float, float, float]] = field(default_factory=list)
     """Begin, end, and the seconds of it for which this server waited for a processor."""
+    outages: list[Span] = field(default_factory=list)
+    """When it was away and was started again."""
     name: str = ""
 
     def contended_s(self, span: Span) -> float:
@@ -91,6 +93,16 @@ class RecordedRun:
         return span_of(self.steps[1:])
 
     @property
+    def outages(self) -> list[Span]:
+        """When any server was away and was started again."""
+        return merged(span for server in self.servers for span in server.outages)
+
+    def undisturbed(self, steps: Sequence[Row]) -> Sequence[Row]:
+        """Those of the steps during which no server was away; all of them if none is left."""
+        away = self.outages
+        return [row for row in steps if not overlap(away, [span_of([row])])] or steps
+
+    @property
     def groups(self) -> list[RecordedGroup]:
         """The groups of all servers, by sequence."""
         return sorted((group for server in self.servers for group in server.groups), key=lambda group: group.seq)
@@ -108,7 +120,7 @@ def read_recorded(path: Path) -> RecordedRun:
     trainer = _spans(path / "timeline" / "trainer.jsonl")
     lengths = _sampled_lengths(path / "samples")
     servers = [
-        _server(file.stem, _spans(file), lengths)
+        _server(file, lengths)
         for file in sorted((path / "timeline").glob("*.jsonl"))
         if file.stem not in ("trainer", "publisher", "supervisor")
     ]
@@ -150,9 +162,9 @@ def _published(spans: Iterable[_Span]) -> dict[int, Span]:
     return found
 
 
-def _server(role: str, spans: Sequence[_Span], sampled: dict[int, tuple[int, ...]]) -> RecordedServer:
-    server = RecordedServer(name=role)
-    for name, begin, end, track, args in spans:
+def _server(file: Path, sampled: dict[int, tuple[int, ...]]) -> RecordedServer:
+    server = RecordedServer(name=file.stem, outages=outages(each_row(file)))
+    for name, begin, end, track, args in _spans(file):
         kind, _, about = name.partition(" ")
         if track == "generation" and about.isdigit():
             lengths = tuple(args.get("lengths") or sampled.get(int(about), ()))

@@ -12,6 +12,9 @@ the life of that group says what held it up:
        window), on a slow server, or in a full engine
     D  judged
 
+What a wait has in common with the outage of a server is the outage's: nothing that the configuration says would have
+shortened it.
+
 Seconds for which the server's processes waited for a processor are taken out of C and D, and those of the trainer out
 of its computing.
 """
@@ -56,7 +59,24 @@ class Cause(StrEnum):
     EVALUATION = "evaluation"
     ENGINE = "engine"
     CPU = "processors"
+    RESTART = "restart"
 
+
+MEANINGS = {
+    Cause.BUFFER: "a group was finished, and the batch came late",
+    Cause.WEIGHTS: "servers waited for new weights, or loaded them",
+    Cause.VERIFIERS: "completions were being judged",
+    Cause.WINDOW: "no group could be admitted: (S + 1) P groups were active",
+    Cause.TASKS: "no task (prompt) was there",
+    Cause.SLOTS: "a group waited for one of rollout.max_concurrency samples to end",
+    Cause.TAIL: "a group's longest completion ran while slots were free",
+    Cause.SLOW_SERVER: "a group ran on a server that is much slower than the others",
+    Cause.EVALUATION: "an evaluation ran next to the group, or kept the server's version",
+    Cause.ENGINE: "a group ran in a full engine",
+    Cause.CPU: "the server's processes waited for a processor",
+    Cause.RESTART: "a server was away and was started again",
+}
+"""What the group that a batch waited for was held up by, for readers of the table."""
 
 ADVICE = {
     Cause.COMPUTING: "the trainer computes nearly all the time: a faster trainer (more ranks, larger micro-batches, "
@@ -77,6 +97,8 @@ ADVICE = {
     Cause.ENGINE: "generation is the bottleneck, and the engines are full: add rollout servers",
     Cause.CPU: "processes wait for processors that others use: stop what else runs on these cores, give each side "
     "cores of its own (launch.cores), use fewer threads, or raise the container's CPU limit",
+    Cause.RESTART: "a rollout server was away and was started again: its log says why it ended. No setting of the run "
+    "would have shortened that; async-grpo why --last N explains the steps after it",
 }
 """What to do about each cause."""
 
@@ -127,6 +149,8 @@ class Explanation:
     other: float
     """Seconds that neither explains."""
     servers: list[ServerUse]
+    outages: dict[str, float]
+    """Seconds for which each server was away and was started again, of those that were."""
 
     @property
     def waits(self) -> dict[Cause, float]:
@@ -204,7 +228,16 @@ def explain(run: RecordedRun, *, last: int | None = None) -> Explanation:
     }
     parts = _scaled(_Waits(run).parts(window), sum(numbers(rows, "wait_s")))
     other = max(0.0, whole - sum(trainer.values()) - sum(part.seconds for part in parts))
-    return Explanation(len(rows), whole, trainer, parts, other, [_use(server, window) for server in run.servers])
+    away = {server.name: length(overlap([window], server.outages)) for server in run.servers}
+    return Explanation(
+        steps=len(rows),
+        seconds=whole,
+        trainer=trainer,
+        parts=parts,
+        other=other,
+        servers=[_use(server, window) for server in run.servers],
+        outages={name: seconds for name, seconds in away.items() if seconds > 0},
+    )
 
 
 def _scaled(parts: Iterable[WaitPart], waited_s: float) -> list[WaitPart]:
@@ -243,10 +276,14 @@ class _Waits:
 
     def parts(self, window: Span) -> Iterator[WaitPart]:
         """The parts of the waits that ended within the window."""
+        away = self._run.outages
         for wait in self._run.waits:
             if window[0] < wait[1] <= window[1]:
+                away_s = length(overlap([wait], away))
+                left = 1 - away_s / _seconds(wait) if away_s else 1.0
+                yield WaitPart(WaitStage.ADMISSION, Cause.RESTART, away_s)
                 for stage, cause, seconds in self._parts_of(wait):
-                    yield WaitPart(stage, cause, seconds)
+                    yield WaitPart(stage, cause, left * seconds)
 
     def _parts_of(self, wait: Span) -> Iterator[tuple[WaitStage, Cause, float]]:
         begin, end = wait

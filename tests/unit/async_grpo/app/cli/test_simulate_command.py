@@ -39,6 +39,12 @@ def test_a_grid_is_one_row_a_point_with_a_plot_and_all_figures_as_json(timings: 
     assert (tmp_path / "simulation.png").stat().st_size > 5000
 
 
+def test_no_column_is_cut_in_a_terminal_of_80_columns(timings: str) -> None:
+    grid = ["--grid", "rollout.servers=1,2", "--steps", "8"]
+    answer = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["simulate", QUICKSTART, "--timings", timings, *grid])
+    assert all(word in answer.output for word in ("tokens/s", "trainer", "servers", "age (max)", "wasted"))
+
+
 def test_without_a_grid_it_says_what_one_change_would_give(timings: str) -> None:
     answer = RUNNER.invoke(app, ["simulate", QUICKSTART, "--timings", timings, "--steps", "12"])
     assert "what one change would give" in answer.output

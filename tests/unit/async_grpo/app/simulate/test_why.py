@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from async_grpo.app.simulate.calibrate import measure
 from async_grpo.app.simulate.lengths import LengthModel
+from async_grpo.app.simulate.recorded import read_recorded
 from async_grpo.app.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
-from async_grpo.app.simulate.why import ADVICE, Cause, WaitStage, explain
+from async_grpo.app.simulate.why import ADVICE, MEANINGS, Cause, WaitStage, explain
 from tests.support.recorded_runs import recorded_run
 
 BALANCED = Timings(
@@ -74,6 +77,47 @@ def test_spans_without_tasks_say_how_much_of_a_wait_was_for_want_of_them(tmp_pat
     assert explain(run).cause is not Cause.TASKS
     run.servers[0].starved = run.servers[0].ticket_waits
     assert explain(run).cause is Cause.TASKS
+
+
+def test_the_time_of_an_outage_is_not_blamed_on_the_window(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 2, BALANCED)
+    before = explain(run)
+    file = run.path / "timeline" / "rollout-0.jsonl"
+    away_s, cut_s = 60.0, run.steps[20]["time_s"]
+    rows = [later(json.loads(line), cut_s, away_s) for line in file.read_text().splitlines()]
+    rows += [{"track": "process", "name": "started", "start_s": at_s} for at_s in (0.0, cut_s + away_s / 2)]
+    rows.append({"track": "wait", "name": "ticket", "start_s": cut_s + 1.0, "end_s": cut_s + away_s})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = run.path / "timeline" / "trainer.jsonl"
+    lines = [later(json.loads(line), cut_s, away_s) for line in trainer.read_text().splitlines()]
+    trainer.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    metrics = run.path / "metrics.jsonl"
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in steps[21:]:
+        row["time_s"] += away_s
+    for key in ("step_s", "wait_s"):
+        steps[21][key] += away_s
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in steps))
+
+    found = explain(read_recorded(run.path))
+    assert found.cause is Cause.RESTART, found.shares()
+    assert found.outages["rollout-0"] == pytest.approx(away_s, rel=0.1)
+    assert found.waits.get(Cause.WINDOW, 0.0) == pytest.approx(before.waits.get(Cause.WINDOW, 0.0), abs=3.0)
+    measured = measure(read_recorded(run.path)), measure(run)
+    assert measured[0].tokens_per_s == pytest.approx(measured[1].tokens_per_s, rel=0.05)
+
+
+def later(row: dict[str, Any], cut_s: float, away_s: float) -> dict[str, Any]:
+    """A span that starts at `cut_s` or after, by so much later; one that ends after it goes on for longer."""
+    for key in ("start_s", "end_s"):
+        row[key] += away_s if row[key] > cut_s else 0.0
+    return row
+
+
+def test_every_wait_has_a_meaning_and_an_advice() -> None:
+    own = {Cause.COMPUTING, Cause.CHECKPOINTS, Cause.PUBLISHING}
+    assert set(MEANINGS) == set(Cause) - own
+    assert set(ADVICE) == set(Cause)
 
 
 def test_the_critical_path_adds_up_to_a_mean_step(tmp_path: Path) -> None:
