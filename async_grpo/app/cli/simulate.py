@@ -22,7 +22,10 @@ Device = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Estimate them for a100, a800, h100, h800, h200, h20, 910b or 910c."),
 ]
-TimingsFile = Annotated[Path | None, typer.Option("--timings", metavar="FILE", help="Read the timings from a file.")]
+TimingsFile = Annotated[
+    Path | None,
+    typer.Option("--timings", metavar="FILE", help="Read the timings from a file, or those of them that it has."),
+]
 Grid = Annotated[
     list[str] | None,
     typer.Option("--grid", metavar="KEY=A,B,C", help="Values to try, such as max_staleness=0,2,4; may be repeated."),
@@ -62,23 +65,31 @@ def simulate(
     """
     from async_grpo.app.launch.preflight import resolve
     from async_grpo.app.simulate import prediction
+    from async_grpo.app.simulate.determined import determined_in_words
     from async_grpo.app.simulate.recorded import read_recorded
     from async_grpo.app.simulate.whatif import changes
 
     def work() -> int:
         base = resolve(config, override or [], planning=True)
         seen = [read_recorded(path) for path in check or []]
-        found, notes = prediction.TimingsOptions(runs or [], device, timings).read(base)
+        options = prediction.TimingsOptions(runs or [], device, timings)
+        found, notes, uncertainty = options.read_with_uncertainty(base)
         for line in notes:
             say(line)
         if write_timings is not None:
             found.write(write_timings)
-        predictions = prediction.predict(config, override or [], grid or [], found, steps=steps, seed=seed)
-        compared = prediction.compare(seen, found, seed=seed)
+        predictions = prediction.predict(
+            config, override or [], grid or [], found, steps=steps, seed=seed, uncertainty=uncertainty
+        )
+        fitted_to = [read_recorded(path) for path in runs or []]
+        compared = prediction.compare(seen, found, seed=seed, fitted_to=fitted_to)
         if json_file is not None:
             json_file.write_text(json.dumps(prediction.as_plain(predictions, found, compared), indent=2))
         found_changes = [] if grid else changes(predictions[0].settings, found, steps=steps, seed=seed)
         prediction.show(predictions, compared, found_changes)
+        ranges = [one.range for one in predictions if one.range is not None]
+        if uncertainty is not None:
+            say(determined_in_words(ranges, uncertainty))
         for path in prediction.draw(predictions, plots) if plots is not None else []:
             say(f"wrote {path}")
         return 0

@@ -163,7 +163,7 @@ def measure(run: RecordedRun) -> Measured:
     """The figures of a run that was made."""
     head = run.config.max_staleness + 1 + WARM_STEPS
     rows = run.steps[head : len(run.steps) - run.config.max_staleness]
-    rows = run.undisturbed(rows if len(rows) >= 2 else run.steps[1:])
+    rows = list(run.undisturbed(rows if len(rows) >= 2 else run.steps[1:]))
     spent_s, tokens = sum(numbers(rows, "step_s")), sum(numbers(rows, "trained_tokens"))
     ages = sum((number(row, "age_mean") or 0.0) * (number(row, "trained_tokens") or 0.0) for row in rows)
     evaluations = sorted(span for server in run.servers for span in server.evaluations)

@@ -15,6 +15,13 @@ from rich.table import Table
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.report.drawing import BLUE, GREEN, GREY, ORANGE, legend_above, new_figure, percent, save_figures
 from async_grpo.app.simulate.calibrate import calibrate, measure
+from async_grpo.app.simulate.determined import (
+    PredictedRange,
+    Uncertainty,
+    baseline_of,
+    uncertainty_of_estimate,
+    uncertainty_of_runs,
+)
 from async_grpo.app.simulate.devices import estimate
 from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.app.simulate.results import SimulatedFigures, figures_of, with_enough_steps
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+NO_RANGE = "how sure these timings are is not known: predictions have no range. --from RUN and --device NAME give one"
 ROUGH_ERROR = 0.3
 ROUGH = "these timings are rough: the run is short, or its machine did other things too. A longer run tells more"
 
@@ -41,6 +49,7 @@ class Prediction:
     label: str
     settings: SimulatedSettings
     figures: SimulatedFigures
+    range: PredictedRange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +62,29 @@ class TimingsOptions:
 
     def read(self, config: RunConfig) -> tuple[Timings, list[str]]:
         """The timings, and lines that say how good they are. Raises ConfigError, DataError."""
-        if (bool(self.runs) + (self.device is not None) + (self.file is not None)) != 1:
+        timings, lines, _ = self.read_with_uncertainty(config)
+        return timings, lines
+
+    def read_with_uncertainty(self, config: RunConfig) -> tuple[Timings, list[str], Uncertainty | None]:
+        """The same, and what may be otherwise; None for a file, which does not say how sure it is."""
+        if bool(self.runs) + (self.device is not None) > 1 or not (self.runs or self.device or self.file):
             raise ConfigError(
                 "a simulation needs timings from one place: --from runs/NAME (a run of this project, may be repeated), "
-                "--device NAME (an estimate), or --timings FILE"
+                "--device NAME (an estimate), or --timings FILE. A file may also replace some timings of the other two"
             )
-        if self.file is not None:
-            return Timings.read(self.file), []
+        if self.runs:
+            recorded = [read_recorded(path) for path in self.runs]
+            timings, lines = calibrated(recorded)
+            return self._replaced(timings), lines, uncertainty_of_runs(recorded, self._replaced(timings))
         if self.device is not None:
-            timings = estimate(config, self.device)
-            return timings, [timings.source]
-        recorded = [read_recorded(path) for path in self.runs]
-        return calibrated(recorded)
+            timings = self._replaced(estimate(config, self.device))
+            return timings, [timings.source], uncertainty_of_estimate(timings)
+        assert self.file is not None
+        return Timings.read(self.file), [NO_RANGE], None
+
+    def _replaced(self, timings: Timings) -> Timings:
+        """The timings with what the file says instead."""
+        return timings if self.file is None else Timings.read(self.file, instead_of=timings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +93,8 @@ class CheckedRuns:
 
     runs: Sequence[RecordedRun]
     simulated: SimulatedFigures
+    baseline: float | None = None
+    """Tokens/s by a + b / (S + 1), fitted to the runs that were calibrated on."""
 
     @property
     def label(self) -> str:
@@ -102,24 +124,39 @@ class CheckedRuns:
         return self.simulated.age_mean - fmean(self.age_mean)
 
 
-def compare(recorded: Sequence[RecordedRun], timings: Timings, *, seed: int = 1) -> list[CheckedRuns]:
-    """Simulate runs that were made, with these timings; runs of the same settings are repetitions of one."""
+def compare(
+    recorded: Sequence[RecordedRun], timings: Timings, *, seed: int = 1, fitted_to: Sequence[RecordedRun] = ()
+) -> list[CheckedRuns]:
+    """Simulate runs that were made, with these timings; runs of the same settings are repetitions of one. `fitted_to`:
+    runs to which the baseline is fitted as well."""
     found: dict[SimulatedSettings, list[RecordedRun]] = {}
     for run in recorded:
         found.setdefault(SimulatedSettings.of(run.config), []).append(run)
-    return [CheckedRuns(runs, figures_of(simulate(settings, timings, seed=seed))) for settings, runs in found.items()]
+    speeds = [measure(run).tokens_per_s for run in fitted_to]
+    return [
+        CheckedRuns(
+            runs,
+            figures_of(simulate(settings, timings, seed=seed)),
+            baseline_of(fitted_to, speeds, settings.max_staleness),
+        )
+        for settings, runs in found.items()
+    ]
 
 
 def table_of_comparisons(comparisons: Sequence[CheckedRuns]) -> Table:
     """Simulated and measured figures; of repetitions the mean and half the range."""
     table = Table(title="simulated and measured", title_justify="left", box=SIMPLE)
     table.add_column("run", overflow="fold")
+    has_baseline = any(one.baseline is not None for one in comparisons)
     for column in ("tokens/s", "measured", "error", "age", "measured", "error"):
         table.add_column(column, justify="right")
+    if has_baseline:
+        table.add_column("a + b / (S + 1)", justify="right")
     for one in comparisons:
         speed = f"{one.simulated.tokens_per_s:,.0f}", _speed(one.tokens_per_s), f"{one.speed_error:+.1%}"
         age = f"{one.simulated.age_mean:.2f}", _age(one.age_mean), f"{one.age_error:+.2f}"
-        table.add_row(one.label, *speed, *age)
+        baseline = [] if one.baseline is None else [f"{one.baseline / fmean(one.tokens_per_s) - 1:+.1%}"]
+        table.add_row(one.label, *speed, *age, *baseline)
     return table
 
 
@@ -158,7 +195,14 @@ def _evaluations_of(one: CheckedRuns) -> str:
 
 
 def predict(
-    file: Path, overrides: Sequence[str], grid: Sequence[str], timings: Timings, *, steps: int | None, seed: int
+    file: Path,
+    overrides: Sequence[str],
+    grid: Sequence[str],
+    timings: Timings,
+    *,
+    steps: int | None,
+    seed: int,
+    uncertainty: Uncertainty | None = None,
 ) -> list[Prediction]:
     """Simulate a configuration, or every point of a grid around it. Raises ConfigError."""
     found = []
@@ -169,7 +213,8 @@ def predict(
         settings = with_enough_steps(settings, timings) if steps is None else settings.with_steps(steps)
         own = timings.model_copy(update={"lengths": timings.lengths.at_most(config.sampling.max_tokens)})
         label = ", ".join(typed) or config.name
-        found.append(Prediction(label, settings, figures_of(simulate(settings, own, seed=seed))))
+        span = None if uncertainty is None else uncertainty.range_of(settings, own, seed=seed)
+        found.append(Prediction(label, settings, figures_of(simulate(settings, own, seed=seed)), span))
     return found
 
 
@@ -188,13 +233,17 @@ def table_of(predictions: Sequence[Prediction]) -> Table:
     """The figures of all points, one a row."""
     table = Table(title="simulated", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("point", overflow="fold", min_width=12)
-    for column in ("tokens/s", "step", "trainer idle", "servers idle", "age (max)", "wasted"):
+    has_ranges = any(one.range is not None for one in predictions)
+    between = ["between"] if has_ranges else []
+    for column in ("tokens/s", *between, "step", "trainer idle", "servers idle", "age (max)", "wasted"):
         table.add_column(column, justify="right", min_width=len(max(column.split(), key=len)))
     for one in predictions:
         figures = one.figures
+        span = [f"{one.range.low:,.0f}-{one.range.high:,.0f}"] if one.range is not None else between
         table.add_row(
             one.label,
             f"{figures.tokens_per_s:,.0f}",
+            *span,
             f"{figures.step_s:.3g} s",
             f"{figures.trainer_idle:.0%}",
             f"{figures.rollout_idle:.0%}",
@@ -222,13 +271,17 @@ def as_plain(
     predictions: Sequence[Prediction], timings: Timings, comparisons: Sequence[CheckedRuns] = ()
 ) -> dict[str, object]:
     """All figures and the timings, as JSON takes them."""
-    points = [{"point": one.label, **asdict(one.figures)} for one in predictions]
+    points = [
+        {"point": one.label, **asdict(one.figures), "range": None if one.range is None else asdict(one.range)}
+        for one in predictions
+    ]
     checks = [
         {
             "runs": [str(run.path) for run in one.runs],
             "simulated": asdict(one.simulated),
             "tokens_per_s": one.tokens_per_s,
             "age_mean": one.age_mean,
+            "baseline": one.baseline,
         }
         for one in comparisons
     ]

@@ -25,6 +25,8 @@ from async_grpo.telemetry.metrics import COMPUTE
 from async_grpo.telemetry.rows import Row, number
 from async_grpo.telemetry.timeline import CPU_TRACK
 
+LEAST_STEPS = 3
+"""Steps that a run must have: the first one starts up, and one alone says nothing about another."""
 SLOW = 1.5
 """A server whose tokens take so many times those of the others is slow."""
 
@@ -133,10 +135,10 @@ def read_recorded(path: Path) -> RecordedRun:
         [(begin, end) for name, begin, end, _, _ in trainer if name == "wait"],
         _published(trainer),
     )
-    if len(steps) < 4 or not recorded.servers:
+    if len(steps) < LEAST_STEPS or not recorded.servers:
         raise DataError(
             f"{path} has {len(steps)} steps and {len(recorded.groups)} groups in its timeline: too little to calibrate "
-            "from. Give a run of at least 4 steps whose folder has metrics.jsonl and timeline/"
+            f"from. Give a run of at least {LEAST_STEPS} steps whose folder has metrics.jsonl and timeline/"
         )
     return recorded
 

@@ -15,7 +15,7 @@ All times are seconds, all speeds those of one server, or of all ranks of the tr
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
@@ -152,10 +152,13 @@ class Timings(StrictModel):
     """Seconds before the first training step beside waiting: both sides start."""
 
     @classmethod
-    def read(cls, path: Path) -> Timings:
-        """The timings in a YAML file. Raises ConfigError."""
+    def read(cls, path: Path, *, instead_of: Timings | None = None) -> Timings:
+        """The timings in a YAML file; with `instead_of` those, with what the file says instead. Raises ConfigError."""
         try:
-            return cls.model_validate(yaml.safe_load(path.read_text()) or {})
+            plain = yaml.safe_load(path.read_text()) or {}
+            if instead_of is not None and isinstance(plain, dict):
+                plain = _merge(instead_of.model_dump(mode="json", exclude_defaults=True), plain)
+            return cls.model_validate(plain)
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read timings from {path}: {error}. Write one with --write-timings") from error
         except ValidationError as error:
@@ -169,3 +172,14 @@ class Timings(StrictModel):
             self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=120, default_flow_style=None
         )
         path.write_text(f"# Timings of `async-grpo simulate --timings`; docs/simulate.md explains every key.\n{text}")
+
+
+def _merge(known: dict[str, Any], instead: dict[str, Any]) -> dict[str, Any]:
+    """The sections of both, where the keys of `instead` win. Lengths are replaced as a whole."""
+    merged = dict(known)
+    for key, value in instead.items():
+        if isinstance(value, dict) and isinstance(known.get(key), dict) and key != "lengths":
+            merged[key] = {**known[key], **value}
+        else:
+            merged[key] = value
+    return merged

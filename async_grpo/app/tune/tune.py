@@ -17,9 +17,11 @@ from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.report.drawing import save_figures
 from async_grpo.app.runs.run import Run
 from async_grpo.app.simulate.calibrate import Measured, measure
+from async_grpo.app.simulate.determined import determined_in_words
 from async_grpo.app.simulate.prediction import TimingsOptions
 from async_grpo.app.simulate.recorded import read_recorded
-from async_grpo.app.simulate.results import steps_aside
+from async_grpo.app.simulate.results import steps_aside, with_enough_steps
+from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point, SweepPlan, point_name
 from async_grpo.app.sweep.report import read_all
@@ -27,7 +29,7 @@ from async_grpo.app.sweep.settings import settings_of
 from async_grpo.app.sweep.sweep import INTERRUPTED, SweepOptions, run_sweep
 from async_grpo.app.tune.advice import Advice, as_json, changes_of, reasons_for, recommended_yaml
 from async_grpo.app.tune.goals import AGE_COST, Goal, GoalName, measured_age_cost, measured_ess_decay
-from async_grpo.app.tune.search import Places, TunedPoint, TuningSearch
+from async_grpo.app.tune.search import Places, TunedPoint, TuningSearch, timings_for
 from async_grpo.app.tune.space import axes_of
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.utils.files import write_atomic
@@ -70,7 +72,7 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
     base = resolve(options.config, options.overrides, planning=True)
     goal, notes = _goal_of(options)
     axes = axes_of(base, options.vary, options.fix)
-    timings, said = options.timings.read(base)
+    timings, said, uncertainty = options.timings.read_with_uncertainty(base)
     notes = [timings.source, *said, *notes]
     for line in notes:
         say(line)
@@ -90,6 +92,12 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
     for line in beyond:
         say(line)
     notes += beyond
+    if uncertainty is not None and chosen.config.trainer.processes == base.trainer.processes:
+        settings = with_enough_steps(SimulatedSettings.of(chosen.config), timings)
+        span = uncertainty.range_of(settings, timings_for(timings, chosen.config, 1.0), seed=options.seed)
+        determined = determined_in_words([span], uncertainty)
+        notes.append(f"recommended: between {span.low:,.0f} and {span.high:,.0f} tokens/s, {determined}")
+        say(notes[-1])
     notes.append(f"chosen: {goal.rule}")
     say(notes[-1])
     advice = Advice(goal, search.points, search.present, chosen, reasons_for(search, goal, chosen), measured, notes)
