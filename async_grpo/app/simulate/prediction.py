@@ -231,15 +231,16 @@ def show(predictions: Sequence[Prediction], compared: Sequence[CheckedRuns], cha
 
 def table_of(predictions: Sequence[Prediction]) -> Table:
     """The figures of all points, one a row."""
-    table = Table(title="simulated", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("point", overflow="fold", min_width=12)
+    table = Table(title="simulated", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("point", overflow="fold", min_width=10)
     has_ranges = any(one.range is not None for one in predictions)
     between = ["between"] if has_ranges else []
     for column in ("tokens/s", *between, "step", "trainer idle", "servers idle", "age (max)", "wasted"):
-        table.add_column(column, justify="right", min_width=len(max(column.split(), key=len)))
+        least = len(max(column.split(), key=len))
+        table.add_column(column, justify="right", min_width=least, overflow="fold")
     for one in predictions:
         figures = one.figures
-        span = [f"{one.range.low:,.0f}-{one.range.high:,.0f}"] if one.range is not None else between
+        span = [f"{one.range.low:,.0f} to {one.range.high:,.0f}"] if one.range is not None else between
         table.add_row(
             one.label,
             f"{figures.tokens_per_s:,.0f}",
