@@ -247,7 +247,9 @@ class RedisBuffer:
             missing=missing,
         )
 
-    async def _script(self, name: str, *args: object, payloads: Sequence[Payload] = (), together: bool = True) -> Any:
+    async def _script(
+        self, name: str, *args: bytes | str | float, payloads: Sequence[Payload] = (), together: bool = True
+    ) -> Any:
         """The reply of the script `name`, called with this run's keys."""
         keys = self._keys
         return await self._link.run(
@@ -255,7 +257,7 @@ class RedisBuffer:
         )
 
 
-def _dials(policy: ReplayPolicy) -> tuple[object, ...]:
+def _dials(policy: ReplayPolicy) -> tuple[str | float, ...]:
     """The policy's values in the order of `write_policy` in lua/parts/policy.lua."""
     window, rate = policy.window, policy.rate
     return (

@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 
 from async_grpo.errors import ReplicasBehind, WaitTimeout
 from buffer.redis.client import RunClient
-from buffer.redis.connection import Call, Command, exchange, one_connection, release_kept, script_head, transact
+from buffer.redis.connection import Command, exchange, one_connection, transact
 from buffer.redis.errors import LOST, cause_of, may_pass, named
 from buffer.redis.scripts import Script, script
 
@@ -70,7 +70,7 @@ class ScriptCall:
 
     script: Script
     keys: Sequence[str]
-    args: Sequence[object]
+    args: Command
     payloads: Sequence[Payload]
     together: bool
 
@@ -81,8 +81,11 @@ class ScriptCall:
 
     def commands(self) -> list[Command]:
         """The commands to send, payloads first."""
-        sets = [("SET", each.key, each.value, *(("NX",) if each.only_new else ())) for each in self.payloads]
-        return [*sets, Call(*script_head(self.script.digest, tuple(self.keys)), self.args)]
+        sets: list[Command] = []
+        for payload in self.payloads:
+            store: Command = ("SET", payload.key, payload.value)
+            sets.append((*store, "NX") if payload.only_new else store)
+        return [*sets, ("EVALSHA", self.script.digest, len(self.keys), *self.keys, *self.args)]
 
 
 class RetryingClient:
@@ -105,7 +108,7 @@ class RetryingClient:
         self,
         script: Script,
         keys: Sequence[str],
-        *args: object,
+        *args: bytes | str | float,
         payloads: Sequence[Payload] = (),
         together: bool = True,
     ) -> Any:
@@ -167,7 +170,6 @@ class RetryingClient:
     async def _look_elsewhere(self, cause: Exception) -> None:
         """Let the next attempt look for the node again, if the run may have moved, and use new connections: if one was
         lost or silent, idle ones may be too."""
-        await release_kept(self.client)
         if self.client.discovery is not None:
             self.client.discovery.forget()
         if self.client.discovery is not None or isinstance(cause, LOST):

@@ -9,8 +9,9 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -392,3 +393,45 @@ async def test_a_run_lives_on_the_servers_of_this_machine(tmp_path: Path, run: s
         pytest.skip(f"{name} is not installed on this machine; the bundled server is tested instead")
     with running(server := Server(tmp_path, binary=binary)):
         await live_through(RedisConfig(url=server.url), run)
+
+
+async def test_calls_that_fail_while_another_waits_leave_no_connection_behind(server: Server) -> None:
+    client, admin = make_client(RedisConfig(url=server.url, timeout_s=20.0)), server.admin
+    link = RetryingClient(client, 20.0)
+    connected = []
+    for _ in range(20):
+        await fail_while_another_waits(link, admin)
+        connected.append(len(admin.client_list()))
+    assert connected == connected[:1] * 20
+    assert not client.connection_pool._in_use_connections
+    await link.aclose()
+
+
+async def fail_while_another_waits(link: RetryingClient, admin: Any) -> None:
+    """A call is refused, and repeated, while another one waits for an element of a list."""
+    answers: list[str | retrying.RetryLater] = [retrying.RetryLater(), "woken"]
+
+    async def look() -> str | retrying.RetryLater:
+        return answers.pop(0)
+
+    waiting = asyncio.create_task(link.until("wake", look, waited_for="an element", timeout_s=20.0))
+    await happens(lambda: bool(admin.info("clients")["blocked_clients"] == 1))
+    refused = count_refusals(admin)
+    admin.config_set("maxmemory", 1)
+    failing = asyncio.create_task(link.call(lambda: link.client.set("key", "value")))
+    await happens(lambda: count_refusals(admin) > refused)
+    admin.config_set("maxmemory", 0)
+    await failing
+    admin.rpush("wake", 1)
+    assert await waiting == "woken"
+
+
+def count_refusals(admin: Any) -> int:
+    """Number of commands that the server has refused because its memory was full."""
+    return int(admin.info("errorstats").get("errorstat_OOM", {"count": 0})["count"])
+
+
+async def happens(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20.0):
+        while not true():
+            await asyncio.sleep(0.01)
