@@ -8,7 +8,7 @@
 
 Who waits for what:
 
-- `admit` waits for a task and for room in the staleness window, and where the ratio of uses to inserts is limited
+- `admit` waits for a task and for room in the staleness window that is not the share of other servers, and where the ratio of uses to inserts is limited
   also for the trainer, under a quota also for memory. `release`, `discard`, `put_tasks`, `take`, `commit_checkpoint`
   and an expiring lease unblock it.
 - `take` waits until the groups that its selector wants are READY. `insert` and `discard` unblock it.
@@ -217,10 +217,12 @@ class ReplayBuffer(Protocol):
         """
         ...
 
-    async def admit(self, limit: int, *, holder: str, timeout_s: float) -> list[Ticket]:
+    async def admit(self, limit: int, *, holder: str, timeout_s: float, slots: int | None = None) -> list[Ticket]:
         """Lease 1 to `limit` groups: first those that lost their holder, lowest sequence first, with the attempt
         raised and the partial attached; then new ones.
 
+        While several servers wait, each gets its share of the room (`buffer.fair_share`). `slots`: groups that this
+        server can work on at once, of which `limit` are free (default: all of them).
         A group with max_attempts strikes is released as `failed` instead. An expired lease is a strike, and so is a
         `give_back` that says so. Under on_stale drop, a group whose partial is older than S is released as `expired`. A
         group without a partial restarts at the newest version. A cancelled call gives back what it was granted. Raises
@@ -240,6 +242,14 @@ class ReplayBuffer(Protocol):
         """End the lease now, so that another server can continue. Idempotent; a lost lease is no error.
 
         `strike`: count this attempt, as an expired lease counts, because the group may have killed its engine.
+        """
+        ...
+
+    async def expire_leases(self, name: str, *, life: int) -> None:
+        """Expire now the leases that the server `name` took in lives up to `life` (`buffer.holders`), because they are
+        over. Idempotent, and also if it arrives late: leases of a later life stay.
+
+        As with any lease that expires, the attempt counts, and an insert still succeeds until another server takes over.
         """
         ...
 

@@ -54,7 +54,11 @@ class MemoryQuota:
 
     def admits(self, stored_bytes: int, inflight: int) -> bool:
         """Whether one more group may begin, beside `inflight` groups and those that are finished and stored."""
-        return not self.room_bytes or stored_bytes + (inflight + 1) * self.group_bytes <= self.room_bytes
+        return not self.room_bytes or self.free_groups(stored_bytes, inflight) > 0
+
+    def free_groups(self, stored_bytes: int, inflight: int) -> int:
+        """Number of groups that may begin under a quota, in addition to `inflight` groups and those that are stored."""
+        return (self.room_bytes - stored_bytes) // max(1, self.group_bytes) - inflight
 
 
 NO_QUOTA = MemoryQuota(0)

@@ -17,6 +17,8 @@ class ActiveGroup:
     attempt: int = 0
     strikes: int = 0
     """Number of attempts that their holder, or its engine, did not survive."""
+    holder: str = ""
+    """Who holds the lease, also after it has expired; "" if nobody does."""
     deadline_s: float = 0.0
     partial: Partial | None = None
     group: Group | None = None

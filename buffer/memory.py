@@ -7,6 +7,7 @@ A wait also ends when the next lease expires.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ReplayPro
 from buffer.base import BufferStats, Resume
 from buffer.capacity import NO_QUOTA, MemoryQuota
 from buffer.errors import groups_of_step
+from buffer.fair_share import FAIR_WAIT_S
 from buffer.state import BufferState
 
 T = TypeVar("T")
@@ -45,12 +47,26 @@ class InMemoryBuffer:
         with self._change() as state:
             return state.put_tasks(tasks)
 
-    async def admit(self, limit: int, *, holder: str, timeout_s: float) -> list[Ticket]:
-        def attempt() -> list[Ticket]:
-            with self._change() as state:
-                return state.admit(limit, holder, self._clock())
+    async def admit(self, limit: int, *, holder: str, timeout_s: float, slots: int | None = None) -> list[Ticket]:
+        kept_since, kept_s = 0, 0.0
+        loop = asyncio.get_running_loop()
 
-        return await self._until(attempt, "room in the staleness window and a task", timeout_s)
+        def attempt() -> list[Ticket]:
+            nonlocal kept_since, kept_s
+            now_s = self._clock()
+            is_late = kept_since > 0 and loop.time() - kept_s >= FAIR_WAIT_S
+            with self._change() as state:
+                tickets = state.admit(limit, holder, now_s, slots=slots, kept_since=kept_since if is_late else 0)
+            if tickets or not state.has_room(now_s):
+                kept_since = 0
+            elif is_late or not kept_since:
+                kept_since, kept_s = state.asks, loop.time()
+            return tickets
+
+        def again_s() -> float:
+            return kept_s + FAIR_WAIT_S - loop.time() if kept_since else math.inf
+
+        return await self._until(attempt, "room in the staleness window and a task", timeout_s, again_s)
 
     async def heartbeat(self, tickets: Sequence[Ticket]) -> list[int]:
         return self._state.heartbeat(tickets, self._clock())
@@ -60,6 +76,10 @@ class InMemoryBuffer:
 
     async def give_back(self, ticket: Ticket, *, strike: bool = False) -> None:
         self._state.give_back(ticket, strike=strike)
+        self._wake()
+
+    async def expire_leases(self, name: str, *, life: int) -> None:
+        self._state.expire_leases(name, life, self._clock())
         self._wake()
 
     async def insert(self, ticket: Ticket, group: Group) -> None:
@@ -128,15 +148,22 @@ class InMemoryBuffer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _until(self, attempt: Callable[[], T | None], waited_for: str, timeout_s: float) -> T:
-        """The first result that is neither None nor empty. Raises WaitTimeout."""
+    async def _until(
+        self,
+        attempt: Callable[[], T | None],
+        waited_for: str,
+        timeout_s: float,
+        again_s: Callable[[], float] = lambda: math.inf,
+    ) -> T:
+        """The first result that is neither None nor empty. `again_s`: seconds after which to try again at the latest.
+        Raises WaitTimeout."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not (answer := attempt()):
             left_s = deadline - loop.time()
             if left_s <= 0:
                 raise WaitTimeout(waited_for, timeout_s)
-            await self._sleep(min(left_s, self._next_lease_s()))
+            await self._sleep(max(0.0, min(left_s, self._next_lease_s(), again_s())))
         return answer
 
     async def _sleep(self, for_s: float) -> None:

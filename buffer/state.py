@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, encode
 from buffer.base import BufferStats, Resume
 from buffer.capacity import NO_QUOTA, MemoryQuota
 from buffer.errors import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended
+from buffer.fair_share import WaitingServer, fair_share
 from buffer.groups import ActiveGroup, TakenStep, length_bucket
+from buffer.holders import is_life_of
 from buffer.selection import select, too_old_to_finish, too_old_to_train
 
 ENDINGS_KEPT = 4096
@@ -51,6 +53,12 @@ class BufferState:
     _no_lease_ends_before_s: float = 0.0
     """A lower bound on the deadlines of all leases; groups without a holder have deadline 0."""
     quota: MemoryQuota = NO_QUOTA
+    waiting_servers: dict[str, WaitingServer] = field(default_factory=dict)
+    """Servers that asked for groups and got none, by holder."""
+    asks: int = 0
+    """Number of requests for groups that got none."""
+    held: Counter[str] = field(default_factory=Counter)
+    """Number of leases of each holder."""
     _sizes: dict[int, int] = field(default_factory=dict)
     """Bytes of the payload of each finished group that is kept. Empty without a quota."""
 
@@ -84,14 +92,46 @@ class BufferState:
         self.tasks += [task for task in tasks if task.index >= known]
         return self.tasks_put
 
-    def admit(self, limit: int, holder: str, now_s: float) -> list[Ticket]:
-        """The leased tickets; none if there is no room or no task."""
+    def admit(
+        self, limit: int, holder: str, now_s: float, *, slots: int | None = None, kept_since: int = 0
+    ) -> list[Ticket]:
+        """The leased tickets; none if there is no task, or no room that is not kept for other servers.
+
+        `kept_since`: value of `asks` since which room was kept for others. Those that have not asked since then no
+        longer count.
+        """
         if self.ended:
             raise run_ended()
-        granted = self.unheld(now_s)[:limit]
-        while len(granted) < limit and self._make_room():
-            granted.append(self._admit_one())
+        asking = WaitingServer(limit, max(limit, slots or 0))
+        self.waiting_servers = {name: other for name, other in self.waiting_servers.items() if other.asked > kept_since}
+        self.waiting_servers.pop(holder, None)
+        others = [other.now_holding(self.held[name]) for name, other in self.waiting_servers.items()]
+        unheld = self.unheld(now_s)
+        share = fair_share(asking, others, len(unheld) + self._room())
+        if share == 0:
+            self.asks += 1
+            self.waiting_servers[holder] = replace(asking, asked=self.asks)
+            return []
+        granted = unheld[:share]
+        new = share - len(granted)
+        for _ in range(new - max(0, self.policy.window.capacity - len(self.open) - len(self.taken))):
+            self._end_as_stale(min(self.ready))
+        granted += [self._admit_one() for _ in range(new)]
         return [self._lease(seq, holder, now_s) for seq in granted]
+
+    def has_room(self, now_s: float) -> bool:
+        """True if a group could be leased now, to whichever server."""
+        return bool(self.unheld(now_s)) or self._room() > 0
+
+    def expire_leases(self, name: str, life: int, now_s: float) -> None:
+        """Expire the leases that the server `name` took in lives up to `life`."""
+        for slot in self.open.values():
+            if slot.group is None and is_life_of(slot.holder, name, upto=life):
+                slot.deadline_s = min(slot.deadline_s, now_s)
+                self._no_lease_ends_before_s = 0.0
+        for holder in list(self.waiting_servers):
+            if is_life_of(holder, name, upto=life):
+                del self.waiting_servers[holder]
 
     def heartbeat(self, tickets: Sequence[Ticket], now_s: float) -> list[int]:
         held = [ticket.seq for ticket in tickets if self._holds(ticket)]
@@ -112,10 +152,12 @@ class BufferState:
             slot = self.open[ticket.seq]
             slot.strikes += strike
             slot.deadline_s = self._no_lease_ends_before_s = 0.0
+            self._unhold(slot)
 
     def insert(self, ticket: Ticket, group: Group) -> None:
         if self._holds(ticket):
             slot = self.open[ticket.seq]
+            self._unhold(slot)
             slot.group, slot.partial, slot.longest = group, None, group.longest
             self.inserted += 1
             self.ready_count += 1
@@ -232,30 +274,28 @@ class BufferState:
         running = [slot.deadline_s for slot in self.open.values() if slot.group is None and slot.deadline_s > now_s]
         return min(running, default=None)
 
-    def _make_room(self) -> bool:
-        """Whether one more group may be admitted. Where the ratio of uses to inserts is limited, a full buffer evicts
-        its oldest READY group for it."""
+    def _room(self) -> int:
+        """Number of new groups that may be admitted.
+
+        Where the ratio of uses to inserts is limited, a full buffer evicts its oldest READY groups for them.
+        """
         window, rate = self.policy.window, self.policy.rate
         active = len(self.open) + len(self.taken)
-        inserts = self.inserted + len(self.open) - self.ready_count
-        if not self.tasks or not rate.insertable(
-            inserts=inserts, uses=self.used, size=active, needed_size=self.policy.size_to_take
-        ):
-            return False
-        if not self.quota.admits(self.stored_bytes, len(self.open) - self.ready_count):
-            return False
+        inflight = len(self.open) - self.ready_count
+        balance = rate.insertable(
+            inserts=self.inserted + inflight, uses=self.used, size=active, needed_size=self.policy.size_to_take
+        )
+        room = min(len(self.tasks), balance)
+        if self.quota.room_bytes:
+            room = min(room, self.quota.free_groups(self.stored_bytes, inflight))
+        free = max(0, window.capacity - active)
         if rate.limits:
-            return active < window.capacity or self._evict_oldest()
-        if active >= window.capacity or self.used + active < window.horizon:
-            return active < window.capacity
-        unused = sum(slot.uses == 0 for slot in (self.open | self.taken).values())
-        return self.used + unused < window.horizon
-
-    def _evict_oldest(self) -> bool:
-        oldest = min(self.ready, default=None)
-        if oldest is not None:
-            self._end_as_stale(oldest)
-        return oldest is not None
+            return max(0, min(room, free + self.ready_count))
+        room = min(room, free)
+        if self.used + active + room > window.horizon:
+            unused = sum(slot.uses == 0 for slot in (self.open | self.taken).values())
+            room = min(room, window.horizon - self.used - unused)
+        return max(0, room)
 
     def _admit_one(self) -> int:
         seq = self.admitted
@@ -267,6 +307,9 @@ class BufferState:
         slot = self.open[seq]
         slot.strikes += slot.deadline_s > 0
         slot.attempt += 1
+        self._unhold(slot)
+        slot.holder = holder
+        self.held[holder] += 1
         slot.deadline_s = now_s + self.lease_s
         self._no_lease_ends_before_s = min(self._no_lease_ends_before_s, slot.deadline_s)
         if slot.partial is None:
@@ -330,6 +373,12 @@ class BufferState:
         slot = self.open.get(ticket.seq)
         return slot is not None and slot.group is None and slot.deadline_s > 0 and slot.attempt == ticket.attempt
 
+    def _unhold(self, slot: ActiveGroup) -> None:
+        """Nobody holds the group any more; no effect if nobody did."""
+        if slot.holder:
+            self.held[slot.holder] -= 1
+            slot.holder = ""
+
     def _inserted_before(self, ticket: Ticket) -> bool:
         slot = self.open.get(ticket.seq) or self.taken.get(ticket.seq)
         if slot is not None:
@@ -372,6 +421,7 @@ class BufferState:
             slot = self.taken.pop(seq)
         elif slot.group is not None:
             self.ready_count -= 1
+        self._unhold(slot)
         self.released[reason.value] += 1
         if slot.longest:
             self.lengths[reason.value, length_bucket(slot.longest)] += 1

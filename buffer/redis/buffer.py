@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from async_grpo.errors import BufferFault
@@ -32,6 +32,7 @@ from buffer.errors import (
     lease_lost,
     run_ended,
 )
+from buffer.fair_share import FAIR_WAIT_S
 from buffer.redis.client import RunClient
 from buffer.redis.retrying import Payload, RetryingClient, RetryLater
 from buffer.redis.scripts import RunKeys, script
@@ -41,6 +42,18 @@ _COUNTERS = (
     *("max_staleness", "staleness", "groups_per_step", "horizon", "selector_window"),
     *("stored_bytes", "room_bytes", "group_bytes"),
 )
+
+
+@dataclass(slots=True)
+class _AdmitRequest:
+    """A call of `admit`, which may take several attempts."""
+
+    limit: int
+    holder: str
+    slots: int
+    kept_since: int = 0
+    """As in BufferState.admit; 0 unless the last attempt found room that is kept for others."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class RedisBuffer:
@@ -92,11 +105,11 @@ class RedisBuffer:
             raise gap(fresh[0].index, following)
         return int(following)
 
-    async def admit(self, limit: int, *, holder: str, timeout_s: float) -> list[Ticket]:
-        request = uuid.uuid4().hex
+    async def admit(self, limit: int, *, holder: str, timeout_s: float, slots: int | None = None) -> list[Ticket]:
+        request = _AdmitRequest(limit, holder, max(limit, slots or 0))
         return await self._link.until(
             self._keys.of("wake:admit"),
-            lambda: self._admit_or_give_back(limit, holder, request),
+            lambda: self._admit_or_give_back(request),
             waited_for="room in the staleness window and a task",
             timeout_s=timeout_s,
         )
@@ -113,6 +126,9 @@ class RedisBuffer:
 
     async def give_back(self, ticket: Ticket, *, strike: bool = False) -> None:
         await self._script("give_back", ticket.seq, ticket.attempt, int(strike))
+
+    async def expire_leases(self, name: str, *, life: int) -> None:
+        await self._script("expire_leases", name, life)
 
     async def insert(self, ticket: Ticket, group: Group) -> None:
         stored = [Payload(self._keys.group(ticket.seq, ticket.attempt), encode(group), only_new=True)]
@@ -182,10 +198,10 @@ class RedisBuffer:
     async def aclose(self) -> None:
         await self._link.aclose()
 
-    async def _admit_or_give_back(self, limit: int, holder: str, request: str) -> list[Ticket] | RetryLater:
+    async def _admit_or_give_back(self, request: _AdmitRequest) -> list[Ticket] | RetryLater:
         """One attempt. The server may have granted tickets to a caller that is cancelled, so the reply is awaited and
         they are given back."""
-        asking = asyncio.create_task(self._try_admit(limit, holder, request))
+        asking = asyncio.create_task(self._try_admit(request))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -195,8 +211,15 @@ class RedisBuffer:
                     await self.give_back(ticket)
             raise
 
-    async def _try_admit(self, limit: int, holder: str, request: str) -> list[Ticket] | RetryLater:
-        status, *rest = await self._script("admit", limit, request)
+    async def _try_admit(self, request: _AdmitRequest) -> list[Ticket] | RetryLater:
+        status, *rest = await self._script(
+            "admit", request.limit, request.id, request.holder, request.slots, request.kept_since
+        )
+        request.kept_since = 0
+        if status == b"kept":
+            # Not on the wake list: there this call could take the element that is meant for the others.
+            request.kept_since = rest[0]
+            return RetryLater(FAIR_WAIT_S, listens=False)
         if status != b"ok":
             return _not_yet(status, rest)
         epoch, lease_ms, *leases = rest
@@ -207,7 +230,7 @@ class RedisBuffer:
                 version=version,
                 epoch=epoch,
                 attempt=attempt,
-                holder=holder,
+                holder=request.holder,
                 lease_s=lease_ms / 1000,
                 partial=decode(partial, Partial) if partial is not None else None,
                 strikes=strikes,

@@ -53,6 +53,8 @@ class RetryLater:
     """The result of an attempt that must be repeated, after at most `for_s` seconds."""
 
     for_s: float = RECHECK_S
+    listens: bool = True
+    """False if an element of the wake list would not be for this waiter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,10 @@ class RetryingClient:
             left_s = deadline - loop.time()
             if left_s <= 0:
                 raise WaitTimeout(waited_for, timeout_s)
-            await self._sleep(wake, min(left_s, answer.for_s, RECHECK_S))
+            if answer.listens:
+                await self._sleep(wake, min(left_s, answer.for_s, RECHECK_S))
+            else:
+                await asyncio.sleep(min(left_s, answer.for_s))
         return answer
 
     async def aclose(self) -> None:

@@ -17,6 +17,9 @@ All keys have one hash tag, so that a cluster keeps them on one node. Every scri
 - `taken`       set     TAKEN groups
 - `log`         hash    version -> epoch, settled, mask_below, size, sequences of its batch, until it is committed
 - `endings`     zset    the newest endings, so that a repeated insert or discard is recognised
+- `holders`     hash    sequence -> attempt and holder of every lease, also after it has expired
+- `held`        hash    holder -> number of its leases
+- `waiting`     hash    holder -> wanted, slots, number of its last request: servers that asked for groups and got none
 - `wake:admit`  list    at most one element: a waiter should check whether groups can be admitted
 - `wake:take`   list    at most one element: a waiter should check whether a batch can be taken
 - `drained`     string  what `async-grpo buffer drain --resume` restores; only while the run is drained
@@ -41,7 +44,7 @@ from importlib.resources import files
 
 _STATE_KEYS = (
     *("meta", "released", "lengths", "open", "ready", "leases", "begun", "ages", "groups", "taken", "log"),
-    *("endings", "wake:admit", "wake:take", "stage"),
+    *("endings", "wake:admit", "wake:take", "stage", "holders", "held", "waiting"),
 )
 
 

@@ -54,6 +54,14 @@ class SampleSlots:
         """
         return max(1, -(-(self.capacity - self.committed) // size))
 
+    def groups_at_once(self, size: int) -> int:
+        """How many groups of `size` samples fill all slots.
+
+        >>> SampleSlots(20).groups_at_once(8)
+        3
+        """
+        return max(1, -(-self.capacity // size))
+
     async def room(self) -> None:
         """Wait until a sample slot is free; a sample that finishes, or a larger capacity, unblocks it."""
         while not self.has_room:

@@ -177,10 +177,13 @@ class Dispatcher:
         await self.slots.room()
         await self.admission.opened()
         config = self._context.config
-        wanted = self.slots.groups_wanted(config.group_size + config.rollout.oversample)
+        size = config.group_size + config.rollout.oversample
+        wanted = self.slots.groups_wanted(size)
         self.asking_since_s = time.time()
         try:
-            tickets = await self._context.buffer.admit(wanted, holder=self._context.name, timeout_s=ADMIT_TIMEOUT_S)
+            tickets = await self._context.buffer.admit(
+                wanted, holder=self._context.holder, timeout_s=ADMIT_TIMEOUT_S, slots=self.slots.groups_at_once(size)
+            )
         except WaitTimeout:
             return []
         finally:

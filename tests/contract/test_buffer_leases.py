@@ -8,6 +8,7 @@ import pytest
 
 from async_grpo.errors import LeaseLost, WaitTimeout
 from async_grpo.wire import ReleaseReason
+from buffer.holders import holder_of
 from tests.support.buffer_cases import (
     NO_WAIT_S,
     Open,
@@ -225,3 +226,47 @@ async def test_an_admission_that_is_cancelled_keeps_no_ticket_and_costs_no_attem
         for ticket in granted:
             await buffer.give_back(ticket)
     assert (await buffer.stats()).released_total == 0
+
+
+async def test_the_leases_of_a_dead_server_expire_at_once_and_those_of_its_next_life_stay(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=2, P=2), lease_s=3600.0)
+    (old,) = await admit(buffer, 1, holder_of("server-0", 10))
+    await buffer.progress(old, partial_of(old))
+    (other,) = await admit(buffer, 1, holder_of("server-00", 10))
+    (new,) = await admit(buffer, 1, holder_of("server-0", 11))
+    (nameless,) = await admit(buffer, 1, "server-0")
+    await buffer.expire_leases("server-0", life=10)
+    await buffer.expire_leases("server-0", life=10)
+    again, *_ = await admit(buffer, 2, holder_of("server-0", 12))
+    assert (again.seq, again.attempt, again.partial) == (old.seq, 2, partial_of(old))
+    assert await buffer.heartbeat([old, other, new, nameless]) == [old.seq]
+
+
+async def test_a_server_that_waits_goes_on_with_the_groups_of_one_that_has_died(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=0, P=2), lease_s=3600.0)
+    lost = await admit(buffer, 2, holder_of("server-0", 10))
+    waiting = asyncio.create_task(admit(buffer, 2, holder_of("server-1", 10)))
+    await asyncio.sleep(0.05)
+    await buffer.expire_leases("server-0", life=10)
+    assert [ticket.seq for ticket in await waiting] == [ticket.seq for ticket in lost]
+
+
+async def test_a_group_that_kills_its_server_every_time_is_given_up(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=0, P=1), lease_s=3600.0, max_attempts=3)
+    for life in (1, 2, 3):
+        (ticket,) = await admit(buffer, 1, holder_of("server-0", life))
+        assert (ticket.seq, ticket.attempt) == (0, life)
+        await buffer.expire_leases("server-0", life=life)
+    (ticket,) = await admit(buffer, 1, holder_of("server-0", 4))
+    assert (ticket.seq, released(await buffer.stats())) == (1, {"failed": 1})
+
+
+async def test_a_server_that_was_thought_dead_still_delivers_until_another_has_its_group(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=0, P=2))
+    finished, taken_over = await admit(buffer, 2, holder_of("server-0", 10))
+    await buffer.expire_leases("server-0", life=10)
+    await finish(buffer, finished)
+    await admit(buffer, 1, "server-1")
+    with pytest.raises(LeaseLost):
+        await finish(buffer, taken_over)
+    assert (await buffer.stats()).ready == 1

@@ -1,6 +1,6 @@
 """Whatever happens in whatever order, both implementations do the same and keep the guarantees.
 
-The machine plays rollout servers that finish, die, come back late and repeat themselves, a trainer that
+The machine plays rollout servers that finish, wait, die, come back late and repeat themselves, a trainer that
 dies and resumes, its predecessor that does not know it yet, and somebody who retunes the run. Every move
 is made on `InMemoryBuffer` and on `RedisBuffer`; replies, errors and counters must be equal. Time passes
 only when the machine says so. In the end healthy servers and a healthy trainer must be able to finish
@@ -34,6 +34,7 @@ from async_grpo.staleness import SELECTORS, RateLimit, ReplayPolicy, age
 from async_grpo.wire import Batch, Group, ReleaseReason, Ticket
 from buffer import InMemoryBuffer, ReplayBuffer, connect, make_client, wipe
 from buffer.capacity import MemoryQuota
+from buffer.holders import holder_of
 from buffer.redis.scripts import RunKeys
 from tests.support.buffer_cases import group_of, partial_of, policy, tasks
 
@@ -64,6 +65,7 @@ POLICIES = [
     ),
     policy(S=1, P=2, steps=STEPS, rate=RateLimit.ratio(0.5, min_size=2, error_buffer=2.0)),
 ]
+SERVERS = ["server-0", "server-1", "server-2"]
 REASONS = st.sampled_from([ReleaseReason.FILTERED, ReleaseReason.UNVERIFIABLE, ReleaseReason.FAILED])
 Move = Callable[[ReplayBuffer], Awaitable[Any]]
 
@@ -86,6 +88,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.memory = InMemoryBuffer(first, clock=lambda: self.now_s, **dials)
         self.redis = self.do(connect(self.config, self.run, policy=first, **dials))
         self.tickets: list[Ticket] = []
+        self.lives = dict.fromkeys(SERVERS, 1)
         self.taken: dict[int, Batch] = {}
         """Whole batches, by version."""
         self.delivered: dict[int, list[Group]] = {}
@@ -129,10 +132,23 @@ class BufferMachine(RuleBasedStateMachine):
         first = max(0, self.do(self.memory.stats()).tasks_put - back)
         self.both(lambda buffer: buffer.put_tasks(tasks(first, count)))
 
-    @rule(limit=st.integers(1, 4), server=st.sampled_from(["server-0", "server-1"]))
-    def admit(self, limit: int, server: str) -> None:
-        tickets = self.both(lambda buffer: buffer.admit(limit, holder=server, timeout_s=0))
+    @rule(limit=st.integers(1, 4), busy=st.integers(0, 3), server=st.sampled_from(SERVERS))
+    def admit(self, limit: int, server: str, busy: int = 0) -> None:
+        """A server that gets nothing waits from then on, and its share is kept for it."""
+        holder = holder_of(server, self.lives[server])
+        tickets = self.both(lambda buffer: buffer.admit(limit, holder=holder, timeout_s=0, slots=limit + busy))
         self.tickets += tickets if isinstance(tickets, list) else []
+
+    @rule(server=st.sampled_from(SERVERS), late=st.booleans())
+    def a_server_dies(self, server: str, late: bool) -> None:
+        """Perhaps the call comes only once the next life has leases."""
+        life = self.lives[server]
+        self.lives[server] += 1
+        if late:
+            self.admit(2, server)
+        before = self.held()
+        self.both(lambda buffer: buffer.expire_leases(server, life=life))
+        assert self.held() == before  # until somebody takes them over
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), ago=st.integers(0, 2), ahead=st.integers(0, 2))
@@ -315,11 +331,22 @@ class BufferMachine(RuleBasedStateMachine):
         assert sum(stats.released_by_length.values()) <= stats.released_total
         assert stats.used == sum(self.uses.values())
         assert stats.version == self.head
+        self.holders_are_the_same()
         if all(dials.max_uses == 1 for dials in self.policies):
             assert stats.released["trained"] == sum(len(self.taken[version].groups) for version in self.settled)
         if not any(dials.rate.limits for dials in self.policies):
             discarded = stats.released_total - stats.released["trained"]
             assert stats.admitted - discarded <= stats.horizon
+
+    def holders_are_the_same(self) -> None:
+        """Who holds how many leases, and who waits."""
+        state, keys = self.memory._state, RunKeys(self.run)
+        held = self.do(self.client.hgetall(keys.of("held")))
+        waiting = self.do(self.client.hgetall(keys.of("waiting")))
+        assert {name.decode(): int(count) for name, count in held.items()} == dict(+state.held)
+        assert {name.decode(): tuple(map(int, text.split())) for name, text in waiting.items()} == {
+            name: (server.wanted, server.slots, server.asked) for name, server in state.waiting_servers.items()
+        }
 
     def the_run_can_be_finished(self) -> None:
         """Some move is always possible: all who held leases are dead, the others are healthy."""

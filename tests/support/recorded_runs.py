@@ -47,8 +47,8 @@ class RecordingWorld(World):
             self._watch(server)
         self.servers[-1].engine.slow_down(0.0, slow)
 
-    def admit(self, limit: int, holder: str) -> list[Ticket]:
-        found = super().admit(limit, holder)
+    def admit(self, limit: int, holder: str, slots: int) -> list[Ticket]:
+        found = super().admit(limit, holder, slots)
         if not found:
             self._asking.setdefault(holder, self.events.now_s)
         elif holder in self._asking:

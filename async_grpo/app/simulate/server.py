@@ -137,13 +137,19 @@ class SimulatedServer:
 
     # Tickets
 
+    @property
+    def need(self) -> tuple[float, int]:
+        """Orders waiting servers as the buffer serves them (`buffer.fair_share`): by the share of free slots."""
+        size = self._world.settings.started_samples
+        return self.slots.groups_wanted(size) / self.slots.groups_at_once(size), -self._number
+
     def ask(self) -> None:
         """Ask for tickets for all free slots, as long as the buffer gives any."""
         world, slots = self._world, self.slots
         world.waits_no_more(self._number)
-        once = world.settings.groups_in_flight is not None
+        once, size = world.settings.groups_in_flight is not None, world.settings.started_samples
         while self.is_up and self._takes_groups and slots.has_room:
-            tickets = world.admit(slots.groups_wanted(world.settings.started_samples), self.name)
+            tickets = world.admit(slots.groups_wanted(size), self.name, slots.groups_at_once(size))
             if not tickets:
                 world.wait_for_ticket(self._number)
                 return
@@ -365,15 +371,16 @@ class SimulatedServer:
     # Faults
 
     def die(self) -> None:
-        """The process dies: what was not stored is lost, and its leases run out."""
+        """The process dies: what was not stored is lost. Its leases end with its restart, or by themselves."""
         world = self._world
+        leased_s = min(world.settings.lease_s, world.timings.faults.server_restart_s)
         lost_s = world.random() * world.settings.progress_interval_s
         rate = 1 / max(1e-9, self.engine.beside * world.timings.engine.step_s)
         self.is_up, self._pinned, self._draining = False, False, False
         world.waits_no_more(self._number)
         for group in list(self.groups.values()):
             self._drop(group, lose=lost_s * rate)
-            world.events.after(world.settings.lease_s, self._give_back_later(group))
+            world.events.after(leased_s, self._give_back_later(group))
         for sample in self._evaluated:
             self.engine.stop(world.events.now_s, sample)
         self._queue.clear()

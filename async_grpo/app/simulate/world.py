@@ -80,9 +80,6 @@ class World:
         """max_staleness: auto. Versions at which another S came into force, and why."""
         self._without_ticket: set[int] = set()
         """Numbers of the servers that have room and wait for a ticket."""
-        self._line: list[int] = []
-        self._in_line: set[int] = set()
-        """A heap of their numbers, and of some that have stopped waiting; each is in it once."""
         self._blocker: tuple[int, int] | None = None
         """fifo: a version, and a group without which it cannot have its batch."""
         self._exchange_s = self._exchange_time()
@@ -134,13 +131,11 @@ class World:
     def wait_for_ticket(self, number: int) -> None:
         """A server has room, and the buffer has no ticket for it."""
         self._without_ticket.add(number)
-        if number not in self._in_line:
-            self._in_line.add(number)
-            heapq.heappush(self._line, number)
 
     def waits_no_more(self, number: int) -> None:
         """A server asks again, or has died."""
         self._without_ticket.discard(number)
+        self.buffer.waiting_servers.pop(self.servers[number].name, None)
 
     def exchange(self, action: Action) -> None:
         """Do it once the buffer's server has worked on it, which does one thing after another."""
@@ -152,17 +147,18 @@ class World:
         self.exchanges_s.append(self._buffer_free_s - now_s)
         self.events.at(self._buffer_free_s, action)
 
-    def admit(self, limit: int, holder: str) -> list[Ticket]:
-        """Tickets for at most so many groups; none if there is no room."""
-        buffer, most = self.buffer, self.settings.groups_in_flight
+    def admit(self, limit: int, holder: str, slots: int) -> list[Ticket]:
+        """Tickets for at most so many groups; none if there is no room, or only room for other servers."""
+        buffer, most, kept_since = self.buffer, self.settings.groups_in_flight, 0
         if most is not None:
+            kept_since = buffer.asks  # here the emptiest server asks, and the buffer keeps nothing for others
             limit = min(1, most - sum(len(server.groups) for server in self.servers))
             if limit <= 0:
                 return []
         if not self.timings.task_s and len(buffer.tasks) <= limit:
             self._read_tasks(limit)
         try:
-            return buffer.admit(limit, holder, self.events.now_s)
+            return buffer.admit(limit, holder, self.events.now_s, slots=slots, kept_since=kept_since)
         except RunEnded:
             return []
 
@@ -349,15 +345,18 @@ class World:
     def let_all_ask(self) -> None:
         """There is more to admit: servers that wait may have it."""
         if self.settings.groups_in_flight is None:
-            while self._line:
-                first = self._line[0]
-                if first in self._without_ticket:
-                    self.servers[first].ask()
-                    if first in self._without_ticket:
-                        return  # nobody behind it would get one
-                self._in_line.remove(heapq.heappop(self._line))
+            self._ask_the_neediest()
         else:
             self._ask_the_emptiest()
+
+    def _ask_the_neediest(self) -> None:
+        """Let the waiting server whose share comes first ask, until nothing more is given."""
+        while self._without_ticket:
+            server = max((self.servers[number] for number in self._without_ticket), key=lambda each: each.need)
+            had = len(server.groups)
+            server.ask()
+            if len(server.groups) == had:
+                return
 
     def _ask_the_emptiest(self) -> None:
         """Let the server with the fewest groups ask, until nothing more is given."""

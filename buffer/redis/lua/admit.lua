@@ -1,9 +1,10 @@
 #!lua
 -- After: books paging records many_records endings leases
--- WAITING -> INFLIGHT, and groups that nobody holds to their next holder. ARGV[2], ARGV[3]: limit, request.
--- Returns {'ok', epoch, lease_ms, seq, attempt, strikes, version, task, partial, ...}, {'wait', ms} or {'ended'}.
--- The same request gets the same leases again, as far as they still hold.
-local limit, now = tonumber(ARGV[2]), now_ms()
+-- WAITING -> INFLIGHT, and groups that nobody holds to their next holder. ARGV[2..6]: limit, request, holder, slots,
+-- kept_since. Returns {'ok', epoch, lease_ms, seq, attempt, strikes, version, task, partial, ...}, {'wait', ms},
+-- {'ended'}, or {'kept', asks} if there is room, but for other servers. The same request gets the same leases again, as
+-- far as they still hold.
+local limit, now, holder = tonumber(ARGV[2]), now_ms(), ARGV[4]
 local grant, dials = payload('grant', ARGV[3]), {}
 for i, value in ipairs(redis.call('HMGET', META, 'lease_ms', 'version', 'staleness', 'groups_per_step', 'horizon',
     'min_size', 'samples_per_insert', 'max_diff', 'used', 'inserted', 'tasks_put', 'admitted', 'ended', 'epoch',
@@ -30,24 +31,29 @@ local function lease_again(seq)
   record.attempt = record.attempt + 1
   redis.call('HSET', GROUPS, seq, printed(record))
   redis.call('ZADD', LEASES, now + lease_ms, seq)
+  unhold(seq)
+  redis.call('HSET', HOLDERS, seq, record.attempt .. ' ' .. holder)
+  redis.call('HINCRBY', HELD, holder, 1)
   local begun = partial and redis.call('ZSCORE', BEGUN, seq) or version
   add(seq, record.attempt, record.strikes, begun, redis.call('GET', payload('task', seq)), partial)
 end
 
 -- New groups: WAITING -> INFLIGHT.
 local function lease_new(first, count)
-  local by_seq, begun, deadlines, groups, tasks = {}, {}, {}, {}, {}
+  local by_seq, begun, deadlines, groups, holders, tasks = {}, {}, {}, {}, {}, {}
   local record = printed({attempt = 1, strikes = 0, longest = 0, oldest = 0, newest = 0, uses = 0, pins = 0})
   for i = 1, count do
     local seq, odd, even = first + i - 1, 2 * i - 1, 2 * i
-    by_seq[odd], begun[odd], deadlines[odd], groups[odd] = seq, version, now + lease_ms, seq
-    by_seq[even], begun[even], deadlines[even], groups[even] = seq, seq, seq, record
+    by_seq[odd], begun[odd], deadlines[odd], groups[odd], holders[odd] = seq, version, now + lease_ms, seq, seq
+    by_seq[even], begun[even], deadlines[even], groups[even], holders[even] = seq, seq, seq, record, '1 ' .. holder
     tasks[i] = payload('task', seq)
   end
   call_with('ZADD', OPEN, by_seq)
   call_with('ZADD', BEGUN, begun)
   call_with('ZADD', LEASES, deadlines)
   call_with('HSET', GROUPS, groups)
+  call_with('HSET', HOLDERS, holders)
+  redis.call('HINCRBY', HELD, holder, count)
   redis.call('HINCRBY', META, 'admitted', count)
   for page = 1, count, PAGE do
     local found = redis.call('MGET', unpack(tasks, page, math.min(page + PAGE - 1, count)))
@@ -69,36 +75,68 @@ if ended == 1 then
 end
 
 local again = unheld(now)
-for i = 1, math.min(limit, #again) do lease_again(again[i]) end
-
 local inflight = redis.call('ZCARD', LEASES)
 local active = redis.call('ZCARD', OPEN) + redis.call('SCARD', TAKEN)
+local free = math.max(0, (staleness + 1) * size - active)
 
--- Whether one more group may be admitted, and whether a READY one must be evicted for it: as
--- BufferState._make_room, with the arithmetic of RateLimit in staleness.py and of MemoryQuota in capacity.py.
-local function room()
+-- Number of new groups that may be admitted, where READY ones may be evicted for them: as BufferState._room, with the
+-- arithmetic of RateLimit in staleness.py and of MemoryQuota in capacity.py.
+local function new_room()
   local by_ratio = math.floor((max_diff + used) / samples_per_insert) - (inserted + inflight)
-  if tasks_put <= admitted or not (math.max(min_size, size) > active or by_ratio > 0) then return false end
-  if room_bytes > 0 and stored_bytes + (inflight + 1) * group_bytes > room_bytes then return false end
-  local full = active >= (staleness + 1) * size
-  if max_diff < 1e15 then return not full or redis.call('ZCARD', READY) > 0, full end
-  return not full and used + active - used_active < horizon, false
-end
-
-local granted, first, possible, full = #leases, admitted, room()
-while possible and granted < limit do
-  if full then
-    local lowest = redis.call('ZRANGE', READY, 0, 0)
-    if record_of(lowest[1]).uses > 0 then used_active = used_active - 1 end
-    end_as_stale(lowest)
-    active = active - 1
+  local most = math.min(tasks_put - admitted, math.max(math.max(min_size, size) - active, by_ratio))
+  if room_bytes > 0 then
+    most = math.min(most, math.floor((room_bytes - stored_bytes) / math.max(1, group_bytes)) - inflight)
   end
-  admitted, active, inflight, granted = admitted + 1, active + 1, inflight + 1, granted + 1
-  possible, full = room()
+  if max_diff < 1e15 then return math.max(0, math.min(most, free + redis.call('ZCARD', READY))) end
+  return math.max(0, math.min(most, free, horizon - (used + active - used_active)))
 end
-if admitted > first then lease_new(first, admitted - first) end
 
-if granted == 0 then return wait(now) end
+-- The servers that wait, without this one, and without those that have not asked since `kept_since`. Groups that they
+-- had when they asked may have ended.
+local function other_servers(kept_since)
+  local others, waiting = {}, redis.call('HGETALL', WAITING)
+  for i = 1, #waiting, 2 do
+    local wanted, slots, asked = waiting[i + 1]:match('^(%d+) (%d+) (%d+)$')
+    if tonumber(asked) <= kept_since then
+      redis.call('HDEL', WAITING, waiting[i])
+    elseif waiting[i] ~= holder then
+      local now_free = slots - (tonumber(redis.call('HGET', HELD, waiting[i])) or 0)
+      others[#others + 1] = {wanted = math.max(tonumber(wanted), now_free), slots = tonumber(slots)}
+    end
+  end
+  return others
+end
+
+-- How many of the groups for which there is room this server gets: as in fair_share.py.
+local function fair_share(slots, others, room)
+  local low, high = 0, math.min(limit, room)
+  while low < high do
+    local count = math.ceil((low + high) / 2)
+    local unused, before = limit - count + 1, 0
+    for _, other in ipairs(others) do
+      local larger = math.ceil((other.wanted * slots - unused * other.slots) / slots)
+      before = before + math.max(0, math.min(other.wanted, larger))
+    end
+    if before + count <= room then low = count else high = count - 1 end
+  end
+  return low
+end
+
+local room = #again + new_room()
+local share = fair_share(tonumber(ARGV[5]), other_servers(tonumber(ARGV[6])), room)
+if share == 0 then
+  local asks = redis.call('HINCRBY', META, 'asks', 1)
+  redis.call('HSET', WAITING, holder, limit .. ' ' .. ARGV[5] .. ' ' .. asks)
+  if room == 0 then return wait(now) end
+  wake(WAKE_ADMIT)
+  return {'kept', asks}
+end
+redis.call('HDEL', WAITING, holder)
+
+for i = 1, math.min(share, #again) do lease_again(again[i]) end
+local new = math.max(0, share - #again)
+if new > free then end_as_stale(redis.call('ZRANGE', READY, 0, new - free - 1)) end
+if new > 0 then lease_new(admitted, new) end
 redis.call('SET', grant, table.concat(leases, ','), 'PX', lease_ms)
-if #again > limit or possible then wake(WAKE_ADMIT) end
+if room > share then wake(WAKE_ADMIT) end
 return answer

@@ -7,6 +7,7 @@ if record then
   record.strikes = record.strikes + tonumber(ARGV[4])
   redis.call('HSET', GROUPS, ARGV[2], printed(record))
   redis.call('ZADD', LEASES, 0, ARGV[2])
+  unhold(ARGV[2])
   wake(WAKE_ADMIT)
 end
 return {'ok'}

@@ -10,6 +10,7 @@ if record and size > 0 then
   redis.call('UNLINK', payload('task', seq), payload('partial', seq))
   redis.call('ZREM', LEASES, seq)
   redis.call('ZREM', BEGUN, seq)
+  unhold(seq)
   record.strikes, record.pins = 0, 1
   record.oldest, record.newest, record.longest = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
   redis.call('HSET', GROUPS, seq, printed(record))

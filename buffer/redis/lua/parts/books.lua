@@ -1,7 +1,7 @@
--- The books: KEYS in the order of keys.py, all of them in every script, so that a cluster refuses it while their slot
--- is half moved. ARGV[1] is the prefix of the payload keys. Active groups: |OPEN| + |TAKEN|.
+-- State keys, in the order of _STATE_KEYS in scripts.py. Every script declares all of them, so that a cluster refuses it
+-- while their slot is half moved. ARGV[1] is the prefix of the payload keys. Active groups: |OPEN| + |TAKEN|.
 local META, RELEASED, LENGTHS, OPEN, READY, LEASES, BEGUN, AGES, GROUPS, TAKEN, LOG, ENDINGS, WAKE_ADMIT, WAKE_TAKE,
-  STAGE = unpack(KEYS)
+  STAGE, HOLDERS, HELD, WAITING = unpack(KEYS)
 
 local function dial(name)
   return redis.call('HGET', META, name)

@@ -59,6 +59,7 @@ local function release_unfinished(seq, reason, how)
   count_out({seq}, {record}, reason, how)
   for _, book in ipairs({LEASES, BEGUN, OPEN}) do redis.call('ZREM', book, seq) end
   redis.call('HDEL', GROUPS, seq)
+  unhold(seq)
   redis.call('UNLINK', payload('task', seq), payload('partial', seq), group_payload(seq, record.attempt))
 end
 

@@ -33,6 +33,15 @@ local function held(seq, attempt)
   return record.attempt == tonumber(attempt) and record or nil
 end
 
+-- Nobody holds the group any more; no effect if nobody did.
+local function unhold(seq)
+  local entry = redis.call('HGET', HOLDERS, seq)
+  if not entry then return end
+  local holder = entry:match('^%d+ (.*)$')
+  redis.call('HDEL', HOLDERS, seq)
+  if redis.call('HINCRBY', HELD, holder, -1) <= 0 then redis.call('HDEL', HELD, holder) end
+end
+
 local function ending(how, seq, attempt)
   return how .. ':' .. seq .. ':' .. attempt
 end

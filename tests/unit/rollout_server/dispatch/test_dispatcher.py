@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -75,9 +76,9 @@ async def test_all_free_slots_are_filled_with_one_request(tmp_path: Path) -> Non
     buffer, limits = buffer_of(config), list[int]()
     admit = buffer.admit
 
-    async def noted(limit: int, *, holder: str, timeout_s: float) -> list[Ticket]:
+    async def noted(limit: int, **options: Any) -> list[Ticket]:
         limits.append(limit)
-        return await admit(limit, holder=holder, timeout_s=timeout_s)
+        return await admit(limit, **options)
 
     buffer.admit = noted  # type: ignore[method-assign]
     engine = FakeEngine()

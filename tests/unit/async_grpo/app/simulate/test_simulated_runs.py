@@ -161,7 +161,7 @@ def test_servers_and_trainers_that_die_lose_no_group() -> None:
     settings = settings_of(2, servers=2, steps=60, checkpoint_steps=5, lease_s=10.0)
     run = simulate(settings, faults)
     assert run.released == {"trained": 240}
-    assert [row.version for row in run.steps if not row.replayed] == list(range(60))
+    assert {row.version for row in run.steps} == set(range(60))
     assert any(row.replayed for row in run.steps)
     assert run.ended_s > simulate(settings, TAILED).ended_s
 
