@@ -8,9 +8,9 @@
 
 Who waits for what:
 
-- `admit` waits for a task and for room in the staleness window that is not the share of other servers, and where the ratio of uses to inserts is limited
-  also for the trainer, under a quota also for memory. `release`, `discard`, `put_tasks`, `take`, `commit_checkpoint`
-  and an expiring lease unblock it.
+- `admit` waits for a task and for room in the staleness window that is not the share of other servers, and where the
+  ratio of uses to inserts is limited also for the trainer, under a quota also for memory. `release`, `discard`,
+  `put_tasks`, `take`, `commit_checkpoint`, `expire_leases` and an expiring lease unblock it.
 - `take` waits until the groups that its selector wants are READY. `insert` and `discard` unblock it.
 
 Guarantees (S, P, selector, on_stale, max_uses: `ReplayPolicy`):
@@ -249,7 +249,8 @@ class ReplayBuffer(Protocol):
         """Expire now the leases that the server `name` took in lives up to `life` (`buffer.holders`), because they are
         over. Idempotent, and also if it arrives late: leases of a later life stay.
 
-        As with any lease that expires, the attempt counts, and an insert still succeeds until another server takes over.
+        As with any lease that expires, the attempt counts, and an insert still succeeds until another server takes
+        over.
         """
         ...
 

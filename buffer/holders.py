@@ -1,5 +1,5 @@
-"""Names under which leases are held: a server's name and its life, so that a dead server's leases can be told from those
-of the server that was started in its place.
+"""Names of lease holders: a server's name and its life, which tells the leases of a dead server from those of the one
+that was started in its place.
 
     rollout-0/1764000000000      the server rollout-0, started at this Unix time in milliseconds
 

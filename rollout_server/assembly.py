@@ -8,6 +8,7 @@ Everything is closed in the reverse order, also if opening a later part fails.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
@@ -55,10 +56,13 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
         if await buffer.is_over(config, state, board):
             yield None
             return
+        life = round(1000 * time.time())
+        # A server that was killed cannot give its groups back. Their leases would fill the window until they expire.
+        await state.expire_leases(name, life=life - 1)
         tokenizer = load_tokenizer(model)
         api = await _open_api(stack, config, model, name, tokenizer)
         turn = await _turn_on_devices(stack, config)
-        context = await _assemble(stack, config, model, name, state, board, tokenizer)
+        context = await _assemble(stack, config, model, name, life, state, board, tokenizer)
         watcher = await _follow_weights(stack, context)
         first, giving_way = watcher.first(config.launch.ready_timeout_s), None
         if turn is not None:  # from now on: the trainer may replay steps before it publishes weights
@@ -121,6 +125,7 @@ async def _assemble(
     config: RunConfig,
     model: Path,
     name: str,
+    life: int,
     state: ReplayBuffer,
     board: RunBoard,
     tokenizer: Tokenizer,
@@ -147,6 +152,7 @@ async def _assemble(
         logger,
         proof,
         vocabulary=vocabulary_size(model),
+        life=life,
     )
 
 

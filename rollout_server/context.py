@@ -8,6 +8,7 @@ from async_grpo.config import RunConfig
 from async_grpo.data.base import TaskSource
 from async_grpo.rewards.pool import RewardPool
 from buffer.base import ReplayBuffer, RunBoard
+from buffer.holders import holder_of
 from rollout_server.engines.base import Engine, Sampler
 from rollout_server.engines.proof import LogprobProof
 from rollout_server.run_logger import RolloutLogger
@@ -31,7 +32,7 @@ class EvalContext:
 
 @dataclass(frozen=True, slots=True)
 class ServerContext(EvalContext):
-    """The parts of a rollout server. `name` is unique in the run: leases and claims are held under it."""
+    """The parts of a rollout server. `name` is unique in the run: claims are held under it."""
 
     engine: Engine
     buffer: ReplayBuffer
@@ -41,3 +42,10 @@ class ServerContext(EvalContext):
     """How the engine's log-probabilities were checked; None: it does not sample."""
     vocabulary: int | None = None
     """Token ids of the model are below it; None: unknown."""
+    life: int = 0
+    """Unix time in milliseconds of the server's start, which tells it from an earlier one of its name."""
+
+    @property
+    def holder(self) -> str:
+        """The holder of this server's leases."""
+        return holder_of(self.name, self.life)

@@ -36,6 +36,17 @@ def test_a_killed_role_is_named_and_restarted_and_the_run_finishes(run: WholeRun
     check_books(run.summary(), steps=STEPS)
 
 
+def test_the_groups_of_a_killed_server_go_on_at_once_however_long_their_leases_are(
+    start: Callable[..., WholeRun],
+) -> None:
+    run = start("rollout.lease_s=3600", steps=STEPS, max_tokens=96)
+    run.wait_for_step(3)
+    run.role("rollout_server.main").kill()
+    assert run.wait(400) == 0, run.printed[-3000:]
+    assert run.summary()["restarts"]["rollout-0"] == 1
+    check_books(run.summary(), steps=STEPS)
+
+
 WEIGHTS = {
     "one slot": ["weights.receiver_slots=1"],
     "broadcast": ["weights.transport=collective"],

@@ -48,6 +48,8 @@ from buffer import BufferStats, is_over
 
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C or SIGTERM has stopped."""
+EXPIRE_TIMEOUT_S = 2.0
+"""Seconds that the restart of a dead server may wait for the buffer."""
 
 
 async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, stats: BufferStats) -> dict[str, Any]:
@@ -193,6 +195,7 @@ class LocalRun:
             stop_timeout_s=plane.config.launch.stop_timeout_s,
             trained=lambda: self._monitor.trained(),
             generated=self._generated,
+            expire_leases=self._expire_leases,
         )
         self._monitor = Monitor(plane, self._supervisor, show=view.update, say=view.say, warn=view.warn)
         self._roles: asyncio.Task[None] | None = None
@@ -237,6 +240,16 @@ class LocalRun:
             return self._monitor.trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
         except ServerLost:
             return False  # a role that comes back needlessly leaves by itself
+
+    async def _expire_leases(self, name: str) -> None:
+        """Let others go on with the groups of a dead server. Without an answer, its leases run out by themselves."""
+        try:
+            async with asyncio.timeout(EXPIRE_TIMEOUT_S):
+                await self._plane.buffer.expire_leases(name, life=round(1000 * time.time()))
+        except (BufferFault, TimeoutError) as error:
+            reason = str(error) or "the buffer does not answer"
+            reason = str(error) or "the buffer does not answer"
+            self._view.say(f"the leases of {name} run out by themselves: {reason}")
 
     async def _stop(self, again: asyncio.Event) -> None:
         """Send SIGTERM and wait; after a second Ctrl-C (`again`), kill. No role is left, or about to start."""

@@ -54,6 +54,10 @@ async def _not_yet() -> bool:
     return False
 
 
+async def _keep_leases(name: str) -> None:
+    """What a supervisor does about the leases of a dead server if nobody gave it a buffer: it lets them run out."""
+
+
 class RoleSupervisor:
     """The roles of one run on this machine."""
 
@@ -69,10 +73,12 @@ class RoleSupervisor:
         stop_timeout_s: float,
         trained: Callable[[], bool] = lambda: True,
         generated: Callable[[], Awaitable[bool]] = _not_yet,
+        expire_leases: Callable[[str], Awaitable[None]] = _keep_leases,
     ) -> None:
         """`warn` gets the deaths of roles, `say` if it is None. `spares`: servers that are started on demand.
         `restarts` counts those of earlier invocations, by role. `trained` says whether the last step has been trained,
-        `generated` whether the rollout servers have nothing left to do: then none is restarted."""
+        `generated` whether the rollout servers have nothing left to do: then none is restarted. `expire_leases` gets
+        the name of a rollout server that has died."""
         self._run = run
         self._specs = {spec.name: spec for spec in specs}
         self._warn = warn or warn_by(say)
@@ -85,6 +91,7 @@ class RoleSupervisor:
         self._tasks: asyncio.TaskGroup | None = None
         self._trained = trained
         self._generated = generated
+        self._expire_leases = expire_leases
         self._running: dict[str, RoleProcess] = {}
         self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._specs}
 
@@ -210,6 +217,9 @@ class RoleSupervisor:
         used = 0
         while not self._stopping and spec.name not in self.given_up:
             role, code = await self._run_once(spec)
+            if code and spec.name != TRAINER and not self._stopping:
+                # It could not give its groups back, and until their leases expire nobody else would go on with them.
+                await self._expire_leases(spec.name)
             decision = decide(
                 code=code,
                 stopping=self._stopping or spec.name in self._retired or spec.name in self.given_up,
