@@ -107,7 +107,8 @@ class BufferState:
         self.waiting_servers.pop(holder, None)
         others = [other.now_holding(self.held[name]) for name, other in self.waiting_servers.items()]
         unheld = self.unheld(now_s)
-        share = fair_share(asking, others, len(unheld) + self._room())
+        room = len(unheld) + self._room()
+        share = min(limit, fair_share(asking.now_holding(self.held[holder]), others, room))
         if share == 0:
             self.asks += 1
             self.waiting_servers[holder] = replace(asking, asked=self.asks)

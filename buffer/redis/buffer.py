@@ -43,6 +43,9 @@ _COUNTERS = (
     *("stored_bytes", "room_bytes", "group_bytes"),
 )
 
+FIRST_FAIR_LOOK_S = 0.005
+"""Seconds until a server looks again whether room is still kept for others; then twice as long, up to FAIR_WAIT_S."""
+
 
 @dataclass(slots=True)
 class _AdmitRequest:
@@ -53,7 +56,17 @@ class _AdmitRequest:
     slots: int
     kept_since: int = 0
     """As in BufferState.admit; 0 unless the last attempt found room that is kept for others."""
+    kept_s: float = 0.0
+    """Seconds for which that has been so."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def wait_for_others(self, asks: int) -> RetryLater:
+        """Look again soon, and not on the wake list: there this call could take the element that is for the others."""
+        if self.kept_since == 0 or self.kept_s >= FAIR_WAIT_S:
+            self.kept_since, self.kept_s = asks, 0.0
+        pause_s = max(FIRST_FAIR_LOOK_S, self.kept_s)
+        self.kept_s += pause_s
+        return RetryLater(pause_s, listens=False)
 
 
 class RedisBuffer:
@@ -212,14 +225,13 @@ class RedisBuffer:
             raise
 
     async def _try_admit(self, request: _AdmitRequest) -> list[Ticket] | RetryLater:
+        kept_since = request.kept_since if request.kept_s >= FAIR_WAIT_S else 0
         status, *rest = await self._script(
-            "admit", request.limit, request.id, request.holder, request.slots, request.kept_since
+            "admit", request.limit, request.id, request.holder, request.slots, kept_since
         )
-        request.kept_since = 0
         if status == b"kept":
-            # Not on the wake list: there this call could take the element that is meant for the others.
-            request.kept_since = rest[0]
-            return RetryLater(FAIR_WAIT_S, listens=False)
+            return request.wait_for_others(rest[0])
+        request.kept_since = 0
         if status != b"ok":
             return _not_yet(status, rest)
         epoch, lease_ms, *leases = rest

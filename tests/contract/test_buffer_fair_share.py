@@ -75,15 +75,27 @@ async def test_groups_that_end_while_their_server_waits_count_as_free_slots(open
     assert len(await ask(buffer, "server-1", 16, 16)) == 4
 
 
+async def test_servers_whose_requests_are_old_do_not_wait_for_each_other(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=1, P=8))
+    held = [*await ask(buffer, "server-0", 8, 16), *await ask(buffer, "server-1", 8, 16)]
+    await refuse(buffer, "server-0", 8, 16)
+    await refuse(buffer, "server-1", 8, 16)
+    await finish(buffer, *held)
+    await train(buffer, 0)
+    await train(buffer, 1)
+    assert len(await ask(buffer, "server-0", 8, 16, NO_WAIT_S)) == 8
+    assert len(await ask(buffer, "server-1", 8, 16, NO_WAIT_S)) == 8
+
+
 async def test_room_is_not_kept_for_a_server_that_has_stopped_waiting(open_buffer: Open) -> None:
-    buffer = await open_buffer(policy(S=0, P=8), put=0)
+    buffer = await open_buffer(policy(S=2, P=8), put=12)
+    assert len(await ask(buffer, "busy", 16, 16)) == 12
     await refuse(buffer, "dead", 16, 16)
-    await refuse(buffer, "full", 4, 16)
-    await buffer.put_tasks(tasks(0, 8))
+    await buffer.put_tasks(tasks(12, 4))
+    await refuse(buffer, "busy", 4, 16)
     began_s = asyncio.get_running_loop().time()
-    assert len(await ask(buffer, "full", 4, 16)) == 4
+    assert len(await ask(buffer, "busy", 4, 16)) == 4
     assert asyncio.get_running_loop().time() - began_s < 10 * FAIR_WAIT_S
-    assert len(await ask(buffer, "full", 16, 16, NO_WAIT_S)) == 4
 
 
 async def test_groups_that_lost_their_holder_still_come_first_lowest_first(open_buffer: Open) -> None:

@@ -91,39 +91,44 @@ local function new_room()
   return math.max(0, math.min(most, free, horizon - (used + active - used_active)))
 end
 
--- The servers that wait, without this one, and without those that have not asked since `kept_since`. Groups that they
--- had when they asked may have ended.
+-- Free slots of a server. Groups that it had when it asked may have ended since.
+local function now_free(name, wanted, slots)
+  return math.max(wanted, slots - (tonumber(redis.call('HGET', HELD, name)) or 0))
+end
+
+-- The servers that wait, without this one, and without those that have not asked since `kept_since`.
 local function other_servers(kept_since)
   local others, waiting = {}, redis.call('HGETALL', WAITING)
   for i = 1, #waiting, 2 do
-    local wanted, slots, asked = waiting[i + 1]:match('^(%d+) (%d+) (%d+)$')
+    local name, wanted, slots, asked = waiting[i], waiting[i + 1]:match('^(%d+) (%d+) (%d+)$')
     if tonumber(asked) <= kept_since then
-      redis.call('HDEL', WAITING, waiting[i])
-    elseif waiting[i] ~= holder then
-      local now_free = slots - (tonumber(redis.call('HGET', HELD, waiting[i])) or 0)
-      others[#others + 1] = {wanted = math.max(tonumber(wanted), now_free), slots = tonumber(slots)}
+      redis.call('HDEL', WAITING, name)
+    elseif name ~= holder then
+      others[#others + 1] = {free = now_free(name, tonumber(wanted), tonumber(slots)), slots = tonumber(slots)}
     end
   end
   return others
 end
 
 -- How many of the groups for which there is room this server gets: as in fair_share.py.
-local function fair_share(slots, others, room)
-  local low, high = 0, math.min(limit, room)
+local function fair_share(free_slots, slots, others, room)
+  local low, high = 0, math.min(free_slots, room)
   while low < high do
     local count = math.ceil((low + high) / 2)
-    local unused, before = limit - count + 1, 0
+    local free, before = free_slots - count + 1, 0
     for _, other in ipairs(others) do
-      local larger = math.ceil((other.wanted * slots - unused * other.slots) / slots)
-      before = before + math.max(0, math.min(other.wanted, larger))
+      local larger = math.ceil((other.free * slots - free * other.slots) / slots)
+      before = before + math.max(0, math.min(other.free, larger))
     end
     if before + count <= room then low = count else high = count - 1 end
   end
   return low
 end
 
+local slots = tonumber(ARGV[5])
 local room = #again + new_room()
-local share = fair_share(tonumber(ARGV[5]), other_servers(tonumber(ARGV[6])), room)
+local fair = fair_share(now_free(holder, limit, slots), slots, other_servers(tonumber(ARGV[6])), room)
+local share = math.min(limit, fair)
 if share == 0 then
   local asks = redis.call('HINCRBY', META, 'asks', 1)
   redis.call('HSET', WAITING, holder, limit .. ' ' .. ARGV[5] .. ' ' .. asks)
