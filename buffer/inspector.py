@@ -3,16 +3,16 @@
 Reading the state keys (`redis/scripts.py`) and the payloads changes nothing. It never opens the run, because `open`
 could write the policy. One script reads all state keys, so that a look is consistent.
 
-`stop_admission` and `resume_admission` retune the run as `update_admission` does: with horizon 0 and no limit of the
-ratio, nothing is admitted. The run's key `drained` keeps the former policy until it is restored.
+`stop_admission` and `resume_admission` change the policy in one script each, so that a change by the trainer in between
+is not undone: with horizon 0 and no limit of the ratio, nothing is admitted. The run's key `drained` keeps the former
+values until they are restored.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import msgspec
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault
-from async_grpo.staleness import RateLimit, ReplayPolicy, age
+from async_grpo.staleness import ReplayPolicy, age
 from buffer.base import BufferStats
 from buffer.redis.buffer import RedisBuffer, batched
 from buffer.redis.client import make_client
@@ -197,32 +197,17 @@ class Inspector:
 
     async def stop_admission(self) -> bool:
         """Admit nothing more until `resume_admission`. False if admission was stopped already."""
-        look = await self._look()
-        if look.stopped:
-            return False
-        policy = look.policy
-        note = json.dumps({"horizon": policy.window.horizon, "rate": asdict(policy.rate)})
-        # The note first: a process that dies in between has changed nothing, and the old policy is never lost.
-        await self._link.call(lambda: self._link.client.set(self._keys.of("drained"), note))
-        stopped = replace(policy, window=replace(policy.window, horizon=0), rate=RateLimit())
-        await self._buffer.update_admission(stopped)
-        return True
+        await self._look()  # raises BufferFault for a run in another format
+        return bool(await self._run_script("stop_admission"))
 
     async def resume_admission(self) -> bool:
         """Restore what `stop_admission` stopped. False if it was not stopped, or the run was retuned since."""
-        policy = (await self._look()).policy
-        (before,) = await self._link.fetch([self._keys.of("drained")])
-        stopped = before is not None and policy.window.horizon == 0
-        if stopped and before is not None:
-            note = json.loads(before)
-            window = replace(policy.window, horizon=int(note["horizon"]))
-            await self._buffer.update_admission(replace(policy, window=window, rate=RateLimit(**note["rate"])))
-        await self._link.call(lambda: self._link.client.delete(self._keys.of("drained")))
-        return stopped
+        await self._look()
+        return bool(await self._run_script("resume_admission"))
 
     async def discard_ready(self) -> int:
         """READY -> RELEASED(stale) for every group; returns how many there were."""
-        reply = await self._link.run(script("discard_ready"), self._keys.state_keys, self._keys.prefix)
+        reply = await self._run_script("discard_ready")
         return int(reply[1])
 
     async def aclose(self) -> None:
@@ -236,8 +221,11 @@ class Inspector:
                 "Check the name (overrides become part of it), or whether the run has begun"
             )
 
+    async def _run_script(self, name: str) -> Any:
+        return await self._link.run(script(name), self._keys.state_keys, self._keys.prefix)
+
     async def _look(self) -> _Look:
-        reply = await self._link.run(script("look"), self._keys.state_keys, self._keys.prefix)
+        reply = await self._run_script("look")
         meta = {name.decode(): value.decode() for name, value in batched(reply[0], 2)}
         if int(meta.get("format", 0)) != BOOKS_FORMAT:
             raise BufferFault(

@@ -181,6 +181,8 @@ class BufferState:
         step = self.steps.get(version)
         if step and (not step.missing or (not whole and len(step.groups) > have)):
             return step.batch(epoch, version, have)
+        if step is None and version < self.committed:
+            raise forgotten(version, self.committed)  # a call that arrives after its step is over
         if self.ended:
             raise run_ended()
         self.unheld(now_s)

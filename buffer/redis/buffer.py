@@ -169,7 +169,8 @@ class RedisBuffer:
         _check_epoch(await self._script("commit_checkpoint", epoch, version), epoch)
 
     async def rollback(self, version: int, *, accept_loss: bool = False) -> Resume:
-        status, *rest = await self._script("rollback", version, "accept_loss" if accept_loss else "")
+        request = uuid.uuid4().hex
+        status, *rest = await self._script("rollback", version, request, "accept_loss" if accept_loss else "")
         if status == b"forgotten":
             raise forgotten(version, rest[0])
         return Resume(epoch=rest[0], head_version=rest[1], lost_steps=rest[2])
@@ -261,6 +262,8 @@ class RedisBuffer:
     async def _try_take(self, epoch: int, version: int, have: int, extent: str) -> Batch | RetryLater:
         status, *rest = reply = await self._script("take", epoch, version, have, extent)
         _check_epoch(reply, epoch)
+        if status == b"forgotten":
+            raise forgotten(version, rest[0])
         if status != b"ok":
             return _not_yet(status, rest)
         replayed, mask_below, missing, *chosen = rest

@@ -25,10 +25,11 @@ All keys have one hash tag, so that a cluster keeps them on one node. Every scri
 - `drained`     string  what `async-grpo buffer drain --resume` restores; only while the run is drained
 - `stage`       string  a partial on its way in; exists only within one transaction
 
-Payloads, by plain SET and MGET: `task:<seq>`, `partial:<seq>`, `group:<seq>:<attempt>`; and `grant:<request>`, the
-answer to an `admit` whose reply may have been lost. The index of a task is the sequence of its ticket: both count from
-0, and tasks are admitted in order. A group's key names the attempt that made it, so a group can be written to its final
-place before it is known whether its lease still holds: a lost attempt overwrites no other.
+Payloads, by plain SET and MGET: `task:<seq>`, `partial:<seq>`, `group:<seq>:<attempt>`. Answers to calls whose reply
+may have been lost: `grant:<request>` to an `admit`, `rollback:<request>` to a `rollback`. The index of a task is the
+sequence of its ticket: both count from 0, and tasks are admitted in order. A group's key names the attempt that made
+it, so a group can be written to its final place before it is known whether its lease still holds: a lost attempt
+overwrites no other.
 
 The Lua scripts in lua/, one per transition, are called by digest and loaded if the server does not know them. The
 second line of a script may name parts in lua/parts/ that are put before it, in this order. A server creates all

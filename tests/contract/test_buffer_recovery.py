@@ -175,3 +175,13 @@ async def test_the_ratio_of_uses_to_inserts_starts_again_after_a_loss(open_buffe
     assert (stats.used, stats.inserted) == (2, 2)
     for version in range(1, 6):
         await generate_and_train(buffer, version, epoch=2)
+
+
+async def test_a_take_that_arrives_after_its_checkpoint_takes_no_new_groups(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=2, P=1))
+    await finish(buffer, *await admit(buffer, 3))
+    await train(buffer, 0)
+    await buffer.commit_checkpoint(epoch=1, version=1)
+    with pytest.raises(BufferFault):
+        await take(buffer, 0)
+    assert (await buffer.stats()).taken == 0

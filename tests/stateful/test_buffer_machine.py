@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from msgspec.structs import replace
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.errors import AsyncGrpoError, Fenced
+from async_grpo.errors import AsyncGrpoError, BufferFault, Fenced
 from async_grpo.staleness import SELECTORS, RateLimit, ReplayPolicy, age
 from async_grpo.wire import Batch, Group, ReleaseReason, Ticket
 from buffer import InMemoryBuffer, ReplayBuffer, connect, make_client, wipe
@@ -292,6 +292,14 @@ class BufferMachine(RuleBasedStateMachine):
         assert self.both(lambda buffer: buffer.take(epoch=old, version=self.version, timeout_s=0)) is Fenced
         late = self.both(lambda buffer: buffer.take_part(epoch=old, version=self.version, have=0, timeout_s=0))
         assert late is Fenced
+
+    @precondition(lambda self: self.committed)
+    @rule()
+    def a_take_arrives_late(self) -> None:
+        """Its step is in a committed checkpoint: it gets nothing, neither old groups nor new ones."""
+        version = self.committed - 1
+        late = self.both(lambda buffer: buffer.take(epoch=self.epoch, version=version, timeout_s=0))
+        assert late is BufferFault
 
     @rule(dials=st.sampled_from(POLICIES))
     def retune(self, dials: ReplayPolicy) -> None:

@@ -1,9 +1,11 @@
 #!lua flags=allow-oom
 -- After: books paging records many_records endings log settle
 -- A trainer takes over at `version` (ARGV[2]). What its checkpoint contains is trained, even if the
--- last trainer died before it said so; the later steps stay in the log to be delivered again. ARGV[3]: 'accept_loss' to
--- start generation again at a version whose steps are deleted.
-local version, lost = tonumber(ARGV[2]), 0
+-- last trainer died before it said so; the later steps stay in the log to be delivered again.
+-- ARGV[3]: request. A repetition, also one that comes late, begins no other epoch: that would fence the trainer that
+-- has begun already. ARGV[4]: 'accept_loss' to start generation again at a version whose steps are deleted.
+local version, request, REMEMBERED_MS = tonumber(ARGV[2]), payload('rollback', ARGV[3]), 3600 * 1000
+local lost = 0
 
 -- As _restart_at in state.py. A group ends before the steps that have it are forgotten, so that its record is still there.
 local function restart()
@@ -25,9 +27,14 @@ local function restart()
   redis.call('HSET', META, 'committed', version, 'version', version)
 end
 
+local begun = redis.call('GET', request)
+if begun then
+  local epoch, lost_before = begun:match('^(%d+) (%d+)$')
+  return {'ok', tonumber(epoch), meta('version'), tonumber(lost_before)}
+end
 if version < meta('committed') then
   lost = meta('committed') - version
-  if ARGV[3] ~= 'accept_loss' then return {'forgotten', meta('committed')} end
+  if ARGV[4] ~= 'accept_loss' then return {'forgotten', meta('committed')} end
   restart()
 end
 for _, past in ipairs(steps_below(version)) do settle(past) end
@@ -35,4 +42,6 @@ if version * meta('groups_per_step') < meta('horizon') then redis.call('HSET', M
 redis.call('HSET', META, 'version', math.max(meta('version'), version))
 wake(WAKE_TAKE)
 wake(WAKE_ADMIT)
-return {'ok', redis.call('HINCRBY', META, 'epoch', 1), meta('version'), lost}
+local epoch = redis.call('HINCRBY', META, 'epoch', 1)
+redis.call('SET', request, epoch .. ' ' .. lost, 'PX', REMEMBERED_MS)
+return {'ok', epoch, meta('version'), lost}

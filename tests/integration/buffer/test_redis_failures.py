@@ -395,6 +395,16 @@ async def test_a_run_lives_on_the_servers_of_this_machine(tmp_path: Path, run: s
         await live_through(RedisConfig(url=server.url), run)
 
 
+async def test_a_rollback_whose_reply_is_lost_begins_one_epoch(proxy: Proxy, run: str) -> None:
+    buffer = await begin(RedisConfig(url=f"redis://127.0.0.1:{proxy.port}", timeout_s=20.0), run)
+    epoch = (await buffer.stats()).epoch
+    proxy.swallow_next_reply_to(b"EVALSHA")
+    assert (await buffer.rollback(0)).epoch == epoch + 1
+    assert proxy.swallowed == 1
+    assert (await buffer.rollback(0)).epoch == epoch + 2
+    await buffer.aclose()
+
+
 async def test_calls_that_fail_while_another_waits_leave_no_connection_behind(server: Server) -> None:
     client, admin = make_client(RedisConfig(url=server.url, timeout_s=20.0)), server.admin
     link = RetryingClient(client, 20.0)

@@ -210,6 +210,24 @@ async def test_draining_stops_admission_whatever_is_released(buffer: RedisBuffer
     assert not await inspector.stop_admission()
 
 
+async def test_draining_undoes_no_change_that_the_trainer_makes_meanwhile(
+    buffer: RedisBuffer, inspector: Inspector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = inspector._look
+    wanted = iter([2, 1])
+
+    async def look_before_a_change() -> Any:
+        seen = await look()
+        await buffer.set_staleness(epoch=1, staleness=next(wanted))
+        return seen
+
+    for change, staleness in ((inspector.stop_admission, 2), (inspector.resume_admission, 1)):
+        with monkeypatch.context() as patched:
+            patched.setattr(inspector, "_look", look_before_a_change)
+            assert await change()
+        assert (await buffer.stats()).staleness == staleness
+
+
 async def test_draining_waits_for_what_is_in_flight(buffer: RedisBuffer, inspector: Inspector) -> None:
     tickets = await admit(buffer, 2)
     await inspector.stop_admission()
