@@ -12,7 +12,7 @@ The records:
 Structs are tagged and carry named fields, so the plain `msgpack` package can read every byte.
 Arrays travel as raw little-endian bytes (int32 token ids, float32 log-probabilities).
 
-`encode` has a size limit, and `decode` has errors that name the wrong field.
+`encode` has a size limit, and the errors of `decode` name the wrong field.
 """
 
 from __future__ import annotations

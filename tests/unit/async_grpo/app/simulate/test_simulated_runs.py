@@ -68,6 +68,19 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     assert figures.age_max == 0
 
 
+def test_servers_share_a_window_that_is_smaller_than_their_slots() -> None:
+    crowded = CONSTANT.model_copy(
+        update={
+            "engine": EngineTimings(step_s=0.1, request_s=0.1, prefill_s=0.0, call_s=0.0),
+            "trainer": TrainerTimings(base_s=0.1, token_s=0.0, take_s=0.0),
+            "sync": SyncTimings(stall_s=0.0, transfer_s=0.0, load_s=0.0),
+        }
+    )
+    took_s = [simulate(settings_of(1, servers=servers, max_concurrency=64), crowded).ended_s for servers in (1, 2, 4)]
+    assert took_s[1] < 0.7 * took_s[0]
+    assert took_s[2] < 0.7 * took_s[1]
+
+
 def test_with_a_step_ahead_the_slower_side_sets_the_pace() -> None:
     # A trainer of 30 s hides the 10 s of generation: 30 + 1 s of stall, with tokens that are one step old.
     slow = CONSTANT.model_copy(update={"trainer": TrainerTimings(base_s=30.0, token_s=0.0, take_s=0.0)})
