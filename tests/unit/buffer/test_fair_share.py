@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.fair_share import WaitingServer, fair_share
@@ -27,6 +27,7 @@ def deal_out(asking: WaitingServer, others: list[WaitingServer], room: int) -> i
     return asking.wanted - free[0]
 
 
+@settings(deadline=None)
 @given(SERVERS, st.lists(SERVERS, max_size=5), st.integers(0, 100))
 def test_a_share_is_what_dealing_out_group_by_group_gives(
     asking: WaitingServer, others: list[WaitingServer], room: int
@@ -34,6 +35,7 @@ def test_a_share_is_what_dealing_out_group_by_group_gives(
     assert fair_share(asking, others, room) == deal_out(asking, others, room)
 
 
+@settings(deadline=None)
 @given(st.lists(SERVERS, min_size=1, max_size=6), st.integers(1, 100))
 def test_someone_always_gets_a_group_while_there_is_room(waiting: list[WaitingServer], room: int) -> None:
     shares = [fair_share(asking, [other for other in waiting if other is not asking], room) for asking in waiting]
