@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+from async_grpo.config import load
 from buffer.server import find_server
 from tests.support.redis_topologies import free_port
 from tests.support.slurm_cluster import SlurmCluster, missing, own_address
@@ -98,9 +99,10 @@ def test_a_run_outlives_the_loss_of_servers_and_of_a_node(cluster: SlurmCluster,
 
     launch(cluster, config)
     steps_more(2)
-    (array,) = {job.partition("_")[0] for job in cluster.jobs("small-rollout")}
+    servers = f"{load(run).local_name}-rollout"
+    (array,) = {job.partition("_")[0] for job in cluster.jobs(servers)}
     launch(cluster, config, "--servers", "1")
-    cluster.until(lambda: list(cluster.jobs("small-rollout").values()) == ["RUNNING"] * 3, 60, "a third server")
+    cluster.until(lambda: list(cluster.jobs(servers).values()) == ["RUNNING"] * 3, 60, "a third server")
     steps_more(10)
 
     urgent = ["-p", "high", "-w", "n1", "-c", "1", "-o", os.devnull, "--wrap", "sleep 5"]
