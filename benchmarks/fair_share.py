@@ -1,0 +1,179 @@
+"""`python -m benchmarks.fair_share`: groups/s of 1, 2 and 4 rollout servers that could each fill the staleness window.
+
+    trainer --take, publish, release--> buffer (real Valkey) <--admit, insert-- servers (asyncio tasks)
+
+A server generates like an engine whose step gets slower with every running group: `STEP_S + GROUP_S * groups` seconds
+for each piece of a completion. So one server that holds the whole window is slower than several that share it. The
+baseline is greedy admission: whoever asks gets all the room there is (`greedy`, the same code without the other waiting
+servers). Both rules run in turn, on the same Valkey.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.errors import RunEnded, WaitTimeout
+from async_grpo.staleness import ReplayPolicy, StalenessWindow
+from async_grpo.wire import Group, Sample, Task, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from buffer import EmbeddedServer, RedisBuffer, connect
+from buffer.base import ReplayBuffer
+
+GROUPS_PER_STEP, MAX_STALENESS = 8, 1
+SLOTS = (MAX_STALENESS + 1) * GROUPS_PER_STEP
+"""Groups that one server can work on at once: the whole window."""
+STEP_S, GROUP_S = 0.03, 0.02
+MIN_PIECES, MAX_PIECES = 2, 6
+WARMUP_STEPS = 4
+
+
+class GenerationServer:
+    """Keeps up to SLOTS groups in generation; the time of a piece grows with the number of groups."""
+
+    def __init__(self, name: str, buffer: ReplayBuffer, seed: int) -> None:
+        self.name = name
+        self._buffer = buffer
+        self._random = random.Random(seed)
+        self._running = 0
+        self._slot_freed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Generate until the run has ended."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                while self._running >= SLOTS:
+                    self._slot_freed.clear()
+                    await self._slot_freed.wait()
+                try:
+                    tickets = await self._buffer.admit(
+                        SLOTS - self._running, holder=self.name, timeout_s=1.0, slots=SLOTS
+                    )
+                except WaitTimeout:
+                    continue
+                except RunEnded:
+                    return
+                for ticket in tickets:
+                    self._running += 1
+                    tasks.create_task(self._generate_group(ticket))
+
+    async def _generate_group(self, ticket: Ticket) -> None:
+        for _ in range(self._random.randint(MIN_PIECES, MAX_PIECES)):
+            await asyncio.sleep(STEP_S + GROUP_S * self._running)
+        await self._buffer.insert(ticket, make_group(ticket, self.name))
+        self._running -= 1
+        self._slot_freed.set()
+
+
+def make_group(ticket: Ticket, server: str) -> Group:
+    """A group of two samples of one token."""
+    sample = Sample(
+        tokens=tokens_to_bytes([7]),
+        logprobs=logprobs_to_bytes([-0.5]),
+        spans=[VersionSpan(ticket.version, 0, 1)],
+        finish_reason="stop",
+    )
+    return Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=[sample, sample], server=server)
+
+
+def admit_without_others(buffer: RedisBuffer) -> None:
+    """Let `buffer` ask as if no other server were waiting: the greedy rule."""
+    fair = buffer._try_admit
+
+    async def greedy(request):  # type: ignore[no-untyped-def]
+        request.kept_since, request.kept_s = 2**52, 1.0  # nobody has asked since then
+        return await fair(request)
+
+    buffer._try_admit = greedy  # type: ignore[method-assign]
+
+
+async def measure(url: str, servers: int, *, fair: bool, steps: int, seed: int) -> tuple[float, list[int]]:
+    """Train `steps` steps; returns groups/s after the warm-up, and the groups of each server."""
+    policy = ReplayPolicy(StalenessWindow(MAX_STALENESS, GROUPS_PER_STEP, steps * GROUPS_PER_STEP))
+    run = uuid.uuid4().hex
+
+    async def open_buffer() -> RedisBuffer:
+        return await connect(RedisConfig(url=url), run, policy=policy, lease_s=60.0, max_attempts=3)
+
+    trainer = await open_buffer()
+    await trainer.rollback(0)
+    prompt = tokens_to_bytes([1, 2])
+    count = steps * GROUPS_PER_STEP
+    await trainer.put_tasks([Task(index=index, prompt="?", prompt_tokens=prompt, answer="") for index in range(count)])
+
+    generating, buffers = [], [trainer]
+    for index in range(servers):
+        buffers.append(await open_buffer())
+        if not fair:
+            admit_without_others(buffers[-1])
+        server = GenerationServer(f"server-{index}", buffers[-1], seed + index)
+        generating.append(asyncio.create_task(server.run()))
+
+    made, started_s = Counter[str](), time.monotonic()
+    for version in range(steps):
+        if version == WARMUP_STEPS:
+            made.clear()
+            started_s = time.monotonic()
+        batch = await trainer.take(epoch=1, version=version, timeout_s=60.0)
+        made.update(group.server for group in batch.groups)
+        await trainer.publish_version(epoch=1, version=version + 1)
+        await trainer.release(batch)
+        await trainer.commit_checkpoint(epoch=1, version=version + 1)
+    groups_per_s = made.total() / (time.monotonic() - started_s)
+
+    for running in generating:
+        running.cancel()
+    await asyncio.gather(*generating, return_exceptions=True)
+    for buffer in buffers:
+        await buffer.aclose()
+    return groups_per_s, [made[f"server-{index}"] for index in range(servers)]
+
+
+async def compare(*, steps: int, rounds: int) -> Table:
+    """Measure both rules with every number of servers, alternately."""
+    table = Table(title=f"Window of {SLOTS} groups, {SLOTS} slots per server, median of {rounds} rounds")
+    for heading in ("servers", "greedy groups/s", "fair groups/s", "ratio", "groups by server (fair)"):
+        table.add_column(heading, justify="right")
+
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedServer(Path(folder) / "server", RedisConfig(fsync="everysec"))
+        url = server.start()
+        try:
+            for servers in (1, 2, 4):
+                greedy, fair = list[float](), list[float]()
+                for seed in range(rounds):
+                    speed, _ = await measure(url, servers, fair=False, steps=steps, seed=seed)
+                    greedy.append(speed)
+                    speed, shares = await measure(url, servers, fair=True, steps=steps, seed=seed)
+                    fair.append(speed)
+                before, after = statistics.median(greedy), statistics.median(fair)
+                table.add_row(
+                    str(servers), f"{before:.1f}", f"{after:.1f}", f"{after / before:.2f}", " ".join(map(str, shares))
+                )
+        finally:
+            server.stop()
+    return table
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    Console(width=100).print(uvloop.run(compare(steps=options.steps, rounds=options.rounds)))
+
+
+if __name__ == "__main__":
+    main()
