@@ -141,7 +141,7 @@ class MemoryRun:
                 await asyncio.sleep(0.1)
 
     async def _count_keys(self) -> int:
-        """Number of keys, without the answers to trainers that took over: one for each start, which expires in an hour."""
+        """Number of keys, without the remembered answers of `rollback`: one per start of a trainer, for an hour."""
         answers = [name async for name in self._client.scan_iter(match="*:rollback:*", count=1000)]
         return int(await self._client.dbsize()) - len(answers)
 
