@@ -151,6 +151,7 @@ class RunConfig(StrictModel):
         yield from self._clashing_data()
         yield from self._clashing_reference()
         yield from self._clashing_quantization()
+        yield from self._clashing_precision()
         most = self.launch.autoscale.max_servers
         if most is not None and most < self.rollout.servers:
             yield (
@@ -173,6 +174,15 @@ class RunConfig(StrictModel):
             yield (
                 f"rollout.vllm.quantization is {engine.quantization}, and adapters beside 8-bit matrices are not "
                 "supported. Set model.lora.engine to merged, or rollout.vllm.quantization to none"
+            )
+
+    def _clashing_precision(self) -> Iterator[str]:
+        ranks = self.trainer.context_parallel
+        if ranks > 1 and self.trainer.platform == "cuda" and self.model.precision == "float32":
+            yield (
+                f"trainer.context_parallel is {ranks}, and on cuda the kernel for sequences that ranks share computes "
+                "in bfloat16, but model.precision is float32. Set model.precision to bfloat16, or "
+                "trainer.context_parallel to 1"
             )
 
     def _clashing_staleness(self) -> Iterator[str]:

@@ -159,8 +159,7 @@ def test_every_objective_gives_the_same_loss_and_gradient(
 
 @pytest.mark.parametrize("layout", ALL)
 def test_the_layers_are_those_of_the_npu(patched: dict[str, Outcome], layout: str) -> None:
-    attention = "trainer.PackedAttention" if layout == "context" else "trainer.NpuAttention"
-    expected = {attention, "trainer.NpuRotation", "mindspeed.RMSNorm", "mindspeed.SwiGLUFunction"}
+    expected = {"trainer.NpuAttention", "trainer.NpuRotation", "mindspeed.RMSNorm", "mindspeed.SwiGLUFunction"}
     assert expected <= set(patched[f"{layout}, trained"].found["layers"])
 
 

@@ -7,7 +7,8 @@
 A later token attends to more tokens than an earlier one. Each rank therefore takes a chunk from the front and its
 counterpart from the back (zig-zag, as Megatron's rotary embeddings and Transformer Engine expect it), so that all ranks
 have the same work. Keys and values of all ranks are gathered; a query sees those up to its own position, so padding at
-the end is never seen.
+the end is never seen. Both chunks are causal segments for a kernel of variable length (`AttentionSegments`), which
+needs no mask.
 
     micro-batch --rank_tokens--> tokens of this rank --network--> log-probabilities of its trained tokens
                                                                         |  fill_in over the ranks

@@ -4,7 +4,8 @@
     buckets             a a a .    c c . .         rows of one width each, padded at their end
                         b b b b
 
-`PackedSequences` describes both forms. The layers of `trainer.model.layers` compute attention on the buckets.
+`PackedSequences` describes both forms. Our own attention (`trainer.model.layers`) works on the buckets. Fused kernels
+take the tokens as they lie, in segments: a sequence each, or two chunks of it where several ranks share sequences.
 
 Everything that a layer asks of the sequences is found here, once for each micro-batch and on the host. A layer that
 read a length from the device would wait for all work before it.
@@ -30,19 +31,27 @@ class LengthBucket:
 
     rows: int
     width: int
-    keys: KeyRanges | None = None
-    """Where the keys lie, if not where the queries do."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeyRanges:
-    """The keys of a bucket whose queries are only this rank's part of the sequences."""
+class AttentionSegments:
+    """Runs of consecutive queries, each with a run of keys, for kernels of variable length.
 
-    width: int
-    gather: Tensor
-    """int64 [rows * width]: which token of those of all ranks, end to end, fills each cell."""
-    seen: Tensor
-    """bool [rows, 1, bucket width, width]: which of them each query sees."""
+    The last query of a run sees all keys of the run, and each query before it one key less (causality aligned at the
+    bottom right). No mask is needed, so memory grows with the tokens and not with their square.
+    """
+
+    query_offsets: Tensor
+    """int32 [segments + 1]: where the queries of each segment start, and the end of the last."""
+    key_offsets: Tensor
+    """The same of its keys."""
+    query_ends: list[int]
+    """`query_offsets` without its first, as numbers of the host."""
+    key_ends: list[int]
+    longest_query: int
+    longest_key: int
+    keys_K: Tensor | None = None
+    """int64: which token of all ranks, in the order of the ranks, is each key; None if keys lie where queries do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,8 @@ class PackedSequences(PackedSeqParams):
 
     ends: list[int] = field(default_factory=list)
     """Where each sequence ends, as numbers of the host: `cu_seqlens_q` without its first."""
+    shared: AttentionSegments | None = None
+    """Where several ranks share the sequences: the segments of this rank. `buckets` and `cells` are empty then."""
     rotation: Rotation | None = None
     """None where Megatron has rotated queries and keys before they come to attention."""
     buckets: list[LengthBucket] = field(default_factory=list)
@@ -97,6 +108,20 @@ class PackedSequences(PackedSeqParams):
     """Those of all buckets, end to end."""
     trained: Tensor | None = None
     """int64: the positions whose logits are computed."""
+
+    @property
+    def segments(self) -> AttentionSegments:
+        """The segments of this rank; where no other rank shares the sequences, each sequence is one."""
+        if self.shared is not None:
+            return self.shared
+        return AttentionSegments(
+            query_offsets=self.cu_seqlens_q,
+            key_offsets=self.cu_seqlens_q,
+            query_ends=self.ends,
+            key_ends=self.ends,
+            longest_query=self.max_seqlen_q,
+            longest_key=self.max_seqlen_q,
+        )
 
     def rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys as attention compares them."""
@@ -120,53 +145,75 @@ def pack(lengths: Sequence[int], context: ContextRank = ContextRank()) -> Packed
     The offsets are those of the whole sequences, from which Megatron finds the positions of a part by itself.
     """
     lengths_N = torch.tensor(lengths)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_N.cumsum(0)]).to(torch.int32)
-    locals_N = lengths_N // context.ranks
-    starts_N = locals_N.cumsum(0) - locals_N
-    step = BUCKET * context.ranks
-    widths_N = (lengths_N + step - 1) // step * step
-    buckets, gathers, reals = [], [], []
-    for width in widths_N.unique().tolist():
-        members = widths_N == width
-        bucket, gather_RW, real_RW = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), context)
-        buckets.append(bucket)
-        gathers.append(gather_RW.flatten())
-        reals.append(real_RW.flatten())
-    return PackedSequences(
+    offsets = _offsets(lengths_N)
+    packed = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         ends=offsets[1:].tolist(),
-        buckets=buckets,
-        cells=PaddedCells.of(torch.cat(gathers), torch.cat(reals)),
+    )
+    if context.ranks > 1:
+        packed.shared = _shared_segments(lengths_N, context)
+        return packed
+
+    starts_N = lengths_N.cumsum(0) - lengths_N
+    widths_N = (lengths_N + BUCKET - 1) // BUCKET * BUCKET
+    gathers, reals = [], []
+    for width in widths_N.unique().tolist():
+        members = widths_N == width
+        starts_R1, lengths_R1 = starts_N[members][:, None], lengths_N[members][:, None]
+        column = torch.arange(width)
+        packed.buckets.append(LengthBucket(len(starts_R1), width))
+        gathers.append((starts_R1 + torch.minimum(column, lengths_R1 - 1)).flatten())
+        reals.append((column < lengths_R1).flatten())
+    packed.cells = PaddedCells.of(torch.cat(gathers), torch.cat(reals))
+    return packed
+
+
+def _shared_segments(lengths_N: Tensor, context: ContextRank) -> AttentionSegments:
+    """Two segments for each sequence: this rank's chunk from the front, and its counterpart from the back.
+
+    The front chunk sees the keys before its end, and so does the back chunk. The keys of all ranks are gathered in the
+    order of the ranks. They are selected into the order of their positions, once for each segment: 2n + 1 chunks
+    instead of the 2n that a sequence has, of n ranks.
+
+        2 ranks, rank 0     queries  0 3        keys  0 | 0 1 2 3
+                rank 1              1 2              0 1 | 0 1 2
+    """
+    ranks, chunks_N = context.ranks, lengths_N // (2 * context.ranks)
+    tokens = int(lengths_N.sum()) // ranks
+    starts_N = (lengths_N.cumsum(0) - lengths_N) // ranks
+    front, back = context.rank, 2 * ranks - 1 - context.rank
+
+    keys = []
+    for chunk, start in zip(chunks_N.tolist(), starts_N.tolist(), strict=True):
+        # Rank r has chunk r at the start of its part of a sequence, and chunk 2n - 1 - r behind it.
+        heads = [rank * tokens + start for rank in range(ranks)]
+        tails = [rank * tokens + start + chunk for rank in reversed(range(ranks))]
+        chunk_starts = torch.tensor([*heads, *tails])[:, None]
+        places = (chunk_starts + torch.arange(chunk)).flatten()
+        keys += [places[: (front + 1) * chunk], places[: (back + 1) * chunk]]
+
+    query_offsets = _offsets(chunks_N.repeat_interleave(2))
+    key_offsets = _offsets(torch.stack([chunks_N * (front + 1), chunks_N * (back + 1)], 1).flatten())
+    longest = int(chunks_N.max())
+    return AttentionSegments(
+        query_offsets=query_offsets,
+        key_offsets=key_offsets,
+        query_ends=query_offsets[1:].tolist(),
+        key_ends=key_offsets[1:].tolist(),
+        longest_query=longest,
+        longest_key=longest * (back + 1),
+        keys_K=torch.cat(keys),
     )
 
 
-def _bucket(
-    starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, context: ContextRank
-) -> tuple[LengthBucket, Tensor, Tensor]:
-    """The rectangle of R sequences or parts; which token fills each cell (anything at padded ones); which are real.
+def _offsets(lengths_N: Tensor) -> Tensor:
+    """int32 [N + 1]: where each of them starts, and the end of the last.
 
-    `starts_R`: where they start on this rank; `tokens`: of all of them, on one rank.
+    >>> _offsets(torch.tensor([3, 5])).tolist()
+    [0, 3, 8]
     """
-    starts_R1, locals_R1 = starts_R[:, None], lengths_R[:, None] // context.ranks
-    column = torch.arange(width // context.ranks)
-    gather_RW = starts_R1 + torch.minimum(column, locals_R1 - 1)
-    keys = _keys(starts_R1, lengths_R[:, None], width, tokens, context) if context.ranks > 1 else None
-    return LengthBucket(len(starts_R), len(column), keys), gather_RW, column < locals_R1
-
-
-def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, context: ContextRank) -> KeyRanges:
-    chunk_R1 = lengths_R1 // (2 * context.ranks)
-    position = torch.arange(width)
-    key_RK = torch.minimum(position, lengths_R1 - 1)
-    number_RK, offset_RK = key_RK // chunk_R1, key_RK % chunk_R1
-    back_RK = number_RK >= context.ranks
-    owner_RK = torch.where(back_RK, 2 * context.ranks - 1 - number_RK, number_RK)
-    gather_RK = owner_RK * tokens + starts_R1 + offset_RK + back_RK * chunk_R1
-    column = torch.minimum(torch.arange(width // context.ranks), 2 * chunk_R1 - 1)
-    front_R1, back_R1 = context.rank * chunk_R1, (2 * context.ranks - 2 - context.rank) * chunk_R1
-    query_RW = column + torch.where(column < chunk_R1, front_R1, back_R1)
-    return KeyRanges(width, gather_RK.flatten(), (query_RW[:, None, :, None] >= position))
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths_N.cumsum(0)]).to(torch.int32)

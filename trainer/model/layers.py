@@ -3,8 +3,8 @@
 The sequences of a micro-batch lie end to end (Megatron's `thd` format, no padding). Attention works on them in
 buckets: sequences whose lengths round up to the same multiple of 8 form one rectangle and one SDPA call. Rows are
 padded at their end only, and attention is causal, so no real token ever sees a padded one, and the padded outputs are
-dropped. With hundreds of short sequences this costs a few calls a layer instead of hundreds. For ranks that share
-sequences see trainer/batch/context_parallel.py.
+dropped. With hundreds of short sequences this costs a few calls a layer instead of hundreds. Where several ranks share
+sequences, every platform has another attention (trainer/platform/fused_layers.py).
 
 A platform may replace classes of the spec (`LayerRole`). Parameters keep their names, because the names come from the
 places in the spec and not from the classes: which parameter holds which tensor is the same on every platform.
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
@@ -26,8 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from trainer.batch.context_parallel import gather_context
-from trainer.batch.packed import KeyRanges, LengthBucket, PackedSequences, PaddedCells, Rotation
+from trainer.batch.packed import LengthBucket, PackedSequences, PaddedCells, Rotation
 from trainer.platform.base import LayerRole
 
 
@@ -75,17 +73,9 @@ class PackedAttention(MegatronModule):
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]"""
         assert packed_seq_params is not None, "the trainer packs every micro-batch"
         query, key = packed_seq_params.rotated(query, key)
-        if self.config.context_parallel_size > 1:
-            group = parallel_state.get_context_parallel_group()
-            key, value = gather_context(torch.stack([key, value], 1), group).unbind(1)
         cells, buckets = packed_seq_params.cells, packed_seq_params.buckets
-        assert cells is not None
-        queries = _rectangles(query, cells, buckets)
-        if self.config.context_parallel_size > 1:
-            places = [bucket.keys for bucket in buckets]
-            keys, values = ([_gathered(part, place) for place in places] for part in (key, value))
-        else:
-            keys, values = (_rectangles(part, cells, buckets) for part in (key, value))
+        assert cells is not None, "attention over sequences that ranks share is the platform's"
+        queries, keys, values = (_rectangles(part, cells, buckets) for part in (query, key, value))
         outputs = [self._attend(*each) for each in zip(queries, keys, values, buckets, strict=True)]
         return _ToTokens.apply(torch.cat(outputs), cells)
 
@@ -95,8 +85,7 @@ class PackedAttention(MegatronModule):
             query,
             key,
             value,
-            attn_mask=None if bucket.keys is None else bucket.keys.seen,
-            is_causal=bucket.keys is None,
+            is_causal=True,
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )
@@ -134,12 +123,6 @@ def _rectangles(packed: Tensor, cells: PaddedCells, buckets: Sequence[LengthBuck
     """[T, heads, d] -> a [rows, heads, width, d] for every bucket."""
     parts = _ToCells.apply(packed, cells).split([bucket.rows * bucket.width for bucket in buckets])
     return [_rectangle(part, bucket.width) for part, bucket in zip(parts, buckets, strict=True)]
-
-
-def _gathered(packed: Tensor, keys: KeyRanges | None) -> Tensor:
-    """Select the tokens that a bucket's queries may see from those of all ranks: [rows, heads, width, d]."""
-    assert keys is not None
-    return _rectangle(packed.index_select(0, keys.gather), keys.width)
 
 
 def _rectangle(cells: Tensor, width: int) -> Tensor:

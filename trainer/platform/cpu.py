@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import resource
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import psutil
 
@@ -20,7 +21,7 @@ from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.requirements import INSTALL_CPU, INSTALL_STAND_INS, STAND_IN, Check, Finding, installed, present
-from trainer.platform.base import MemoryUse, Platform, require_megatron
+from trainer.platform.base import LayerRole, MemoryUse, Platform, require_megatron
 from trainer.platform.probes import common_probes
 
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1"
@@ -62,6 +63,15 @@ class CpuPlatform(Platform):
         from trainer.platform.cpu_patches import patch_for_cpu
 
         patch_for_cpu()
+
+    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
+        """Our own layers, and where ranks share sequences the attention that gathers their keys."""
+        if config.context_parallel_size == 1:
+            return {}
+        from trainer.platform.fused_layers import PlainAttention
+
+        self.attention = "scaled_dot_product_attention, over the keys of all ranks that share the sequences"
+        return {LayerRole.attention: PlainAttention}
 
     def memory(self) -> MemoryUse:
         """Memory of this process; the peak is that of its whole life, which Linux does not reset."""

@@ -2,11 +2,11 @@
 
     nvidia-smi --query-gpu=...   one line per GPU
 
-    attention of packed sequences          needs (in bfloat16, no sequence split over ranks)
+    attention of packed sequences          needs (in bfloat16)
     Transformer Engine's                   capability 9.0 to 11: its kernel for them; elsewhere it computes all T x T
                                            scores, unless it finds a flash-attn that it knows
-    torch's varlen_attn                    capability 8.0
-    our own (trainer/model/layers.py)      nothing: in float32, and where it gathers keys and values of other ranks
+    torch's varlen_attn                    capability 8.0; the only one where ranks share sequences
+    our own (trainer/model/layers.py)      nothing: also in float32
 
 Transformer Engine replaces norms, linear layers and rotary embeddings always. Norms stay modules of their own, beside
 the linear layers: fused, their parameters would have other names. torch has fused norms of its own.
@@ -29,6 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from async_grpo.errors import ConfigError
 from async_grpo.utils.requirements import (
     INSTALL_CUDA,
     INSTALL_TRANSFORMER_ENGINE,
@@ -124,7 +125,8 @@ class CudaPlatform(Accelerator):
         from trainer.platform.fused_layers import VarlenAttention, has_varlen_attention
 
         if config.context_parallel_size > 1:
-            return None, f"{Platform.attention}: it gathers the keys of other ranks"
+            self._check_shared_sequences(config)
+            return VarlenAttention, "torch's varlen_attn, over the keys of all ranks that share the sequences"
         if config.params_dtype != torch.bfloat16:
             return None, f"{Platform.attention}: fused kernels compute in bfloat16"
         major, minor = capability = self._torch().get_device_capability()
@@ -137,6 +139,30 @@ class CudaPlatform(Accelerator):
             lacks = f"has no kernel of its own for {device}" if engine else "is not installed"
             return VarlenAttention, f"torch's varlen_attn: Transformer Engine {lacks}"
         return None, f"{Platform.attention}: torch {torch.__version__} has no varlen_attn for {device}"
+
+    def _check_shared_sequences(self, config: Any) -> None:
+        """Raise ConfigError if ranks that share sequences have no attention on this device.
+
+        Without `varlen_attn` a mask would be needed, with which torch keeps all scores: at 32k tokens and 7 heads of a
+        rank 15 GB a layer.
+        """
+        import torch
+
+        from trainer.platform.fused_layers import has_varlen_attention
+
+        major, minor = self._torch().get_device_capability()
+        if config.params_dtype != torch.bfloat16:
+            missing = "computes in bfloat16, and model.precision is float32. Set model.precision to bfloat16"
+        elif (major, minor) < (8, 0):
+            missing = f"needs compute capability 8.0, and this device has {major}.{minor}. Use another device"
+        elif not has_varlen_attention():
+            missing = f"takes no fewer key heads than query heads in torch {torch.__version__}. Install torch 2.13"
+        else:
+            return
+        raise ConfigError(
+            f"trainer.context_parallel is {config.context_parallel_size}, whose attention on CUDA is torch's "
+            f"varlen_attn. It {missing}, or set trainer.context_parallel to 1"
+        )
 
     def stated_tflops(self, precision: str) -> float | None:
         """The figure for the name that torch reports of this rank's device."""

@@ -1,14 +1,22 @@
-"""Layers by the fused kernels of torch (CUDA) and torch_npu (Ascend), where a platform has no package that brings them.
+"""Layers that take packed tokens as they lie: fused kernels of torch (CUDA) and torch_npu (Ascend), and a plain one.
 
 Causal attention takes the packed sequences in one call, with as many key heads as there are. What is rotated, where
 the sequences end and how long they are is in `PackedSequences`, found once for each micro-batch: no layer here reads a
 number from the device.
 
+Where several ranks share sequences (context parallelism), keys and values of all ranks are gathered, and each sequence
+is two segments, with causality aligned at the bottom right (`AttentionSegments`):
+
+    queries of this rank  [front chunk]                [back chunk]
+    their keys            [0 .. end of front chunk]    [0 .. end of back chunk]
+
     VarlenAttention   torch.nn.attention.varlen, whose backend is FlashAttention: bfloat16, from capability 8.0 on
     NpuAttention      torch_npu.npu_fusion_attention in the layout TND, causal by mode 3 and one fixed triangle
     NpuRotation       torch_npu.npu_rotary_mul
+    PlainAttention    for the CPU, where ranks share sequences
 
-None has run on its device yet (docs/platforms.md); the arguments are tested against the operators in plain torch.
+The kernels have not run on their devices yet (docs/platforms.md); the arguments are tested against the operators in
+plain torch.
 """
 
 from __future__ import annotations
@@ -18,22 +26,28 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from trainer.batch.packed import PackedSequences, Rotation
+from trainer.batch.context_parallel import gather_context
+from trainer.batch.packed import AttentionSegments, PackedSequences, Rotation
 
 CAUSAL = 3
-"""`sparse_mode` of torch_npu: position i of a query sees positions up to i of its sequence."""
+"""`sparse_mode` of torch_npu: the last query of a segment sees its last key, the one before it one key less."""
 
 TRIANGLE = 2048
 """Side of the mask that this mode wants."""
 
 MOST_SEQUENCES = 1024
-"""Sequences that one call in the layout TND takes."""
+"""Segments that one call in the layout TND takes."""
 
 CAUSAL_WINDOW = (-1, 0)
-"""`window_size` of torch: all positions before, none behind."""
+"""`window_size` of torch: all positions before, none behind. FlashAttention aligns the last query with the last key."""
+
+QUERY_BLOCK = 512
+"""Queries of one call of `PlainAttention`, so that its masks grow with the keys and not with their square."""
 
 _TRIANGLES: dict[torch.device, Tensor] = {}
 
@@ -65,9 +79,14 @@ class _FusedAttention(MegatronModule):
     ) -> Tensor:
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]"""
         query, key = packed_seq_params.rotated(query, key)
-        return self._attend(query, key, value, packed_seq_params).flatten(1)
+        segments = packed_seq_params.segments
+        if segments.keys_K is not None:
+            group = parallel_state.get_context_parallel_group()
+            gathered = gather_context(torch.stack([key, value], 1), group)
+            key, value = gathered.index_select(0, segments.keys_K).unbind(1)
+        return self._attend(query, key, value, segments).flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments) -> Tensor:
         """[T, heads, d], of rotated queries and keys."""
         raise NotImplementedError
 
@@ -75,23 +94,50 @@ class _FusedAttention(MegatronModule):
 class VarlenAttention(_FusedAttention):
     """`torch.nn.attention.varlen.varlen_attn`."""
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments) -> Tensor:
         from torch.nn.attention import varlen
 
-        offsets, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         out: Tensor = varlen.varlen_attn(
             query,
             key,
             value,
-            offsets,
-            offsets,
-            longest,
-            longest,
+            segments.query_offsets,
+            segments.key_offsets,
+            segments.longest_query,
+            segments.longest_key,
             scale=self.scale,
             window_size=CAUSAL_WINDOW,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return out
+
+
+class PlainAttention(_FusedAttention):
+    """torch's scaled_dot_product_attention, a few calls for each segment: the reference of the kernels."""
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments) -> Tensor:
+        outputs = []
+        queries = query.tensor_split(segments.query_ends[:-1])
+        keys = key.tensor_split(segments.key_ends[:-1])
+        values = value.tensor_split(segments.key_ends[:-1])
+        for segment in zip(queries, keys, values, strict=True):
+            q, k, v = (part.transpose(0, 1)[None] for part in segment)  # [1, heads, tokens, d]
+            before = k.shape[2] - q.shape[2]
+            blocks = q.split(QUERY_BLOCK, 2)
+            for number, block in enumerate(blocks):
+                rows = block.shape[2]
+                seen = before + number * QUERY_BLOCK + rows
+                mask = torch.ones(rows, seen, dtype=torch.bool, device=q.device).tril(seen - rows)
+                out = F.scaled_dot_product_attention(
+                    block,
+                    k[:, :, :seen],
+                    v[:, :, :seen],
+                    attn_mask=mask,
+                    scale=self.scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
+                outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs)
 
 
 def has_varlen_attention() -> bool:
@@ -110,16 +156,25 @@ class NpuAttention(_FusedAttention):
         super().__init__(*arguments, **named)
         self._kernel = importlib.import_module("torch_npu").npu_fusion_attention
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        outputs, start = [], 0
-        for first in range(0, len(packed.ends), MOST_SEQUENCES):
-            ends = [end - start for end in packed.ends[first : first + MOST_SEQUENCES]]
-            parts = (part[start : start + ends[-1]] for part in (query, key, value))
-            outputs.append(self._call(*parts, ends=ends))
-            start += ends[-1]
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments) -> Tensor:
+        outputs = []
+        first_query = first_key = 0
+        for first in range(0, len(segments.query_ends), MOST_SEQUENCES):
+            query_ends = segments.query_ends[first : first + MOST_SEQUENCES]
+            key_ends = segments.key_ends[first : first + MOST_SEQUENCES]
+            outputs.append(
+                self._call(
+                    query[first_query : query_ends[-1]],
+                    key[first_key : key_ends[-1]],
+                    value[first_key : key_ends[-1]],
+                    query_ends=[end - first_query for end in query_ends],
+                    key_ends=[end - first_key for end in key_ends],
+                )
+            )
+            first_query, first_key = query_ends[-1], key_ends[-1]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _call(self, query: Tensor, key: Tensor, value: Tensor, *, ends: list[int]) -> Tensor:
+    def _call(self, query: Tensor, key: Tensor, value: Tensor, *, query_ends: list[int], key_ends: list[int]) -> Tensor:
         out: Tensor = self._kernel(
             query,
             key,
@@ -130,8 +185,8 @@ class NpuAttention(_FusedAttention):
             scale=self.scale,
             keep_prob=1.0,
             sparse_mode=CAUSAL,
-            actual_seq_qlen=ends,
-            actual_seq_kvlen=ends,
+            actual_seq_qlen=query_ends,
+            actual_seq_kvlen=key_ends,
         )[0]
         return out
 

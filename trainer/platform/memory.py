@@ -19,7 +19,8 @@ a without recomputation: 4hb/t (inputs of two norms and two matrices) + attentio
 
     attention            fused kernels keep keys, queries, values as they lie, (q + 2k)b/TP, queries and keys rotated,
                          (q + k)b/TP, and the result, qb/TP. On NPUs the rotation keeps its input, (q + k)b/TP more, and
-                         attention 64 bytes for each head. With CP the keys of all ranks are kept: (4q + (1 + 2CP)k)b/TP
+                         attention 64 bytes for each head. With CP the keys of all ranks are kept in the place of this
+                         rank's, those of a sequence for each of its two segments: 2 * (CP + 1/2) * kb/TP
     selective            attention keeps (2q + 2k)b/TP: what it starts from, and its result
     full                 a layer keeps its input, hb/t; one layer at a time is there as a whole
     experts              each copy of a token keeps (2h + 4f)b: itself twice, gate and up, the gate's activation, the
@@ -184,10 +185,14 @@ def _attention_bytes(shape: ModelShape, layout: TrainerConfig, element: int, rec
     """Of all heads."""
     if recompute == "selective":
         return element * (2 * shape.query + 2 * shape.key)
-    if layout.context_parallel > 1:
-        return element * (4 * shape.query + (1 + 2 * layout.context_parallel) * shape.key)
+    keys = (2 * layout.context_parallel + 1) * shape.key
     if layout.platform == "npu":
-        return element * (4 * shape.query + 4 * shape.key) + NPU_SOFTMAX_BYTES * shape.heads
+        statistics = NPU_SOFTMAX_BYTES * shape.heads
+        if layout.context_parallel > 1:
+            return element * (3 * shape.query + shape.key + keys) + statistics
+        return element * (4 * shape.query + 4 * shape.key) + statistics
+    if layout.context_parallel > 1:
+        return element * (2 * shape.query + keys)
     return element * (3 * shape.query + 3 * shape.key)
 
 

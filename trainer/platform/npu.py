@@ -40,7 +40,7 @@ from async_grpo.utils.requirements import (
     release,
 )
 from trainer.platform.accelerator import Accelerator
-from trainer.platform.base import Device, LayerRole, Platform, Run, import_package, run_tool
+from trainer.platform.base import Device, LayerRole, Run, import_package, run_tool
 from trainer.platform.probes import check_torch_sees
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -140,19 +140,18 @@ class NpuPlatform(Accelerator):
         return {"bias_activation_fusion": not experts}
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
-        """MindSpeed's RMSNorm, which is fused, and the fused kernels of torch_npu.
-
-        Where sequences are split over ranks, our own attention gathers the keys.
-        """
+        """MindSpeed's RMSNorm, which is fused, and the fused kernels of torch_npu."""
         from trainer.platform.fused_layers import NpuAttention, NpuRotation
 
         basic = import_package(self.name, "mindspeed.core.megatron_basic.megatron_basic", INSTALL_MINDSPEED)
-        layers: dict[LayerRole, type] = {LayerRole.norm: basic.PTNorm, LayerRole.rotation: NpuRotation}
-        if config.context_parallel_size == 1:
-            self.attention = "torch_npu's npu_fusion_attention"
-            return {**layers, LayerRole.attention: NpuAttention}
-        self.attention = f"{Platform.attention}: the NPU's kernel does not gather keys over ranks"
-        return layers
+        self.attention = "torch_npu's npu_fusion_attention"
+        if config.context_parallel_size > 1:
+            self.attention += ", over the keys of all ranks that share the sequences"
+        return {
+            LayerRole.norm: basic.PTNorm,
+            LayerRole.rotation: NpuRotation,
+            LayerRole.attention: NpuAttention,
+        }
 
 
 def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:
@@ -164,7 +163,7 @@ def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:
         "context_parallel_size": config.context_parallel,
         "expert_model_parallel_size": config.expert_parallel,
         "sequence_parallel": config.sequence_parallel,
-        # Keys and values are gathered by our own attention: MindSpeed's schemes for it stay out of the way.
+        # Keys and values are gathered by `NpuAttention`: MindSpeed's schemes for it stay out of the way.
         "context_parallel_algo": "megatron_cp_algo",
         "use_distributed_optimizer": True,
         "variable_seq_lengths": True,

@@ -184,3 +184,12 @@ def test_what_8_bit_matrices_do_not_go_with_is_refused(vllm: Any, model: Any, sa
     raw = {"name": "test", "model": {"random": {}, **model}, "rollout": {"vllm": vllm}}
     with pytest.raises(ConfigError, match=said):
         validate(raw, "test.yaml")
+
+
+def test_sequences_shared_by_ranks_are_refused_in_float32_on_a_gpu() -> None:
+    trainer = {"platform": "cuda", "processes": 2, "context_parallel": 2}
+    raw: dict[str, Any] = {"name": "test", "model": {"random": {}, "precision": "float32"}, "trainer": trainer}
+    with pytest.raises(ConfigError, match=r"trainer\.context_parallel is 2.*model\.precision"):
+        validate(raw, "test.yaml")
+    raw["model"]["precision"] = "bfloat16"
+    assert validate(raw, "test.yaml").trainer.context_parallel == 2

@@ -55,21 +55,22 @@ def test_a_query_sees_its_own_sequence_up_to_itself(ranks: int) -> None:
     token_of = [tokens_of(padded, ContextRank(rank, ranks)) for rank in range(ranks)]
     everywhere = [token for tokens in token_of for token in tokens]
     for rank in range(ranks):
-        packing = pack(padded, ContextRank(rank, ranks))
-        cells, start = packing.cells, 0
-        assert cells is not None
-        padding = set(cells.padding.tolist())
-        for bucket in packing.buckets:
-            assert bucket.keys is not None
-            seen = bucket.keys.seen.flatten(0, 2)
-            keys = bucket.keys.gather.view(bucket.rows, bucket.keys.width)
-            for cell in {*range(bucket.rows * bucket.width)} - {place - start for place in padding}:
-                number, position = token_of[rank][cells.gather[start + cell]]
-                found = [everywhere[key] for key in keys[cell // bucket.width][seen[cell]].tolist()]
-                assert found == [(number, before) for before in range(position + 1)]
-            start += bucket.rows * bucket.width
-        assert cells.gather[cells.home].tolist() == list(range(len(token_of[rank])))
-        assert sorted(cells.home.tolist() + cells.padding.tolist()) == list(range(len(cells.gather)))
+        segments = pack(padded, ContextRank(rank, ranks)).segments
+        assert segments.keys_K is not None
+        starts = zip([0, *segments.query_ends], [0, *segments.key_ends], strict=True)
+        checked = 0
+        for (first_query, first_key), query_end, key_end in zip(
+            starts, segments.query_ends, segments.key_ends, strict=False
+        ):
+            keys = [everywhere[key] for key in segments.keys_K[first_key:key_end].tolist()]
+            for query in range(first_query, query_end):
+                number, position = token_of[rank][query]
+                seen = keys[: len(keys) - (query_end - 1 - query)]
+                assert seen == [(number, before) for before in range(position + 1)]
+                checked += 1
+        assert checked == len(token_of[rank])
+        assert segments.query_offsets.tolist() == [0, *segments.query_ends]
+        assert segments.key_offsets.tolist() == [0, *segments.key_ends]
 
 
 @pytest.mark.parametrize(("ranks", "scattered"), [(1, 1), (1, 3), (2, 1), (2, 4), (4, 3)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -20,7 +21,7 @@ from trainer.batch.packed import ContextRank, pack
 from trainer.model import layers
 from trainer.model.builder import build_model
 from trainer.model.policy import to_device
-from trainer.platform import Platform, npu
+from trainer.platform import Platform, fused_layers, npu
 from trainer.platform.cuda import CudaPlatform
 
 
@@ -66,12 +67,11 @@ def test_an_npu_never_waits(ascend: Platform) -> None:
     assert "npu_fusion_attention" in ascend.attention
 
 
-def test_ranks_that_share_sequences_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "gather_context", lambda part, group: torch.cat([part, part]))
-    config = types.SimpleNamespace(context_parallel_size=2)
-    attention = layers.PackedAttention.__new__(layers.PackedAttention)
-    torch.nn.Module.__init__(attention)
-    attention.config, attention.scale = config, None
+@pytest.mark.parametrize("kernel", [fused_layers.VarlenAttention, fused_layers.NpuAttention])
+def test_ranks_that_share_sequences_never_wait(kernel: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", OPERATORS)  # type: ignore[arg-type]
+    monkeypatch.setattr(fused_layers, "gather_context", lambda part, group: torch.cat([part, part]))
+    attention = kernel(types.SimpleNamespace(kv_channels=16), 1, None, "self")
     packed = to_device(pack(LENGTHS, ContextRank(0, 2)), "meta")
     query = torch.empty(sum(LENGTHS) // 2, 4, 16, device="meta", requires_grad=True)
     with Copies() as copies:

@@ -23,11 +23,16 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from async_grpo.errors import DependencyError
+from async_grpo.errors import ConfigError, DependencyError
 from tests.support import npu_operators
+from tests.support.layer_syncs import OPERATORS
 from tests.support.tolerances import assert_equal_up_to_rounding
 from trainer.batch import packed as packed_batch
+from trainer.batch.context_parallel import padded_lengths, positions_of
+from trainer.batch.packed import ContextRank
 from trainer.model import layers as own
 from trainer.model.policy import to_device
 from trainer.platform import cuda, fused_layers, npu
@@ -120,7 +125,7 @@ BFLOAT16, CONTEXT, FLOAT32 = (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.fl
         ((12, 0), True, BFLOAT16, "VarlenAttention", "has no kernel of its own for capability 12.0"),
         ((8, 6), False, BFLOAT16, "VarlenAttention", "Transformer Engine is not installed"),
         ((9, 0), True, FLOAT32, "PackedAttention", "compute in bfloat16"),
-        ((9, 0), True, CONTEXT, "PackedAttention", "gathers the keys of other ranks"),
+        ((9, 0), True, CONTEXT, "VarlenAttention", "over the keys of all ranks that share the sequences"),
         ((7, 5), True, BFLOAT16, "PackedAttention", "no varlen_attn for capability 7.5"),
     ],
 )
@@ -193,16 +198,46 @@ def test_more_sequences_than_one_call_takes_are_several_calls(torch_npu: None, m
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "old_torch", "names"),
+    [
+        ((9, 0), torch.float32, False, "model.precision"),
+        ((7, 5), torch.bfloat16, False, "capability 8.0"),
+        ((9, 0), torch.bfloat16, True, f"torch {torch.__version__}"),
+    ],
+)
+def test_sequences_shared_by_ranks_are_refused_on_a_gpu_without_a_kernel_for_them(
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    old_torch: bool,
+    names: str,
+) -> None:
+    monkeypatch.setattr(fused_layers, "has_varlen_attention", lambda: not old_torch)
+    with pytest.raises(ConfigError, match=r"trainer\.context_parallel is 2") as refused:
+        device(*capability).layer_replacements(model_config(dtype, context_parallel=2))
+    assert names in str(refused.value)
+
+
 def varlen_reference(
     query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, **given: Any
 ) -> torch.Tensor:
-    """What torch documents of varlen_attn; `given` must be its names."""
-    assert given["window_size"] == (-1, 0) and (max_q, max_k) == (12, 12) and cu_seq_q is cu_seq_k
-    assert cu_seq_q.dtype == torch.int32 and given["enable_gqa"] is (query.shape[1] != key.shape[1])
-    ends = cu_seq_q.tolist()
-    sequences = [[part[a:b].transpose(0, 1) for part in (query, key, value)] for a, b in itertools.pairwise(ends)]
-    options = {"is_causal": True, "scale": given["scale"], "enable_gqa": given["enable_gqa"]}
-    return torch.cat([F.scaled_dot_product_attention(*each, **options).transpose(0, 1) for each in sequences])
+    """What torch and FlashAttention document of varlen_attn; `given` must be its names."""
+    assert given["window_size"] == (-1, 0)
+    assert (max_q, max_k) == tuple(offsets.diff().max().item() for offsets in (cu_seq_q, cu_seq_k))
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert given["enable_gqa"] is (query.shape[1] != key.shape[1])
+    queries, keys, values = (
+        part.split(offsets.diff().tolist()) for part, offsets in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k))
+    )
+    outputs = []
+    for segment in zip(queries, keys, values, strict=True):
+        q, k, v = (part.transpose(0, 1) for part in segment)
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        options = {"attn_mask": mask, "scale": given["scale"], "enable_gqa": given["enable_gqa"]}
+        outputs.append(F.scaled_dot_product_attention(q, k, v, **options).transpose(0, 1))
+    return torch.cat(outputs)
 
 
 @pytest.fixture
@@ -231,6 +266,82 @@ def test_a_fused_kernel_is_asked_for_the_attention_that_ours_computes(
         assert_equal_up_to_rounding(found, expected, terms=sum(LENGTHS) * DIM)
 
 
+SHARED_KERNELS = [fused_layers.PlainAttention, fused_layers.NpuAttention, fused_layers.VarlenAttention]
+
+
+@pytest.mark.usefixtures("torch_npu")
+@pytest.mark.parametrize("kernel", SHARED_KERNELS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_sequences_compute_plain_attention_and_its_gradients(
+    kernel: type[Any], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_reference)
+    monkeypatch.setattr(fused_layers.parallel_state, "get_context_parallel_group", lambda: None)
+    for module in (fused_layers, npu_operators):
+        monkeypatch.setattr(module, "MOST_SEQUENCES", 3)  # several calls of the NPU's kernel
+    monkeypatch.setattr(fused_layers, "QUERY_BLOCK", 3)
+    lengths = padded_lengths([5, 17, 1, 30], ContextRank(ranks=ranks))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, towards = (
+        torch.randn(sum(lengths), heads, DIM, generator=generator) for heads in (HEADS, GROUPS, GROUPS, HEADS)
+    )
+    given = [tensor.requires_grad_() for tensor in (query, key, value)]
+
+    starts = [0, *itertools.accumulate(lengths)][:-1]
+    places = []
+    for rank in range(ranks):
+        context = ContextRank(rank, ranks)
+        sequences = zip(starts, lengths, strict=True)
+        places.append(torch.cat([start + positions_of(length, context) for start, length in sequences]))
+    everywhere = torch.cat([torch.stack([key[place], value[place]], 1) for place in places])
+    monkeypatch.setattr(fused_layers, "gather_context", lambda part, group: everywhere)
+    config = model_config(torch.float32, ranks)
+    found = torch.empty(sum(lengths), HEADS * DIM)
+    for rank, place in enumerate(places):
+        packed = packed_batch.pack(lengths, ContextRank(rank, ranks))
+        parts = (tensor[place] for tensor in given)
+        found[place] = kernel(config, 1, None, "self")(*parts, packed_seq_params=packed)
+
+    expected = own.PackedAttention(model_config(torch.float32), 1, None, "self")(
+        *given, packed_seq_params=packed_batch.pack(lengths)
+    )
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    gradients = [
+        torch.autograd.grad((out * towards.flatten(1)).sum(), given, retain_graph=True) for out in (found, expected)
+    ]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sizes = [each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("kernel", SHARED_KERNELS)
+def test_sharing_a_sequence_makes_no_tensor_of_its_length_squared(
+    kernel: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length, ranks = 8192, 2
+    monkeypatch.setitem(sys.modules, "torch_npu", OPERATORS)  # type: ignore[arg-type]
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *given, **_: OPERATORS.npu_fusion_attention(*given)[0])
+    monkeypatch.setattr(fused_layers.parallel_state, "get_context_parallel_group", lambda: None)
+    monkeypatch.setattr(fused_layers, "gather_context", lambda part, group: torch.cat([part] * ranks))
+    query, key, value = torch.zeros(3, length // ranks, 1, DIM, requires_grad=True).unbind(0)
+    with LargestTensor() as largest:
+        packed = packed_batch.pack([length], ContextRank(1, ranks))
+        layer = kernel(model_config(torch.float32, ranks), 1, None, "self")
+        layer(query, key, value, packed_seq_params=packed).sum().backward()
+    assert largest.elements <= 512 * length
+
+
 @pytest.mark.usefixtures("torch_npu")
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
 def test_the_npus_rotation_is_ours(dtype: torch.dtype, digits: float) -> None:
@@ -240,14 +351,14 @@ def test_the_npus_rotation_is_ours(dtype: torch.dtype, digits: float) -> None:
     torch.testing.assert_close(found, expected, atol=digits, rtol=digits)
 
 
-@pytest.mark.parametrize(("context_parallel", "attention"), [(1, fused_layers.NpuAttention), (2, own.PackedAttention)])
-def test_the_npu_has_fused_layers_and_our_attention_where_ranks_share_sequences(
-    context_parallel: int, attention: type, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("context_parallel", [1, 2])
+def test_the_npu_has_fused_layers_also_where_ranks_share_sequences(
+    context_parallel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(npu, "import_package", lambda *_: types.SimpleNamespace(PTNorm=Norm))
     config, platform = model_config(context_parallel=context_parallel), npu.NpuPlatform()
     layers = platform.layer_replacements(config)
-    assert {attention, Norm} <= classes_in(own.block_spec(config, layers))
+    assert {fused_layers.NpuAttention, Norm} <= classes_in(own.block_spec(config, layers))
     assert layers[LayerRole.rotation] is fused_layers.NpuRotation
     assert [platform.model_options(experts=each)["bias_activation_fusion"] for each in (False, True)] == [True, False]
 

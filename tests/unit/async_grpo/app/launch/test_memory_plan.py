@@ -151,6 +151,11 @@ def test_a_layer_keeps_what_the_formula_says() -> None:
     assert layer_bytes(TINY, shared, 2, recompute="none") == 32 + 36 + 48
     npu = run_config({"platform": "npu"}).trainer
     assert layer_bytes(TINY, npu, 2, recompute="none") == 64 + (96 + 2 * 64) + 96
+    # Ranks that share sequences keep the keys of 2 * 2 + 1 chunks: (2q + 5k)b, and on an NPU (3q + 6k)b.
+    context = {"processes": 2, "context_parallel": 2}
+    plans = [run_config({**context, "platform": platform}).trainer for platform in ("cuda", "npu")]
+    found = [layer_bytes(TINY, plan, 2, recompute="none") for plan in plans]
+    assert found == [64 + 72 + 96, 64 + (96 + 2 * 64) + 96]
 
 
 TWO_STAGES = {"processes": 2, "pipeline_parallel": 2}
@@ -163,7 +168,7 @@ TWO_STAGES = {"processes": 2, "pipeline_parallel": 2}
         (TWO_STAGES, 4, "last", 1000 * 2 * 232, 1000 * 832),
         (TWO_STAGES, 40, "first", 1000 * 20 * 2 * 232, 1000 * (4 * 8 + 3 * 16) * 2),  # two micro-batches in flight
         ({"recompute": "full"}, 4, "only", 1000 * 4 * 16, 1000 * 832),
-        ({"processes": 2, "context_parallel": 2}, 4, "only", 500 * 4 * (64 + 104 + 96), 500 * 832),
+        ({"processes": 2, "context_parallel": 2}, 4, "only", 500 * 4 * (64 + 72 + 96), 500 * 832),
         ({"objective": {"entropy_coef": 0.01}}, 4, "only", 1000 * 4 * 232, 1000 * (100 * 20 + 32)),
     ],
 )
