@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -46,6 +47,14 @@ class TrainedPositionsModel(GPTModel):
 
     rotation: type[Rotation] | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process and self.config.sequence_parallel:
+            # The output layer would join the positions that the ranks share, and in its backward pass sum and scatter
+            # their gradients. `_postprocess` does both around the selection instead.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.disable_grad_reduce = True
+
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any
     ) -> Any:
@@ -56,12 +65,12 @@ class TrainedPositionsModel(GPTModel):
         return super().forward(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any) -> Any:
-        """hidden_states [T, 1, H]; with sequence parallelism T is cut over the ranks, and the output layer joins it."""
-        scattered, trained_M = self.config.sequence_parallel, packed_seq_params.trained
-        if self.post_process and not scattered:
-            hidden_states = hidden_states.index_select(0, trained_M)
-        output = super()._postprocess(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
-        return output.index_select(1, trained_M) if self.post_process and scattered else output
+        """hidden_states [T, 1, H]; with sequence parallelism T is cut over the ranks, and joined here."""
+        if self.post_process:
+            if self.config.sequence_parallel:
+                hidden_states = gather_from_sequence_parallel_region(hidden_states)
+            hidden_states = hidden_states.index_select(0, packed_seq_params.trained)
+        return super()._postprocess(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def transformer_config(

@@ -53,6 +53,24 @@ LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Any]]
 """(logprobs_N, entropy_N if asked for, micro-batch) -> (loss to differentiate, anything to hand back)."""
 
 
+def divide_in_place(tensor: Tensor, divisor: float) -> Tensor:
+    """Divide a tensor without a copy of it, and its gradient without a copy of that."""
+    divided: Tensor = _DivideInPlace.apply(tensor, divisor)
+    return divided
+
+
+class _DivideInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, divisor: float) -> Tensor:
+        ctx.divisor = divisor
+        ctx.mark_dirty(tensor)
+        return tensor.div_(divisor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].div_(ctx.divisor), None
+
+
 def vocab_parallel_entropy(logits_NV: Tensor) -> Tensor:
     """The entropy of each row: [N], in nats, with gradient.
 
@@ -70,7 +88,7 @@ class _VocabParallelEntropy(torch.autograd.Function):
         dist.all_reduce(peak_N, dist.ReduceOp.MAX, group)
         shifted_NV = logits_NV - peak_N[:, None]
         weights_NV = shifted_NV.exp()
-        sums_2N = torch.stack([weights_NV.sum(-1), (weights_NV * shifted_NV).sum(-1)])
+        sums_2N = torch.stack([weights_NV.sum(-1), shifted_NV.mul_(weights_NV).sum(-1)])
         dist.all_reduce(sums_2N, group=group)
         total_N, weighted_N = sums_2N
         entropy_N = total_N.log() - weighted_N / total_N
@@ -80,8 +98,9 @@ class _VocabParallelEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Tensor:
         probabilities_NV, entropy_N = ctx.saved_tensors
-        gradient_NV: Tensor = torch.special.entr(probabilities_NV) - probabilities_NV * entropy_N[:, None]
-        return gradient_NV * gradients[0][:, None]
+        gradient_NV: Tensor = torch.special.entr(probabilities_NV)
+        gradient_NV.addcmul_(probabilities_NV, entropy_N[:, None], value=-1)
+        return gradient_NV.mul_(gradients[0][:, None])
 
 
 def to_device(value: T, device: torch.device | str) -> T:
@@ -233,9 +252,11 @@ class Policy:
         output = model(part.tokens_1T, part.positions_1T, None, packed_seq_params=packing)
 
         def finish(logits_1MV: Tensor) -> tuple[Tensor, Tensor, Any]:
-            # float32 [M, V / tensor-parallel ranks]: a tensor of its own (the division makes one, whatever the
-            # temperature is), so that what follows may overwrite it.
-            logits_MV = logits_1MV[0].float() / self.temperature
+            # float32 [M, V / tensor-parallel ranks], which what follows may overwrite. Float16Module has made a float32
+            # copy of bfloat16 logits, and the division needs no other. Those of float32 are the output layer's own.
+            # (`flatten` is a view in both directions; the gradient of an index would be a copy.)
+            copied = logits_1MV if self.dtype == torch.bfloat16 else logits_1MV.clone()
+            logits_MV = divide_in_place(copied, self.temperature).flatten(0, 1)
             entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
             labels_M = part.own(to_device(batch.labels_N, self.device))
             logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits: last

@@ -12,8 +12,8 @@ TP, PP, CP, EP sizes, t = TP where sequence_parallel shares what lies between th
                                            gone: the larger counts)
     activations  T * L/PP * in flight * a  a bytes a token and layer, after arXiv 2205.05198 (there for plain MLPs,
                                            dropout and stored attention scores, none of which is here)
-    work space   the larger of the logits, T * (V/TP * 8 + 2hb), and 12 more a logit with an entropy bonus, and of the
-                 gradients in the backward pass of one layer, T * (4h + 3f/TP) * b
+    work space   the larger of the logits, T * (V/TP * (4 + b) + 2hb), with an entropy bonus T * (V/TP * 12 + 2hb) (in
+                 float32 16), and of the gradients in the backward pass of one layer, T * (4h + 3f/TP) * b
 
 a without recomputation: 4hb/t (inputs of two norms and two matrices) + attention + 3fb/TP (gate and up; their product).
 
@@ -204,8 +204,11 @@ def _mlp_bytes(shape: ModelShape, layout: TrainerConfig, element: int, between: 
 
 
 def logit_bytes(shape: ModelShape, layout: TrainerConfig, element: int) -> int:
-    """Bytes of one token: two float32 tensors of logits and, of the output layer, its input and that one's gradient."""
-    each = 20 if layout.objective.entropy_coef > 0 else 8
+    """Bytes of one token: its logits as the output layer gives them and in float32, and, of the output layer, its input
+    and that one's gradient. An entropy bonus needs three tensors of float32 instead; logits in float32 stay beside."""
+    each = element + 4
+    if layout.objective.entropy_coef > 0:
+        each = 12 if element == 2 else 16
     return each * shape.vocab // layout.tensor_parallel + 2 * element * shape.hidden
 
 
