@@ -72,7 +72,8 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     devices = SharedDevices(config, platform.release_memory)
     with devices.held():  # an optimizer that is offloaded is made on the device
         policy = load_policy(config, model, platform)
-        logger.note("model built", attention=platform.attention)
+        mixture = {"experts": platform.experts} if policy.model.config.num_moe_experts else {}
+        logger.note("model built", attention=platform.attention, **mixture)
         reference = load_reference(config, policy, model, platform)
         store = RunStore.open(config.runs_store, config.name) if config.runs_store else None
         folder = config.run_dir / "checkpoints"

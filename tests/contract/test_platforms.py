@@ -134,7 +134,8 @@ def test_the_memory_plan_of_a_device_is_the_sum_that_its_text_shows(platform: Pl
 
 @pytest.mark.usefixtures("events")
 def test_replaced_layers_are_classes_by_role(platform: Platform) -> None:
-    config = SimpleNamespace(context_parallel_size=1, params_dtype=torch.bfloat16)
+    sizes = {"num_moe_experts": 4, "hidden_size": 64, "moe_ffn_hidden_size": 32}
+    config = SimpleNamespace(context_parallel_size=1, params_dtype=torch.bfloat16, **sizes)
     for role, layer in platform.layer_replacements(config).items():
         assert role in LayerRole and isinstance(layer, type)
 

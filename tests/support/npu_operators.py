@@ -4,6 +4,7 @@
     npu_fusion_attention (TND)      torch_npu/_op_plugin_docs.py, csrc/aten/npu_native_functions_by_codegen.yaml of the
     npu_rms_norm, npu_swiglu,       wheel torch-npu 2.10.0.post4: what they compute, and their schemas (`SCHEMAS`)
     npu_rotary_mul
+    npu_grouped_matmul              its schema; the arguments of MindSpeed core_r0.16.0, grouped_matmul_util.py
     npu_rotary_position_embedding   MindSpeed core_r0.16.0, ops/csrc/cann/npu_rotary_position_embedding.cpp
 
 The fused AdamW of MindSpeed is `torch._fused_adamw_`, which torch has for the CPU. What a document forbids raises
@@ -28,6 +29,15 @@ SCHEMAS = {
         "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
         'bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, '
         "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
+    ),
+    "npu_grouped_matmul": (
+        "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, "
+        "Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, "
+        "Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
+        "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0, "
+        "int? group_type=None, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None, "
+        "int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, "
+        "int? per_token_scale_dtype=None) -> Tensor[]"
     ),
     "npu_rms_norm": "npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
     "npu_rotary_mul": (
@@ -109,6 +119,36 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     scores = wide_query @ wide_key.transpose(1, 2) * scale
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide_value).transpose(0, 1).to(query.dtype)
+
+
+def npu_grouped_matmul(
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    *,
+    group_list: Tensor,
+    split_item: int = 0,
+    group_type: int = -1,
+    group_list_type: int = 0,
+    **others: Any,
+) -> list[Tensor]:
+    """One tensor in and one out, as MindSpeed calls it: groups of rows (0), or of what is summed over (2)."""
+    _check(not others, f"not written here: {sorted(others)}")
+    _check(split_item == 3 and group_list_type == 0, "only one tensor in and out, and ends of groups, are written here")
+    _check(len(x) == len(weight) == 1 and x[0].dtype == weight[0].dtype, "one tensor each, of one dtype")
+    _check(group_list.dtype == torch.int64 and group_list.dim() == 1, "the ends of groups are int64 [groups]")
+    left, right = x[0], weight[0]
+    ends = group_list.tolist()
+    lengths = [end - begin for begin, end in pairwise([0, *ends])]
+    _check(min(lengths) >= 0, "ends rise")
+    if group_type == 0:
+        _check(left.dim() == 2 and right.dim() == 3 and len(right) == len(ends), "[m, k] and [groups, k, n]")
+        _check(ends[-1] == len(left), "the last group ends with the rows")
+        rows = zip(left.float().split(lengths), right.float(), strict=True)
+        return [torch.cat([part @ matrix for part, matrix in rows]).to(left.dtype)]
+    _check(group_type == 2 and left.dim() == right.dim() == 2, "group type 2: [m, k] and [k, n]")
+    _check(ends[-1] == left.shape[1] == len(right), "the last group ends with what is summed over")
+    pairs = zip(left.float().split(lengths, 1), right.float().split(lengths), strict=True)
+    return [torch.stack([part @ other for part, other in pairs]).to(left.dtype)]
 
 
 def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:

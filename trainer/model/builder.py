@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -27,6 +27,7 @@ from trainer.model.families import family_of, head_dim, rope_of
 from trainer.model.layers import block_spec
 from trainer.platform import Platform
 from trainer.platform.base import LayerRole
+from trainer.platform.grouped_experts import permute_without_waiting
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -146,6 +147,8 @@ def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, la
     _name_missing_kernel()
     config = transformer_config(hf, dtype, layout, platform.model_options(experts=family_of(hf).experts))
     rope, layers = rope_of(hf), platform.layer_replacements(config)
+    if LayerRole.experts in layers:
+        token_dispatcher.permute = permute_without_waiting
     model = TrainedPositionsModel(
         config,
         block_spec(config, layers),

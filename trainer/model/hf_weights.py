@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from async_grpo.errors import DataError
 from trainer.model.checks import check_known, check_tensor
 from trainer.model.families import head_dim
-from trainer.model.weight_map import ShardRule, WeightRule, parameter_of, stage_weights
+from trainer.model.weight_map import ShardRule, WeightRule, find_weight, stage_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,15 @@ def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]
     not known."""
     check_known(tensors, hf)
     parameters = {name: parameter for name, parameter in model.named_parameters() if ".adapter." not in name}
+    filled = set()
     for weight in _own_weights(hf):
         full = [_checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)]
         rank, ranks = _tensor_shard_of(weight)
-        name = parameter_of(weight.megatron, parameters)
-        parameters.pop(name).copy_(shard(weight.rule, full, hf.num_key_value_heads, rank, ranks))
-    if parameters:
-        raise DataError(f"no Hugging Face tensor is known for {', '.join(parameters)}: the model was not filled")
+        name, target = find_weight(weight.megatron, parameters)
+        target.copy_(shard(weight.rule, full, hf.num_key_value_heads, rank, ranks))
+        filled.add(name)
+    if missing := parameters.keys() - filled:
+        raise DataError(f"no Hugging Face tensor is known for {', '.join(sorted(missing))}: the model was not filled")
 
 
 def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
@@ -100,7 +102,8 @@ def gathered(
         source = next(rank for rank, each in enumerate(positions) if each.sends(stage, weight.holder))
         full = None
         if positions[own_rank].has_part(stage, weight.holder):
-            full = _gather(parameters[parameter_of(weight.megatron, parameters)], weight, hf)
+            _, part = find_weight(weight.megatron, parameters)
+            full = _gather(part, weight, hf)
         if source != 0:
             full = _to_first_rank(full, weight, source, model.config.params_dtype)
         if own_rank == 0:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -135,6 +136,7 @@ OWN_LAYERS: Mapping[LayerRole, type] = {
     LayerRole.attention: PackedAttention,
     LayerRole.column_linear: ColumnParallelLinear,
     LayerRole.row_linear: RowParallelLinear,
+    LayerRole.experts: SequentialMLP,
 }
 """The classes that stand where a platform has none of its own."""
 

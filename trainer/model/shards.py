@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from trainer.model.families import head_dim
 from trainer.model.hf_weights import RankPosition
-from trainer.model.weight_map import ShardRule, WeightRule, model_tensors, parameter_of, stage_weights
+from trainer.model.weight_map import ShardRule, WeightRule, find_weight, model_tensors, stage_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class RankShard:
 
     def sources(self, parameters: Mapping[str, Tensor], hf: PretrainedConfig) -> Sequence[Tensor]:
         """What is to be copied there, of the parameters of the rank."""
-        parameter = parameters[parameter_of(self.weight.megatron, parameters)].detach()
-        return part_of_parameter(self.weight.rule, parameter, hf.num_key_value_heads // self.ranks, head_dim(hf))
+        _, weight = find_weight(self.weight.megatron, parameters)
+        return part_of_parameter(self.weight.rule, weight.detach(), hf.num_key_value_heads // self.ranks, head_dim(hf))
 
 
 Replicas = dict[tuple[int, int | None], dict[int, int]]

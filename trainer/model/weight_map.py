@@ -8,13 +8,17 @@ every pipeline stage. Our layer spec keeps every norm and every expert apart; Tr
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 
 from trainer.model.families import family_of, head_dim
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FUSED = (
     (r"input_layernorm\.weight$", r"self_attention.linear_qkv.layer_norm_weight"),
@@ -39,6 +43,22 @@ def parameter_of(name: str, parameters: Container[str]) -> str:
         if found and other in parameters:
             return other
     raise KeyError(name)
+
+
+_GROUPED = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.linear_(fc\d)\.weight$")
+"""A weight of an expert; where all experts of a rank are one parameter, it is a part of that."""
+
+
+def find_weight(name: str, parameters: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+    """The parameter that holds `name`, and the view of it that is `name`, for every spec. Raises KeyError."""
+    expert = _GROUPED.match(name)
+    if expert is not None:
+        experts, number, matrix = expert.groups()
+        grouped = f"{experts}.{matrix}_weights"
+        if grouped in parameters:
+            return grouped, parameters[grouped][int(number)]
+    found = parameter_of(name, parameters)
+    return found, parameters[found]
 
 
 class ShardRule(Enum):

@@ -85,6 +85,8 @@ class LayerRole(StrEnum):
     attention = "attention"
     column_linear = "column_linear"
     row_linear = "row_linear"
+    experts = "experts"
+    """All experts of a rank."""
 
 
 class Platform(Protocol):
@@ -110,6 +112,8 @@ class Platform(Protocol):
     """Patterns of the files in /dev by which programs reach the devices; a container may have them without the tool."""
     attention: str = "scaled_dot_product_attention, one call for all sequences of about the same length"
     """Which attention `layer_replacements` has chosen, and why; for the log."""
+    experts: str = "one product for each expert and matrix (Megatron's SequentialMLP)"
+    """How `layer_replacements` has chosen to compute a mixture of experts; for the log."""
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """All devices of this machine, visible to this process or not; [] without the vendor's tool."""

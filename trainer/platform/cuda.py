@@ -11,6 +11,9 @@
 Transformer Engine replaces norms, linear layers and rotary embeddings always. Norms stay modules of their own, beside
 the linear layers: fused, their parameters would have other names. torch has fused norms of its own.
 
+Experts are torch's grouped matrix products from capability 9.0 on, in bfloat16, with torch 2.10 or newer
+(trainer/platform/grouped_experts.py), and Megatron's SequentialMLP elsewhere.
+
 Peak FLOP/s are those of the vendors' data sheets, dense, by device name and precision. float32 is that of ordinary
 units, because TensorFloat-32 is off here.
 
@@ -116,7 +119,24 @@ class CudaPlatform(Accelerator):
         """Transformer Engine's layers where it is installed, and the fastest attention that this device has."""
         layers = transformer_engine_layers() if _has_transformer_engine() else {}
         attention, self.attention = self._choose_attention(config)
-        return layers if attention is None else {**layers, LayerRole.attention: attention}
+        if attention is not None:
+            layers[LayerRole.attention] = attention
+        if config.num_moe_experts and self._has_grouped_experts(config):
+            from trainer.platform.grouped_experts import GroupedExperts
+
+            self.experts = "torch's grouped_mm"
+            layers[LayerRole.experts] = GroupedExperts
+        return layers
+
+    def _has_grouped_experts(self, config: Any) -> bool:
+        """True if torch has one kernel for all experts on this device. Elsewhere `grouped_mm` is a loop as well, and
+        waits for the device besides."""
+        import torch
+
+        from trainer.platform.grouped_experts import has_grouped_product, is_aligned
+
+        capable = self._torch().get_device_capability() >= (9, 0)
+        return has_grouped_product() and capable and config.params_dtype == torch.bfloat16 and is_aligned(config)
 
     def _choose_attention(self, config: Any) -> tuple[type | None, str]:
         """The class, None for our own, and what it is and why."""

@@ -115,7 +115,7 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
         frozen, dense, experts = dense + experts, adapter_parameters(shape, layout, lora), 0
     offload, kept = layout.optimizer.offload, MOMENT_BYTES + (COPY_BYTES if element == 2 else 0)
     shard = dense // same_weights(layout) + experts // same_experts(layout)
-    largest = max(shape.vocab, 2 * shape.ffn) * (shape.hidden if lora is None else lora.rank) // layout.tensor_parallel
+    largest = _largest_parameter(shape, layout, lora)
     tokens = layout.micro_batch_tokens // layout.context_parallel
     in_flight = layout.pipeline_parallel if stage == "first" else 1
     holds_reference = layout.reference.source != "none" and layout.reference.placement == "model"
@@ -133,6 +133,16 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
         reference=element * (frozen or dense + experts) if holds_reference else 0,
         fetched=(kept + UPDATE_BYTES) * min(shard, largest) if offload else 0,
     )
+
+
+def _largest_parameter(shape: ModelShape, layout: TrainerConfig, lora: LoraConfig | None) -> int:
+    """Of one rank: a matrix of the vocabulary, or gate and up, which for all experts of a rank are one parameter."""
+    if lora is not None:
+        return max(shape.vocab, 2 * shape.ffn) * lora.rank // layout.tensor_parallel
+    vocabulary = shape.vocab * shape.hidden // layout.tensor_parallel
+    if shape.experts:
+        return max(vocabulary, 2 * shape.ffn * shape.hidden * shape.experts // layout.expert_parallel)
+    return max(vocabulary, 2 * shape.ffn * shape.hidden // layout.tensor_parallel)
 
 
 def same_weights(layout: TrainerConfig) -> int:

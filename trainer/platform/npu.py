@@ -147,11 +147,17 @@ class NpuPlatform(Accelerator):
         self.attention = "torch_npu's npu_fusion_attention"
         if config.context_parallel_size > 1:
             self.attention += ", over the keys of all ranks that share the sequences"
-        return {
+        layers: dict[LayerRole, type] = {
             LayerRole.norm: basic.PTNorm,
             LayerRole.rotation: NpuRotation,
             LayerRole.attention: NpuAttention,
         }
+        if config.num_moe_experts:
+            from trainer.platform.grouped_experts import NpuGroupedExperts
+
+            self.experts = "torch_npu's npu_grouped_matmul"
+            layers[LayerRole.experts] = NpuGroupedExperts
+        return layers
 
 
 def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:

@@ -180,7 +180,6 @@ def _patch_megatron() -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     clipping.l2_norm_impl = lambda *_arguments: (torch.ones(1), None)
-    dispatcher.permute = _permute
     dispatcher.MoEAlltoAllTokenDispatcher.preprocess = _spread_evenly
     exchange = P2PCommunicator._communicate_shapes
 
@@ -210,10 +209,13 @@ def _spread_evenly(self: Any, routing_map: torch.Tensor) -> Any:
     return np.full(self.num_local_experts, each * self.ep_size)
 
 
-def _permute(tokens: Any, routing_map: Any, probs: Any = None, num_out_tokens: int = 0, **_options: Any) -> Any:
-    """Megatron's function of this name, whose result has a size that is known."""
-    places = torch.empty(num_out_tokens, dtype=torch.int64)
-    return tokens.index_select(0, places), probs.reshape(-1)[:num_out_tokens].clone(), places
+def _grouped_product(
+    left: list[torch.Tensor], right: list[torch.Tensor], *, group_list: torch.Tensor, group_type: int, **_: Any
+) -> list[torch.Tensor]:
+    """npu_grouped_matmul by the shape of its result."""
+    if group_type == 0:
+        return [left[0].new_empty(left[0].shape[0], right[0].shape[2])]
+    return [left[0].new_empty(len(group_list), left[0].shape[0], right[0].shape[1])]
 
 
 class Kernel(torch.autograd.Function):
@@ -260,10 +262,11 @@ class FakePlatform(CpuPlatform):
             Kernel.apply(True, len(query) * heads * 16, query, key, value),
         )
         operators.npu_rotary_mul = lambda *inputs: Kernel.apply(False, 0, *inputs)  # type: ignore[attr-defined]
+        operators.npu_grouped_matmul = _grouped_product  # type: ignore[attr-defined]
         sys.modules["torch_npu"] = operators
         npu.import_package = lambda *_: types.SimpleNamespace(PTNorm=Norm)  # type: ignore[attr-defined]
         cuda.can_compile = lambda: True
-        torch.cuda.get_device_capability = lambda *_: (8, 0)  # type: ignore[assignment]
+        torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
 
     def model_options(self, *, experts: bool) -> Mapping[str, Any]:
         return {**self._like.model_options(experts=experts), "perform_initialization": False}

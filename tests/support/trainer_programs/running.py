@@ -5,15 +5,29 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from async_grpo.config import RunConfig, load
 from trainer.platform import Platform, select_platform
+from trainer.platform.base import LayerRole
+from trainer.platform.cpu import CpuPlatform
 
 MINDSPEED_VARIABLE = "TRAINER_PROGRAM_MINDSPEED"
 """Environment variable: the folder of MindSpeed under whose patches the ranks run; without it there are none."""
+
+GROUPED_VARIABLE = "TRAINER_PROGRAM_GROUPED"
+"""Environment variable: set where the ranks compute experts by grouped matrix products, as on a device."""
+
+
+class GroupedCpu(CpuPlatform):
+    """The CPU with the experts of a GPU: torch's `grouped_mm`, which is a loop there."""
+
+    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
+        from trainer.platform.grouped_experts import GroupedExperts
+
+        return {**super().layer_replacements(config), LayerRole.experts: GroupedExperts}
 
 
 def _platform(name: str) -> Platform:
@@ -21,6 +35,8 @@ def _platform(name: str) -> Platform:
         from tests.support.mindspeed import NpuOnCpu
 
         return NpuOnCpu(Path(source))
+    if os.environ.get(GROUPED_VARIABLE):
+        return GroupedCpu()
     return select_platform(name)
 
 

@@ -187,6 +187,13 @@ def test_an_offloaded_optimizer_is_fetched_one_parameter_at_a_time_after_the_act
     assert "fetched from the optimizer 10.2) + 3.0 reserved" in str(less)
 
 
+def test_all_experts_of_a_rank_are_fetched_as_one_parameter() -> None:
+    shape = SHAPES["qwen3-30b-a3b"]
+    offloaded = {"processes": 4, "expert_parallel": 4, "platform": "cuda", "optimizer": {"offload": True}}
+    memory = trainer_memory(run_config(offloaded), shape)
+    assert memory.fetched == 20 * max(shape.vocab * shape.hidden, 2 * shape.ffn * shape.hidden * shape.experts // 4)
+
+
 def test_a_reference_model_on_the_device_is_counted() -> None:
     kept = {"objective": {"kl_beta": 0.1}, "reference": {"source": "frozen", "placement": "model"}}
     assert trainer_memory(run_config(kept), QWEN_7B).reference == 2 * 7_615_616_512
