@@ -383,6 +383,7 @@ SERVER_METRICS: tuple[ServerMetric, ...] = (
     ServerMetric("policy_versions_behind", "Newest published version minus this server's."),
     ServerMetric("weight_updates_total", "Weight updates applied."),
     ServerMetric("weight_pause_seconds", "Time without a token during the last update."),
+    ServerMetric("disputed_spans_total", "Completions with other versions by vLLM than by this server; should stay 0."),
     ServerMetric("concurrency_limit_samples", "Most training samples that may run at once."),
     ServerMetric("samples_running", "Training samples that run."),
     ServerMetric("admission_open", "1: takes up new groups; 0: paused or draining."),

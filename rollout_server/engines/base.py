@@ -1,9 +1,9 @@
 """The seam for inference engines: `Sampler`, `Engine`, and what both share.
 
 Every token comes with the policy version that wrote it. Newer vLLM reports the versions
-(`CompletionOutput.weight_versions`). For older releases `SpanLog` derives them from what is known at each update: once
-a pause has returned, no token of the old weights is under way, so the tokens that a request has by then are old and the
-rest are new.
+(`CompletionOutput.weight_versions`, `RequestState.weight_version_starts`). For older releases `SpanLog` derives them
+from what is known at each update: once a pause has returned and all outputs are processed, no token of the old weights
+is under way, so the tokens that a request has by then are old and the rest are new.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class EngineLoad:
 
     `queued`: those of the waiting ones that have waited for more than PREFILL_S, so that the engine has no room for
     them; the others may just have come, and their prompts are being read.
+
+    `disputed_spans`: completions for which the engine reported other versions than were derived here.
     """
 
     running: int
@@ -75,6 +77,7 @@ class EngineLoad:
     kv_use: float = 0.0
     streamed_tokens: int = 0
     queued: int = 0
+    disputed_spans: int = 0
 
 
 class Sampler(Protocol):
@@ -169,7 +172,12 @@ class LabelledSpan(Protocol):
 
 def from_labels(labels: Sequence[LabelledSpan]) -> list[VersionSpan]:
     """vLLM's labels as spans; a label that is not a number means CHECKPOINT_VERSION."""
-    return [VersionSpan(_version(label.version), label.start, label.end) for label in labels]
+    return [VersionSpan(version_of_label(label.version), label.start, label.end) for label in labels]
+
+
+def version_of_label(label: str) -> int:
+    """The version in one of vLLM's labels; CHECKPOINT_VERSION if it is not a number."""
+    return int(label) if label.lstrip("-").isdigit() else CHECKPOINT_VERSION
 
 
 class SpanLog:
@@ -207,10 +215,6 @@ def join_spans(first: Sequence[VersionSpan], second: Sequence[VersionSpan], *, o
         else:
             spans.append(moved)
     return spans
-
-
-def _version(label: str) -> int:
-    return int(label) if label.lstrip("-").isdigit() else CHECKPOINT_VERSION
 
 
 SEEDS = 2**63

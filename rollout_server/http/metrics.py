@@ -76,6 +76,7 @@ def _engine_values(server: ReadyServer) -> Values:
         "policy_epoch": watcher.applied.epoch,
         "weight_updates_total": watcher.updates,
         "weight_pause_seconds": watcher.last_pause_s,
+        "disputed_spans_total": load.disputed_spans,
     }
 
 

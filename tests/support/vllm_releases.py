@@ -236,7 +236,8 @@ async def _use(engine: VllmEngine, llm: Any) -> None:
     from rollout_server.engines.base import GenerationRequest
     from rollout_server.engines.vllm.requests import EngineRequest
 
-    llm.output_handler = asyncio.ensure_future(asyncio.sleep(60))
+    llm.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
+    llm.output_handler = asyncio.ensure_future(_take_outputs(llm.engine_core.outputs_queue))
     await engine._transfer.start(llm)
     await engine._replace_weights(HeldWeights.in_store(Path("store"), epoch=1, version=1), "keep")
     request = GenerationRequest("name", (1, 2), 4, temperature=0.8, seed=1)
@@ -249,6 +250,11 @@ async def _use(engine: VllmEngine, llm: Any) -> None:
     await engine.wake()
     await engine.aclose()
     llm.output_handler.cancel()
+
+
+async def _take_outputs(queue: asyncio.Queue[Any]) -> None:
+    while True:
+        await queue.get()
 
 
 async def _outputs() -> Any:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from async_grpo.config.model import LoraConfig, Precision
 from async_grpo.config.rollout import RolloutConfig
@@ -64,6 +65,7 @@ from rollout_server.engines.vllm.requests import (
     sampling_params,
     token_counts,
     vocabulary_of,
+    wait_for_outputs,
 )
 from rollout_server.engines.vllm.transfer import WeightTransfer
 
@@ -75,6 +77,7 @@ LOAD_ENDS_S = 10.0
 MOST_PARTIALS = 4096
 """Failed requests whose partial completions are kept for `peek`."""
 T = TypeVar("T")
+log = structlog.get_logger()
 _BEFORE_ANY_UPDATE = WeightVersion(CHECKPOINT_VERSION, CHECKPOINT_VERSION)
 
 
@@ -176,7 +179,7 @@ class VllmEngine:
         """Sample one completion. Raises EngineError if the engine has failed, RequestRefused for a bad request."""
         output, active = await self._final_output(request)
         generation = generation_of(output, active)
-        self.disputed_spans += generation.spans != active.spans.spans(len(generation.tokens))
+        self._compare_spans(generation, active)
         self._ended_tokens += len(generation.tokens) - active.counted
         return generation
 
@@ -189,7 +192,7 @@ class VllmEngine:
                     self._raise_failure()
                     if active.resubmit:
                         break
-                    piece = next_piece(output, active)
+                    piece = next_piece(self._llm, output, active)
                     self._streamed_tokens += len(piece.tokens)
                     yield piece
             if not active.resubmit:
@@ -267,7 +270,15 @@ class VllmEngine:
         oldest_s = time.monotonic() - PREFILL_S
         queued = sum(request.counted == 0 and request.submitted_s < oldest_s for request in active)
         generated = self._ended_tokens + sum(request.counted for request in active if not request.streams)
-        return EngineLoad(running, len(active) - running, generated, kv_use(self._llm), self._streamed_tokens, queued)
+        return EngineLoad(
+            running=running,
+            waiting=len(active) - running,
+            generated_tokens=generated,
+            kv_use=kv_use(self._llm),
+            streamed_tokens=self._streamed_tokens,
+            queued=queued,
+            disputed_spans=self.disputed_spans,
+        )
 
     def peek(self, request_id: str) -> Generation | None:
         """What a request in flight has so far; of one that failed because the engine died, what it had."""
@@ -348,6 +359,23 @@ class VllmEngine:
             return EngineError(f"{self._name}: request {request.request_id} failed: {reason}")
         return RequestRefused(f"{self._name}: vLLM refused request {request.request_id}: {reason}")
 
+    def _compare_spans(self, generation: Generation, active: EngineRequest) -> None:
+        """Count a completion for which vLLM reports other versions than were kept here, and warn of the first."""
+        kept = active.spans.spans(len(generation.tokens))
+        if generation.spans == kept:
+            return
+        if not self.disputed_spans:
+            log.warning(
+                "vLLM labels tokens with other policy versions than this server derived. vLLM's are used, but one of "
+                "the two is wrong, so ages of tokens may be. async_grpo_disputed_spans_total counts them; please "
+                "report it",
+                engine=self.description,
+                request=active.vllm_id,
+                reported=[(span.version, span.start, span.end) for span in generation.spans],
+                derived=[(span.version, span.start, span.end) for span in kept],
+            )
+        self.disputed_spans += 1
+
     async def _drain(self, interruption: Interruption) -> None:
         while interruption == "drain" and self._active:
             self._finished.clear()
@@ -379,6 +407,7 @@ class VllmEngine:
         await self._transfer.announce(self._llm)
         started = time.monotonic()
         await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
+        await wait_for_outputs(self._llm)
         await self._mark_active(weights.version, interruption)
         await self._transfer.load(self._llm, weights)
         self._identity = weights.identity

@@ -1,10 +1,12 @@
 """Requests inside vLLM: what this project keeps of each, and what vLLM's front end shows of them.
 
-The functions that take `llm` read the state of vLLM's AsyncLLM (None before it has started) and never wait.
+The functions that take `llm` read the state of vLLM's AsyncLLM (None before it has started). Only
+`wait_for_outputs` waits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.errors import RequestRefused
-from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, from_labels
+from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, from_labels, version_of_label
 
 
 class EngineRequest:
@@ -34,6 +36,8 @@ class EngineRequest:
         """Tokens that the engine's load has shown of this request."""
         self.resubmit = False
         """True if an update came before the first token: the request is made again."""
+        self.state: Any = None
+        """vLLM's RequestState of a stream, once it has a token."""
 
 
 def sampling_params(
@@ -81,14 +85,21 @@ def generation_of(output: Any, active: EngineRequest) -> Generation:
     )
 
 
-def next_piece(output: Any, active: EngineRequest) -> Generation:
-    """The next piece of a stream; its tokens count as passed on."""
+def next_piece(llm: Any, output: Any, active: EngineRequest) -> Generation:
+    """The next piece of a stream, with the spans that vLLM reports, or else those kept here; its tokens count as
+    passed on."""
     completion = output.outputs[0]
     since, active.passed_on = active.passed_on, active.passed_on + len(completion.token_ids)
+    if active.state is None:
+        active.state = request_states(llm).get(active.vllm_id)
+    # vLLM has dropped the state if the whole completion came as one piece; then its labels are in the output.
+    labels = getattr(completion, "weight_versions", None) or []
+    starts = [(label.version, label.start) for label in labels] or _label_starts(active.state)
+    log = _labelled_spans(starts) or active.spans
     return Generation(
         tokens=np.asarray(completion.token_ids, np.int32),
         logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
-        spans=active.spans.spans(active.passed_on, since=since),
+        spans=log.spans(active.passed_on, since=since),
         finish_reason=completion.finish_reason or "",
     )
 
@@ -117,13 +128,52 @@ def token_counts(llm: Any) -> dict[str, int]:
 
 
 def generated_so_far(llm: Any, active: EngineRequest) -> Generation | None:
-    """What a request in flight has so far (finish reason ""); None if it has no token, or vLLM no longer knows it."""
+    """What a request in flight has so far (finish reason ""), with the spans that vLLM reports, or else those kept
+    here; None if it has no token, or vLLM no longer knows it."""
     state = request_states(llm).get(active.vllm_id)
     if state is None or not state.detokenizer.output_token_ids:
         return None
     logprobs = np.asarray(state.logprobs_processor.logprobs.logprobs, np.float32)
     tokens = np.asarray(state.detokenizer.output_token_ids, np.int32)[: len(logprobs)]
-    return Generation(tokens, logprobs[: len(tokens)], active.spans.spans(len(tokens)), "")
+    log = _labelled_spans(_label_starts(state)) or active.spans
+    return Generation(tokens, logprobs[: len(tokens)], log.spans(len(tokens)), "")
+
+
+async def wait_for_outputs(llm: Any) -> None:
+    """Return once vLLM's front end has counted every token that its engine made before a pause.
+
+    The reply to a pause overtakes outputs that wait in `outputs_queue`, and vLLM sleeps for only 20 ms to let them
+    through. A front end that is further behind would count too few tokens as old, and old tokens would get the new
+    version.
+    """
+    from vllm.v1.engine import EngineCoreOutputs
+
+    # The output handler takes the next outputs only after it has processed the last. So once it has taken these empty
+    # ones, which are behind all others, nothing is under way. An empty queue alone would not show that: the handler
+    # yields to the event loop after every 128 outputs.
+    queue = llm.engine_core.outputs_queue
+    queue.put_nowait(EngineCoreOutputs())
+    while not queue.empty():  # noqa: ASYNC110  (vLLM's queue has no event for it)
+        await asyncio.sleep(0)
+    # The tasks of requests that have just finished get their turn. They would be made again otherwise, because vLLM no
+    # longer knows them.
+    for _ in range(2):
+        await asyncio.sleep(0)
+
+
+def _label_starts(state: Any) -> Sequence[tuple[str, int]]:
+    """vLLM's labels of a request in flight, each with its first token; none before 0.28, or without a token."""
+    starts: Sequence[tuple[str, int]] = getattr(state, "weight_version_starts", ())
+    return starts
+
+
+def _labelled_spans(starts: Sequence[tuple[str, int]]) -> SpanLog | None:
+    if not starts:
+        return None
+    log = SpanLog(version_of_label(starts[0][0]))
+    for label, start in starts[1:]:
+        log.update(start, version_of_label(label))
+    return log
 
 
 def kv_use(llm: Any) -> float:

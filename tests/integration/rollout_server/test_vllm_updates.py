@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +15,7 @@ import pytest
 
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Generation, GenerationRequest
+from rollout_server.engines.vllm.engine import VllmEngine
 from tests.support.vllm_lab import EXACT, Lab, engine_of, prompt_of, started_lab
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -159,6 +164,59 @@ async def test_under_updates_no_request_is_lost_or_cut_and_spans_are_exact(untie
         versions = [span.version for span in generation.spans]
         assert [span.start for span in generation.spans] == edges[:-1] and edges[-1] == asked
         assert versions == sorted(set(versions))
+
+
+async def test_a_front_end_that_lags_behind_labels_every_token_right(
+    untied_lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = untied_lab
+    disputed = lab.engine.disputed_spans
+    with front_end_lagging_in_pauses(lab.engine, monkeypatch):
+        requests = [asyncio.create_task(lab.generate(prompt_of(4, index), 400)) for index in range(8)]
+        while lab.engine.load().running < len(requests):
+            await asyncio.sleep(0.001)
+        version = await lab.update("keep")
+        made = await asyncio.gather(*requests)
+    versions = [[span.version for span in generation.spans] for generation in made]
+    assert versions == [[version - 1, version]] * len(made)
+    assert lab.engine.disputed_spans == disputed
+
+
+@contextmanager
+def front_end_lagging_in_pauses(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's front end needs 15 ms for each of the next 24 outputs once a pause is asked for, and yields to the event
+    loop after each. It is then further behind than the 20 ms that vLLM waits at the end of a pause."""
+    import vllm.envs
+
+    llm = engine.async_llm
+    process, pause = llm.output_processor.process_outputs, llm.pause_generation
+    slow_outputs = 0
+
+    def process_slowly(*arguments: Any, **options: Any) -> Any:
+        nonlocal slow_outputs
+        if slow_outputs:
+            slow_outputs -= 1
+            time.sleep(0.015)
+        return process(*arguments, **options)
+
+    async def pause_generation(**options: Any) -> None:
+        nonlocal slow_outputs
+        slow_outputs = 24
+        await pause(**options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.output_processor, "process_outputs", process_slowly)
+        patch.setattr(llm, "pause_generation", pause_generation)
+        patch.setattr(vllm.envs, "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", 1)
+        restart_output_handler(llm)
+        yield
+    restart_output_handler(llm)
+
+
+def restart_output_handler(llm: Any) -> None:
+    llm.output_handler.cancel()
+    llm.output_handler = None
+    llm._run_output_handler()
 
 
 async def shards(lab: Lab) -> list[Weights]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from async_grpo.config.rollout import RolloutConfig
 from async_grpo.wire import VersionSpan
-from rollout_server.engines.base import GenerationRequest, SpanLog, from_labels
+from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, from_labels
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script
 from rollout_server.engines.vllm.engine import VllmEngine
-from rollout_server.engines.vllm.requests import EngineRequest
+from rollout_server.engines.vllm.requests import EngineRequest, generated_so_far, next_piece
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,52 @@ def test_spans_of_a_piece_count_from_its_start() -> None:
     assert log.spans(12, since=2) == [VersionSpan(1, 0, 2), VersionSpan(3, 2, 7), VersionSpan(4, 7, 10)]
     assert log.spans(12, since=9) == [VersionSpan(4, 0, 3)]
     assert log.spans(5, since=5) == []
+
+
+async def test_vllms_own_labels_are_used_for_streams_and_partial_completions() -> None:
+    active = EngineRequest("a#1", 1, interruptible=True, streams=True)
+    active.spans.update(5, 2)  # derived from a front end that was behind
+    logprobs = SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-1.0] * 8))
+    state = SimpleNamespace(
+        request_id="a#1",
+        detokenizer=SimpleNamespace(output_token_ids=[7] * 8),
+        logprobs_processor=logprobs,
+        weight_version_starts=[("1", 0), ("2", 6)],
+    )
+    llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={"a#1": state}))
+    partial = generated_so_far(llm, active)
+    assert partial is not None
+    assert partial.spans == [VersionSpan(1, 0, 6), VersionSpan(2, 6, 8)]
+    assert next_piece(llm, piece_of(4), active).spans == [VersionSpan(1, 0, 4)]
+    llm.output_processor.request_states.clear()  # it has finished
+    assert next_piece(llm, piece_of(4), active).spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 4)]
+
+
+async def test_releases_of_vllm_without_labels_use_those_kept_here() -> None:
+    active = EngineRequest("a#1", 1, interruptible=True, streams=True)
+    active.spans.update(3, 2)
+    llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+    assert next_piece(llm, piece_of(4), active).spans == [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4)]
+
+
+async def test_a_dispute_about_versions_is_counted_and_the_first_is_logged() -> None:
+    engine = VllmEngine(Path("unused"), RolloutConfig(), precision="float32")
+    active = EngineRequest("a#1", 1, interruptible=True)
+    labelled = Generation(np.zeros(3, np.int32), np.zeros(3, np.float32), [VersionSpan(2, 0, 3)], "length")
+    with capture_logs() as lines:
+        engine._compare_spans(labelled, active)
+        engine._compare_spans(labelled, active)
+        active.spans.update(0, 2)
+        engine._compare_spans(labelled, active)
+    assert [(line["log_level"], line["request"]) for line in lines] == [("warning", "a#1")]
+    assert engine.load().disputed_spans == 2
+
+
+def piece_of(tokens: int) -> Any:
+    """An output of vLLM with as many tokens, of a request that goes on."""
+    logprobs = SimpleNamespace(logprobs=[-1.0] * tokens)
+    completion = SimpleNamespace(token_ids=[7] * tokens, logprobs=logprobs, finish_reason=None, weight_versions=None)
+    return SimpleNamespace(outputs=[completion])
 
 
 async def test_of_vllm_a_stream_on_its_way_out_is_not_made_again() -> None:
