@@ -69,13 +69,14 @@ class RolloutLogger:
             lines.write({**msgspec.to_builtins(evaluation), "time_s": time.time()})
 
     @contextmanager
-    def span(self, track: str, name: str) -> Iterator[None]:
-        """Write the time that the block takes to the timeline."""
+    def span(self, track: str, name: str) -> Iterator[dict[str, float]]:
+        """Write the time that the block takes to the timeline, with what the block puts into the dictionary."""
         started_s = time.time()
+        facts: dict[str, float] = {}
         try:
-            yield
+            yield facts
         finally:
-            self._timeline.span(track, name, started_s, time.time())
+            self._timeline.span(track, name, started_s, time.time(), **facts)
 
     def wait(self, reason: str, started_s: float, ended_s: float) -> None:
         """Write to the timeline that the engine had room and waited. Both times are Unix seconds."""

@@ -95,7 +95,8 @@ class ReplayWatch:
 
 
 class WeightWatcher:
-    """Keeps one engine's weights current. `applied`, `updates` and `last_pause_s` are for heartbeat and metrics."""
+    """Keeps one engine's weights current. `applied`, `updates` and the `last_` seconds are for heartbeat and
+    metrics."""
 
     def __init__(
         self,
@@ -124,6 +125,9 @@ class WeightWatcher:
         self._asleep_since_s: float | None = None
         self.updates = 0
         self.last_pause_s = 0.0
+        self.last_load_s = 0.0
+        """The part of the pause in which the weights were copied into the engine."""
+        self.last_transfer_s = 0.0
 
     async def first(self, timeout_s: float) -> None:
         """Wait for the trainer's first publication and apply it. Raises WaitTimeout, PublisherLost.
@@ -256,9 +260,14 @@ class WeightWatcher:
         """Raises EngineError also if the engine does not answer: it may have died."""
         started_s = time.time()
         try:
-            with self._logger.span("weights", f"version {held.version}"):
+            with self._logger.span("weights", f"version {held.version}") as facts:
                 async with asyncio.timeout(self._update_timeout_s):
-                    self.last_pause_s = await self._engine.update_weights(held, interruption=self._interruption)
+                    times = await self._engine.update_weights(held, interruption=self._interruption)
+                self.last_pause_s, self.last_load_s = times.pause_s, times.load_s
+                self.last_transfer_s = self._receiver.last_transfer_s
+                facts["transfer_s"] = round(self.last_transfer_s, 4)
+                facts["pause_s"] = round(self.last_pause_s, 4)
+                facts["load_s"] = round(self.last_load_s, 4)
         except TimeoutError:
             raise EngineError(
                 f"the engine did not load {held.identity} within {self._update_timeout_s:g} s. Is its process alive? "
@@ -270,7 +279,9 @@ class WeightWatcher:
             "weights applied",
             version=held.version,
             epoch=held.epoch,
+            transfer_s=self.last_transfer_s,
             pause_s=self.last_pause_s,
+            load_s=self.last_load_s,
             took_s=time.time() - started_s,
         )
         async with self._changed:

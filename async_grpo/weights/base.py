@@ -135,6 +135,11 @@ class HeldWeights(Versioned, frozen=True, kw_only=True, tag="held_weights"):
 class WeightReceiver(Protocol):
     """The newest weights, as one rollout server sees them."""
 
+    @property
+    def last_transfer_s(self) -> float:
+        """Seconds that the newest weights took to this machine, from their manifest until everything was received."""
+        ...
+
     async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
         """Wait for weights newer than `after`; versions in between may be skipped, older epochs are refused.
 

@@ -77,7 +77,15 @@ ROWS: dict[str, list[Panel]] = {
             {"async_grpo_trainer_version": "trainer", "async_grpo_policy_version": "{{instance}}"},
         ),
         ("Versions behind", "short", {"async_grpo_policy_versions_behind": "{{instance}}"}),
-        ("Pause of an engine at its last update", "s", {"async_grpo_weight_pause_seconds": "{{instance}}"}),
+        (
+            "Last weight update of a server",
+            "s",
+            {
+                "async_grpo_weight_transfer_seconds": "transfer, {{instance}}",
+                "async_grpo_weight_pause_seconds": "pause, {{instance}}",
+                "async_grpo_weight_load_seconds": "load, {{instance}}",
+            },
+        ),
     ],
     "Buffer": [
         ("Groups by state", "short", {"max by (state) (async_grpo_buffer_groups)": "{{state}}"}),

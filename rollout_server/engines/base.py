@@ -80,6 +80,15 @@ class EngineLoad:
     disputed_spans: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateTimes:
+    """Seconds of one weight update: `pause_s` without a token, and the part of them in which the weights were copied
+    into the engine, `load_s`. The rest of the pause is stopping and resuming."""
+
+    pause_s: float
+    load_s: float
+
+
 class Sampler(Protocol):
     """Samples completions: an engine of this process, or the rollout servers of a live run (`engines.http`)."""
 
@@ -116,9 +125,8 @@ class Engine(Sampler, Protocol):
         """Load the model and be ready to generate, without holding the event loop. Raises EngineError."""
         ...
 
-    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
-        """Load held weights while requests are in flight; returns the seconds during which no token could be
-        generated.
+    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> UpdateTimes:
+        """Load held weights while requests are in flight; returns the seconds that it took.
 
         Requests continue afterwards: tokens generated before keep their version, later ones get
         the new one. Raises EngineError; a failed update never leaves a mixture behind unnoticed.

@@ -25,6 +25,7 @@ from rollout_server.engines.base import (
     GenerationRequest,
     Interruption,
     SpanLog,
+    UpdateTimes,
 )
 
 Script = Callable[[GenerationRequest], Sequence[int]]
@@ -154,7 +155,7 @@ class ScriptedEngine:
         active = self._active.get(request_id) or self._partials.get(request_id)
         return active.generation() if active is not None and active.tokens else None
 
-    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
+    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> UpdateTimes:
         """Hold all requests for `update_s` (or let them finish, or end them), then go on with the new version."""
         self._raise_failure()
         version = weights.version
@@ -176,7 +177,7 @@ class ScriptedEngine:
         finally:
             self._gate.set()
             self._open.set()
-        return self._update_s
+        return UpdateTimes(pause_s=self._update_s, load_s=self._update_s)
 
     async def sleep(self) -> None:
         """Hold all requests."""

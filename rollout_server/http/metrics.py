@@ -75,7 +75,9 @@ def _engine_values(server: ReadyServer) -> Values:
         "policy_version": engine.version,
         "policy_epoch": watcher.applied.epoch,
         "weight_updates_total": watcher.updates,
+        "weight_transfer_seconds": watcher.last_transfer_s,
         "weight_pause_seconds": watcher.last_pause_s,
+        "weight_load_seconds": watcher.last_load_s,
         "disputed_spans_total": load.disputed_spans,
     }
 

@@ -64,7 +64,8 @@ async def scripted() -> AsyncIterator[Subject]:
         store.begin()
         store.commit(WeightVersion(0, version))
         held = HeldWeights.in_store(store.path, epoch=0, version=version)
-        assert await engine.update_weights(held, interruption=interruption) >= 0
+        times = await engine.update_weights(held, interruption=interruption)
+        assert times.pause_s >= times.load_s >= 0
         return version
 
     def check(made: Generation, recomputed: bool) -> None:

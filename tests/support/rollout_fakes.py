@@ -23,7 +23,14 @@ from buffer import BufferStats, InMemoryBoard, InMemoryBuffer, ReplayBuffer, Run
 from rollout_server.context import ServerContext
 from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
-from rollout_server.engines.base import Engine, EngineLoad, Generation, GenerationRequest, Interruption
+from rollout_server.engines.base import (
+    Engine,
+    EngineLoad,
+    Generation,
+    GenerationRequest,
+    Interruption,
+    UpdateTimes,
+)
 from rollout_server.engines.proof import LogprobProof
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.weight_watcher import WeightWatcher
@@ -109,11 +116,11 @@ class FakeEngine:
         for request_id in request_ids or list(self.held):
             self.held.pop(request_id).set_result(None)
 
-    async def update_weights(self, weights: HeldWeights, *, interruption: str) -> float:
+    async def update_weights(self, weights: HeldWeights, *, interruption: str) -> UpdateTimes:
         await asyncio.sleep(3600.0 if self.stuck else 0)
         self.version = weights.version
         self.updates.append(weights.version)
-        return 0.01
+        return UpdateTimes(pause_s=0.01, load_s=0.004)
 
     async def vocabulary_logprobs(self, prompt: Sequence[int]) -> None:
         return None
@@ -137,6 +144,8 @@ class FakeEngine:
 
 class FakeReceiver:
     """Weights that the test publishes."""
+
+    last_transfer_s = 0.3
 
     def __init__(self, *identities: WeightVersion) -> None:
         self.newest = max(identities, default=None)

@@ -79,8 +79,8 @@ class EngineSide:
         ]
 
     async def answer_receive(self, address: str) -> dict[str, float]:
-        """Wait until the receiver holds a newer version, and load it; the seconds of both, and of the engine's
-        pause."""
+        """Wait until the receiver holds a newer version, and load it; the seconds of both, of the transfer,
+        and of the engine's pause and load."""
         self._address = decode(bytes.fromhex(address), PublisherAddress)
         if self._receiver is None:
             self._receiver = make_receiver(self._config, self._resolve, name=NAME)
@@ -89,9 +89,16 @@ class EngineSide:
         await self._receiver.next_version(self._seen, UPDATE_TIMEOUT_S)
         held_s = time.monotonic() - started_s
         async with self._receiver.hold() as held:
-            pause_s = await self._engine.update_weights(held, interruption="keep")
+            times = await self._engine.update_weights(held, interruption="keep")
             self._seen = held.identity
-        return {"held_s": held_s, "pause_s": pause_s, "seconds": time.monotonic() - started_s}
+        seconds = time.monotonic() - started_s
+        return {
+            "held_s": held_s,
+            "transfer_s": self._receiver.last_transfer_s,
+            "pause_s": times.pause_s,
+            "load_s": times.load_s,
+            "seconds": seconds,
+        }
 
     async def answer_weights(self) -> dict[str, Any]:
         """The digest of every tensor as it arrived, and the tensors with which the engine does not multiply."""

@@ -161,7 +161,9 @@ async def publish(lab: Lab) -> list[Figure]:
         Figure("from the trainer's call until the engine goes on", seconds, "s"),
         Figure("rate", sent["bytes"] / 1e9 / seconds, "GB/s"),
         Figure("stall of the trainer", sent["stall_s"], "s"),
+        Figure("transfer, from the manifest until everything is received", taken["transfer_s"], "s"),
         Figure("pause of the engine", taken["pause_s"], "s"),
+        Figure("of it, loading the weights", taken["load_s"], "s"),
     ]
 
 

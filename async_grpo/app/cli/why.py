@@ -15,6 +15,8 @@ from rich.table import Table
 
 from async_grpo.app.cli.common import RunFolderArgument, exit_with, say
 from async_grpo.errors import AsyncGrpoError, DataError
+from async_grpo.telemetry.weight_updates import UPDATE_PARTS
+from async_grpo.utils.text import figure
 
 if TYPE_CHECKING:
     from async_grpo.app.simulate.recorded import RecordedRun
@@ -84,10 +86,21 @@ def _show(found: Explanation, console: Console) -> None:
         shares = server.generating, server.evaluating, server.loading, server.idle, server.contended
         table.add_row(server.name, *(f"{share:.0%}" for share in shares))
     console.print(table)
+    _show_updates(found, console)
     links = " > ".join(f"{name} {seconds:.3g} s" for name, seconds in found.path())
     console.print(f"Critical path of a step, in the mean: {links}.", highlight=False)
     advice = ADVICE[found.cause].capitalize()
     console.print(f"Bottleneck: {found.cause.value}, {found.share:.0%} of the time. {advice}.", highlight=False)
+
+
+def _show_updates(found: Explanation, console: Console) -> None:
+    """Print what weight updates took, for servers whose timelines state it."""
+    table = Table("server", "weight updates", "transfer s", "pause s", "of it load s", box=SIMPLE)
+    for server in found.servers:
+        parts = [figure(server.updates[part], ".3f") for part in UPDATE_PARTS]
+        table.add_row(server.name, str(server.updates["updates"]), *parts)
+    if any(server.updates["pause_s"] is not None for server in found.servers):
+        console.print(table)
 
 
 def _simulate(recorded: RecordedRun, console: Console) -> list[Change]:

@@ -184,6 +184,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
         _gap(summary),
         _time(summary),
         _given_up(summary),
+        _weight_updates(summary),
         _warnings(rows_of_kind(rows, "warning")),
         samples_section(run_dir),
         _reproduce(run_dir, summary),
@@ -313,6 +314,30 @@ def _given_up(summary: Facts) -> str:
         return ""
     shown = fenced("\n".join(map(str, reasons)), limit=4000)
     return f"## Rollout servers that were given up\n\nThe run went on without them:\n\n{shown}"
+
+
+def _weight_updates(summary: Facts) -> str:
+    """The medians of the seconds that updates took. A run of an older release states none."""
+    found = summary.get("weight_updates") or {}
+    if found.get("pause_s") is None:
+        return ""
+    lines = [
+        f"| transfer | {_figure(found, 'transfer_s', '.3f')} | from the manifest until everything was received; "
+        "nobody waits |",
+        f"| pause | {_figure(found, 'pause_s', '.3f')} | the engine stands still |",
+        f"| load | {_figure(found, 'load_s', '.3f')} | the part of the pause in which weights are copied |",
+    ]
+    return "\n".join(
+        [
+            "## Weight updates",
+            "",
+            f"Medians of {found['updates']:,} updates of all servers, in seconds.",
+            "",
+            "| part | median | |",
+            "|---|---:|---|",
+            *lines,
+        ]
+    )
 
 
 def _warnings(warnings: list[Row]) -> str:

@@ -32,6 +32,7 @@ from async_grpo.telemetry.rows import (
     seconds_by_part,
     tokens_per_s,
 )
+from async_grpo.telemetry.weight_updates import update_seconds
 from async_grpo.utils.text import figure
 from async_grpo.wire.board import Evaluation
 from async_grpo.wire.records import ReleaseReason
@@ -70,6 +71,7 @@ def summarize(
         "prepare_s": prepare_s,
         **_whole_run(steps, generated_tokens),
         **_steady(behind_head_start(steps, config.max_staleness), servers, config.buffer.selector.kind),
+        "weight_updates": update_seconds(row for rows in servers for row in rows),
         **_ages(steps),
         **_logprob_gap([*steps, *last_of_each(probes, "version")]),
         **_groups(stats),

@@ -55,6 +55,8 @@ class RecordedServer:
     groups: list[RecordedGroup] = field(default_factory=list)
     loads: list[tuple[float, float, int]] = field(default_factory=list)
     """Begin, end and version of every update of the weights."""
+    updates: list[Row] = field(default_factory=list)
+    """Rows of the timeline of these updates."""
     evaluations: list[Span] = field(default_factory=list)
     ticket_waits: list[Span] = field(default_factory=list)
     starved: list[Span] = field(default_factory=list)
@@ -174,6 +176,7 @@ def _server(file: Path, sampled: dict[int, tuple[int, ...]]) -> RecordedServer:
             server.groups.append(RecordedGroup(int(about), args.get("version", 0), begin, end, lengths, **waited))
         elif track == "weights" and about.isdigit():
             server.loads.append((begin, end, int(about)))
+            server.updates.append({"track": track, "args": args})
         elif track == "evaluation":
             server.evaluations.append((begin, end))
         elif track == "wait" and kind == "ticket":

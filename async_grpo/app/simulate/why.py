@@ -30,7 +30,8 @@ from enum import StrEnum
 from async_grpo.app.simulate.recorded import RecordedGroup, RecordedRun, RecordedServer, slowness, span_of
 from async_grpo.telemetry.idle import Span, length, merged, overlap
 from async_grpo.telemetry.metrics import COMPUTE
-from async_grpo.telemetry.rows import number, numbers
+from async_grpo.telemetry.rows import Facts, number, numbers
+from async_grpo.telemetry.weight_updates import update_seconds
 
 BUSY = 0.15
 """Share of waiting below which the trainer is the bottleneck."""
@@ -134,6 +135,8 @@ class ServerUse:
     """Neither generating nor evaluating."""
     contended: float
     """Waiting for a processor."""
+    updates: Facts
+    """Weight updates of the whole run: their number and the medians of their parts (`update_seconds`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +265,7 @@ def _use(server: RecordedServer, window: Span) -> ServerUse:
         loading=share((begin, end) for begin, end, _ in server.loads),
         idle=1 - share([*groups, *server.evaluations]),
         contended=server.contended_s(window) / _seconds(window) if _seconds(window) else 0.0,
+        updates=update_seconds(server.updates),
     )
 
 

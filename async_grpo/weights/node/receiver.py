@@ -96,6 +96,11 @@ class SharedWeightReceiver:
         """PID of the receiver process if this server started it."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def last_transfer_s(self) -> float:
+        """Seconds that the newest weights took to this machine, from their manifest until everything was received."""
+        return self.stats.last_transfer_s
+
     async def next_version(self, after: WeightVersion | tuple[int, int] | None, timeout_s: float) -> WeightVersion:
         """Wait for weights newer than `after`; they, or newer ones, lie in the store when this returns.
 

@@ -44,6 +44,7 @@ from rollout_server.engines.base import (
     Generation,
     GenerationRequest,
     Interruption,
+    UpdateTimes,
 )
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes, vocabulary_size
 from rollout_server.engines.vllm.adapters import EngineAdapters
@@ -206,8 +207,8 @@ class VllmEngine:
         self._ended_tokens -= active.counted
         return vocabulary_of(output)
 
-    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
-        """Load held weights while requests are in flight; returns the seconds paused.
+    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> UpdateTimes:
+        """Load held weights while requests are in flight; returns the seconds that it took.
 
         Raises WeightsError, with nothing touched, if that version of this model is not there; EngineError if loading
         fails, after which this engine refuses to generate.
@@ -402,17 +403,18 @@ class VllmEngine:
         ]
         await self._llm.abort([vllm_id for vllm_id in ended if vllm_id in counts])
 
-    async def _replace_weights(self, weights: HeldWeights, interruption: Interruption) -> float:
-        """Returns the seconds paused."""
+    async def _replace_weights(self, weights: HeldWeights, interruption: Interruption) -> UpdateTimes:
         await self._transfer.announce(self._llm)
         started = time.monotonic()
         await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
         await wait_for_outputs(self._llm)
         await self._mark_active(weights.version, interruption)
+        load_started = time.monotonic()
         await self._transfer.load(self._llm, weights)
+        load_s = time.monotonic() - load_started
         self._identity = weights.identity
         await self._llm.resume_generation()
-        return time.monotonic() - started
+        return UpdateTimes(pause_s=time.monotonic() - started, load_s=load_s)
 
     async def _unless_dead(self, calls: Coroutine[Any, Any, T]) -> T:
         """The result of calls into vLLM. Raises EngineError once vLLM's processes have died: vLLM fails the requests in

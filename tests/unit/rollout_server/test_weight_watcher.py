@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import EngineError, PublisherLost, WaitTimeout, WeightsReplaced
+from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.utils.files import DeviceTurn
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.weight_watcher import WeightWatcher
@@ -43,7 +44,10 @@ async def test_new_weights_are_applied_and_waiters_wake(tmp_path: Path) -> None:
         assert not waiting.done()
         await receiver.publish(1, 2)
         await asyncio.wait_for(waiting, 1.0)
-        assert (watcher.updates, watcher.last_pause_s) == (3, 0.01)
+        assert watcher.updates == 3
+        assert (watcher.last_transfer_s, watcher.last_pause_s, watcher.last_load_s) == (0.3, 0.01, 0.004)
+    spans = [row for row in read_rows(tmp_path / "timeline" / "rollout-0.jsonl") if row["track"] == "weights"]
+    assert [row["args"] for row in spans] == [{"transfer_s": 0.3, "pause_s": 0.01, "load_s": 0.004}] * 3
 
 
 async def test_a_version_that_is_there_already_is_not_waited_for(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from async_grpo.rewards.base import RewardInput, RewardResult
 from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import Sample, Task
 from rollout_server.dispatch.concurrency import SampleSlots
-from rollout_server.engines.base import GenerationRequest, Interruption
+from rollout_server.engines.base import GenerationRequest, Interruption, UpdateTimes
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.workflows.session import SampleSession
 
@@ -99,11 +99,11 @@ class ReplayEngine(ScriptedEngine):
         self.applied: list[tuple[int, float]] = []
         """Version, and `time.monotonic()` when the engine had it."""
 
-    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
+    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> UpdateTimes:
         """Take the version at once."""
-        pause_s = await super().update_weights(weights, interruption=interruption)
+        times = await super().update_weights(weights, interruption=interruption)
         self.applied.append((weights.version, time.monotonic()))
-        return pause_s
+        return times
 
 
 class ReplaySource:

@@ -215,6 +215,8 @@ class WorkSource:
 class NoNews:
     """A receiver for weights that stand still."""
 
+    last_transfer_s = 0.0
+
     async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
         await asyncio.sleep(timeout_s)
         raise WaitTimeout("weights that stand still", timeout_s)

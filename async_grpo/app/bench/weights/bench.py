@@ -297,7 +297,10 @@ def _figures(total_bytes: int, rounds: Sequence[TransferRound], waits_s: Sequenc
     costs = [(each.cpu_s / gigabytes, each.tcp_cpu_s / gigabytes) for each in rounds]
     copies_ms = [(1e3 * each.moved.publication.stall_s, 1e3 * each.memcpy_s) for each in rounds]
     waits_inside_s = median(each.moved.publication.waited_s for each in rounds)
+    transfer_s = median(each.fetch_s for each in rounds)
     return [
+        Measurement(f"{name}, from publish until everything is received", median(moves_s), "s"),
+        Measurement("of it, the transfer from manifest to commit", transfer_s, "s"),
         *(paired(f"{name}, beside {other}", "GB/s", speeds(moves_s, other), is_) for other, is_ in BASELINES.items()),
         paired(f"{name}, from manifest to commit", "GB/s", fetches, BASELINES["tcp"]),
         paired(f"{name}, broadcast by collective", "GB/s", broadcasts, BASELINES["gloo"]),

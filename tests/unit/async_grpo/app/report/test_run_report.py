@@ -226,6 +226,25 @@ def test_rows_with_nulls_and_missing_keys_are_tolerated(tmp_path: Path) -> None:
     assert write_report(tmp_path, summary).exists()
 
 
+def test_the_report_splits_weight_updates_into_transfer_pause_and_load(tmp_path: Path) -> None:
+    parts = [(1.0, 0.2, 0.1), (3.0, 0.4, 0.3), (2.0, 9.0, 8.0)]
+    servers = [
+        [{"track": "weights", "name": "version 1", "args": {"transfer_s": transfer, "pause_s": pause, "load_s": load}}]
+        for transfer, pause, load in parts
+    ]
+    summary = summarize(config(), [], [], [], {}, {}, 1.0, servers=servers)
+    assert summary["weight_updates"] == {"updates": 3, "transfer_s": 2.0, "pause_s": 0.4, "load_s": 0.3}
+    text = write_report(tmp_path, summary).read_text()
+    assert "| transfer | 2.000 |" in text and "| pause | 0.400 |" in text and "| load | 0.300 |" in text
+
+
+def test_a_run_of_an_older_release_has_no_seconds_of_weight_updates(tmp_path: Path) -> None:
+    old = [{"track": "weights", "name": "version 1", "start_s": 1.0, "end_s": 2.0}]
+    summary = summarize(config(), [], [], [], {}, {}, 1.0, servers=[old])
+    assert summary["weight_updates"]["pause_s"] is None
+    assert "## Weight updates" not in write_report(tmp_path, summary).read_text()
+
+
 def test_the_report_has_every_section_and_every_plot(run_dir: Path, summary: dict[str, Any]) -> None:
     merge_timelines(run_dir)
     text = write_report(run_dir, summary).read_text()
