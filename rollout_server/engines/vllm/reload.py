@@ -14,6 +14,9 @@ part of its weights would be processed with garbage for the rest. Two things pre
   untouched nor whole, all tensors that were left out are loaded too, which is a full reload.
 
 So a model whose blocks are cut differently costs time and never correctness.
+
+A captured graph reads weights at the address that they had when it was captured. Where processing allocates anew, the
+graph would go on with the old weights, in decoding only: such a reload is refused (`check_addresses`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 
 from async_grpo.config.rollout import Quantization
+from async_grpo.errors import EngineError
 from async_grpo.weights.base import HeldWeights, SourceReader, TensorReader
 from async_grpo.weights.manifest import TensorSpec, WeightVersion
 from rollout_server.engines.vllm.compat import VllmCompat
@@ -47,14 +51,16 @@ class LayerwiseReload:
         model_config: Any,
         quantization: Quantization = "none",
         room: StagingRoom | None = None,
+        captured_graphs: bool = False,
     ) -> None:
-        """`room`: where versions may be staged."""
+        """`room`: where versions may be staged. `captured_graphs`: no tensor of the model may move."""
         self._api = api
         self._model = model
         self._model_config = model_config
         self._quantization = quantization
         keep_scales(model)
         self._room = room
+        self._captured_graphs = captured_graphs
         self._source = SourceReader()
         self._loaded: WeightVersion | None = None
         self._whole: dict[torch.nn.Module, int] = {}
@@ -75,14 +81,17 @@ class LayerwiseReload:
         """Load the held version: only what differs from the loaded version, if that is known, else everything.
 
         Raises WeightsError if the version is not there, WeightsCorrupt if it was overwritten meanwhile; the next update
-        then loads everything.
+        then loads everything. Raises EngineError if a tensor moved that captured graphs read.
         """
         reader = self._source.open(weights)
         wanted = self._wanted(reader)
         self._loaded = None
         staged = {} if self._room is None else self._room.of(weights.identity)
+        addresses = tensor_addresses(self._model) if self._captured_graphs else {}
         if wanted:
             self._reload(reader, wanted, staged)
+        if self._captured_graphs:
+            check_addresses(addresses, tensor_addresses(self._model))
         reader.verify()  # after finalizing: until then layers hold on to the mapped bytes
         self._loaded = weights.identity
 
@@ -122,6 +131,23 @@ class LayerwiseReload:
             info = self._api.layer_info(layer)
             if info.can_load() and info.load_numel > 0:
                 yield layer, info.load_numel
+
+
+def tensor_addresses(model: torch.nn.Module) -> dict[str, int]:
+    """Where each parameter and buffer of the model lies in memory."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.data_ptr() for name, tensor in tensors if tensor.numel()}
+
+
+def check_addresses(before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Raise EngineError if a tensor is no longer where captured graphs read it."""
+    moved = [name for name, address in before.items() if after.get(name) != address]
+    if moved:
+        raise EngineError(
+            f"the update moved {len(moved)} of the model's {len(before)} tensors in memory, the first is {moved[0]}. "
+            "Captured graphs go on reading the old ones, so decoded tokens would come from old weights. Set "
+            "rollout.vllm.enforce_eager: true"
+        )
 
 
 def with_blocks(names: Collection[str], changed: Collection[str]) -> set[str]:

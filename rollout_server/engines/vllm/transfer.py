@@ -60,7 +60,11 @@ class WeightTransfer:
         finish = llm.finish_weight_update
         await finish(**accepted(finish, weight_version=str(weights.version)))  # labels the tokens that follow
 
-    def _update(self, weights: HeldWeights) -> dict[str, str]:
+    def _update(self, weights: HeldWeights) -> dict[str, Any]:
         """`worker.StoreUpdate`, as plain values."""
-        held = msgspec.json.encode(weights).decode()
-        return {"held": held, "dtype": self._dtype, "quantization": self._config.quantization}
+        return {
+            "held": msgspec.json.encode(weights).decode(),
+            "dtype": self._dtype,
+            "quantization": self._config.quantization,
+            "captured_graphs": self._config.platform != "cpu" and not self._config.is_eager,
+        }

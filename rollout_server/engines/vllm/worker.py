@@ -52,6 +52,8 @@ class StoreUpdate:
     """`HeldWeights` as JSON: vLLM sends nothing but plain values to its workers."""
     dtype: str
     quantization: Quantization = "none"
+    captured_graphs: bool = False
+    """Whether graphs read the weights at the addresses that they have."""
     update_kind: str = "dense"
     """vLLM 0.23 and 0.24 ask for it."""
 
@@ -111,7 +113,9 @@ class WeightLoader:
     def _reload_of(self, update: StoreUpdate) -> LayerwiseReload:
         if self._reload is None:
             config = self._model_config(update.dtype)
-            self._reload = LayerwiseReload(self.api, self.model, config, update.quantization, self._room)
+            self._reload = LayerwiseReload(
+                self.api, self.model, config, update.quantization, self._room, update.captured_graphs
+            )
         return self._reload
 
     def _model_config(self, dtype: str) -> Any:

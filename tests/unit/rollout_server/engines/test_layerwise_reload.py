@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo.errors import WeightsCorrupt, WeightsError
+from async_grpo.errors import EngineError, WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
@@ -85,10 +85,10 @@ def held(path: Path, identity: WeightVersion) -> HeldWeights:
 class Bench:
     """A model, its reload, and a store whose version v holds v * 10 + position in every tensor."""
 
-    def __init__(self, model: CountingModel, *, counts: bool = True) -> None:
+    def __init__(self, model: CountingModel, *, counts: bool = True, captured_graphs: bool = False) -> None:
         self.model = model
         api = VllmCompat(object, None, model.initialize, model.finalize, model.info if counts else None)
-        self.reload = LayerwiseReload(api, model, None)
+        self.reload = LayerwiseReload(api, model, None, captured_graphs=captured_graphs)
         self.store = WeightStore.create(store_path(RUN, "store"), LAYOUT)
         self.values = dict.fromkeys(NAMES, -1.0)
 
@@ -248,3 +248,29 @@ def test_the_tensors_that_a_model_does_not_multiply_with_are_named() -> None:
         assert differing_weights(model, held) == ["lm_head.weight"]
     finally:
         remove_stores(RUN)
+
+
+def allocate_anew(model: CountingModel) -> Callable[[], object]:
+    """What some `process_weights_after_loading` of vLLM do: a parameter becomes another tensor."""
+
+    def process_weights_after_loading() -> None:
+        model.weight = torch.nn.Parameter(model.weight.detach().clone())
+
+    return process_weights_after_loading
+
+
+def test_a_tensor_that_moves_under_captured_graphs_is_refused_by_its_name() -> None:
+    model = CountingModel(LAYERS)
+    bench = Bench(model, captured_graphs=True)
+    bench.update(1, None)
+    model.after_finalize = allocate_anew(model)
+    with pytest.raises(EngineError, match=r"1 of the model's 1 tensors.* weight\. .*enforce_eager: true"):
+        bench.update(2, None)
+
+
+def test_an_eager_engine_may_move_its_tensors() -> None:
+    model = CountingModel(LAYERS)
+    bench = Bench(model)
+    model.after_finalize = allocate_anew(model)
+    bench.update(1, None)
+    bench.update(2, None)

@@ -6,16 +6,20 @@ import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import DependencyError
 from async_grpo.weights.base import HeldWeights
+from rollout_server.engines.vllm.adapters import EngineAdapters
 from rollout_server.engines.vllm.compat import accepted, find_vllm_api
 from rollout_server.engines.vllm.staging import StagingRoom
+from rollout_server.engines.vllm.transfer import WeightTransfer
 
 TRANSFER = "vllm.distributed.weight_transfer"
 LOADER = "vllm.model_executor.model_loader"
@@ -211,6 +215,17 @@ def test_registering_twice_keeps_the_first(new: FakeVllm) -> None:
     assert new.registered["zmq"] is first
 
 
+@pytest.mark.parametrize(
+    ("platform", "enforce_eager", "captured"),
+    [("cuda", None, True), ("cuda", True, False), ("ascend", False, True), ("cpu", False, False)],
+)
+def test_workers_know_whether_graphs_are_captured(platform: str, enforce_eager: bool | None, captured: bool) -> None:
+    config = VllmConfig.model_validate({"platform": platform, "enforce_eager": enforce_eager})
+    transfer = WeightTransfer(config, "bfloat16", EngineAdapters(None, Path("unused"), "bfloat16"))
+    update = transfer._update(HeldWeights.in_store(Path("/x"), epoch=1, version=2))
+    assert update["captured_graphs"] is captured
+
+
 HELD = '{{"kind":"held_weights","epoch":1,"version":{},"source":{{"kind":"store_source","path":"/x"}}}}'
 """What crosses into vLLM's workers."""
 
@@ -221,7 +236,13 @@ def record_loads(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tu
 
     class Recorder:
         def __init__(
-            self, api: object, model: object, model_config: Any, quantization: str, room: StagingRoom | None
+            self,
+            api: object,
+            model: object,
+            model_config: Any,
+            quantization: str,
+            room: StagingRoom | None,
+            captured_graphs: bool,
         ) -> None:
             assert room is None  # nothing was said of staging_bytes
             self._facts = (model, model_config.dtype, quantization)
