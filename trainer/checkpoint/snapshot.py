@@ -29,8 +29,9 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import torch as megatron_strategies
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -95,7 +96,11 @@ class RankSnapshot:
         """`live` are the tensors that the next step changes: what shares memory with them is copied."""
         self._folder = folder
         self._strategy = SaveStrategy({_memory(tensor) for tensor in live})
-        dist_checkpointing.save(state, str(folder), self._strategy, content_metadata=metadata())
+        # Without it the first data-parallel rank alone would copy and write the weights, which all of them have.
+        shared = FullyParallelSaveStrategyWrapper(
+            self._strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        dist_checkpointing.save(state, str(folder), shared, content_metadata=metadata())
 
     def write(self) -> RankShards:
         """Write this rank's file (none, if other ranks have all of its state too)."""

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from trainer.checkpoint.manifest import RankLayout
 from trainer.model.lora import Adapters
-from trainer.model.optimizer import load_state, make_storable, parameter_states, states_of_parts
+from trainer.model.optimizer import load_state, make_storable, parameter_states
 from trainer.model.policy import Policy
 
 _TRAITS = (
@@ -23,11 +23,7 @@ _TRAITS = (
 
 def metadata() -> dict[str, Any]:
     """The format of the stored state. New for every call, because Megatron adds its process groups to it."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        # Gathered by the first data-parallel rank alone, in its host's memory, in place of by all.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-    }
+    return {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[str, Any]:
@@ -41,7 +37,6 @@ def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[st
     loading = written_by is not None
     model = policy.sharded_state(metadata())
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata())
-    _forget_gathered_elsewhere(optimizer)
     state = {"model": model, "optimizer": optimizer}
     own = layout_of_ranks()
     if written_by is None or (written_by.pipeline, written_by.tensor) == (own.pipeline, own.tensor):
@@ -90,13 +85,6 @@ def layout_of_ranks() -> RankLayout:
         expert=parallel_state.get_expert_model_parallel_world_size(),
         data=parallel_state.get_data_parallel_world_size(),
     )
-
-
-def _forget_gathered_elsewhere(state: dict[Any, Any]) -> None:
-    """Ranks that gathered nothing have None for it, which would be stored as if it were the state."""
-    for part in states_of_parts(state):
-        if part["param_state"] is None:
-            part["param_state"] = {}
 
 
 def _random_state() -> ShardedObject:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from async_grpo.config.trainer import OptimizerConfig
 from async_grpo.errors import NonFiniteStep
+from trainer.model.optimizer_shards import restore_optimizer_state, sharded_optimizer_state
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -166,11 +167,11 @@ def parameter_states(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]
 def make_storable(optimizer: Any) -> None:
     """Prepare the optimizer for Megatron's `sharded_state_dict`, to store or to load.
 
-    torch's AdamW makes its state in the first step, and it is needed before; and Megatron reads the
-    state by the places that parameters have in its buffer, having left out the padding of the buffer.
+    torch's AdamW makes its state in the first step, and it is needed before. Megatron's own form of the state of the
+    parameters would gather it on one rank.
     """
     for part in distributed_parts(optimizer):
-        part.get_parameter_state_dp_zero = MethodType(_state_in_places, part)
+        part.sharded_param_state_fully_reshardable = MethodType(sharded_optimizer_state, part)
         if not isinstance(part.optimizer, torch.optim.AdamW):
             continue
         for group in part.optimizer.param_groups:
@@ -184,62 +185,23 @@ def make_storable(optimizer: Any) -> None:
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Load what Megatron's `sharded_state_dict` was filled with, adapted to torch's AdamW.
 
-    The state of the parameters goes to Megatron's method for our layout: MindSpeed's `load_state_dict`, which would
-    choose it, does not know this layout.
+    Megatron's and MindSpeed's `load_state_dict` see the groups alone: neither knows our form of the state of the
+    parameters.
     """
     parts = distributed_parts(optimizer)
-    torch_parts = [part for part in parts if isinstance(part.optimizer, torch.optim.AdamW)]
-    for part in torch_parts:
-        part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
-    stored = states_of_parts(state)
-    found = [of_part.pop("param_state") for of_part in stored]
+    loaded = [of_part.pop("param_state") for of_part in states_of_parts(state)]
     optimizer.load_state_dict(state)
-    for part, of_parameters in zip(parts, found, strict=True):
-        part.load_parameter_state_from_fully_reshardable(of_parameters)
-    for part in torch_parts:
-        for kept in part.optimizer.state.values():
-            # Loading gives all parameters one `step` tensor, which AdamW would then raise once per parameter.
-            kept["step"] = kept["step"].clone()
+    for part, of_parameters in zip(parts, loaded, strict=True):
+        restore_optimizer_state(part, of_parameters)
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for kept in part.optimizer.state.values():
+                # Loading gives all parameters one `step` tensor, which AdamW would then raise once per parameter.
+                kept["step"] = kept["step"].clone()
 
 
 def states_of_parts(state: dict[Any, Any]) -> list[dict[str, Any]]:
     """Split what Megatron's `sharded_state_dict` returns by distributed optimizer; it numbers several."""
     return [state] if "param_state" in state else [state[number] for number in sorted(state)]
-
-
-def _state_in_places(part: Any, **options: Any) -> Any:
-    """Megatron's method of this name, with every parameter's state at the parameter's own place in the buffer.
-
-    Without it a second bucket (tied embeddings of a pipeline have one) is stored shifted by the padding of the first.
-    """
-    state = type(part).get_parameter_state_dp_zero(part, **options)
-    if state is None:
-        return None
-    for number, buffer in enumerate(part.buffers):
-        if len(buffer.buckets) > 1:
-            state[number] = {dtype: _with_padding(buffer, world) for dtype, world in state[number].items()}
-    return state
-
-
-def _with_padding(buffer: Any, world: dict[str, Any]) -> dict[str, Any]:
-    padded = dict(world)
-    for name, tensor in world.items():
-        if isinstance(tensor, Tensor):
-            padded[name] = torch.zeros(buffer.numel, dtype=tensor.dtype)
-            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
-            for bucket, piece in zip(buffer.buckets, tensor.split(sizes), strict=True):
-                padded[name][bucket.offset : bucket.offset + len(piece)] = piece
-    return padded
-
-
-@torch.no_grad()
-def _set_states(part: Any, model_parameter: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Megatron's method of this name, for torch's AdamW: its `step` is not among the stored tensors."""
-    group, order = part.model_param_group_index_map[model_parameter]
-    parameter = part.optimizer.param_groups[group]["params"][order]
-    for name, target in {"param": parameter, **part.optimizer.state[parameter]}.items():
-        if name in tensors:
-            target.copy_(tensors[name])
 
 
 def learning_rate(config: OptimizerConfig, version: int, steps: int) -> float:

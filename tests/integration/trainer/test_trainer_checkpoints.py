@@ -154,3 +154,7 @@ def test_steps_with_offload_are_the_same_to_the_last_bit_also_after_a_resumption
     found = facts["offload"]
     assert found[f"{precision}-True"] == found[f"{precision}-False"]
     assert found[f"{precision}-True-state"] == found[f"{precision}-False-state"]
+
+
+def test_the_optimizer_is_saved_and_loaded_in_its_own_memory(facts: Facts) -> None:
+    assert facts["in_place"] == {"save": [], "load": []}

@@ -41,7 +41,20 @@ def main() -> None:
         "rivals": checkpoint_rivals.rivals(config, model, platform, out.parent / "rivals"),
     }
     start_ranks(config.trainer, platform, config.seed, 60.0)
-    for fact in (decay, background, full_disk, overtaken, damaged, fallback, copies, stuck, kept, order, offload):
+    for fact in (
+        decay,
+        background,
+        full_disk,
+        overtaken,
+        damaged,
+        fallback,
+        copies,
+        stuck,
+        kept,
+        order,
+        offload,
+        in_place,
+    ):
         found[fact.__name__] = fact(config, model, platform, out.parent / fact.__name__)
     found["other_rank"] = other_rank(out.parent / "other")
     found["replay"] = replay(config)
@@ -297,6 +310,24 @@ def offload(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict
             saved.load(policy, 2)
             found[name] = [step(policy, changed, version) for version in (2, 3)]
             found[f"{name}-state"] = state_hash(policy)
+    return found
+
+
+def in_place(config: RunConfig, model: Path, platform: Any, _folder: Path) -> dict[str, list[str]]:
+    """Stored tensors of the optimizer that are not its own memory, in a save and in a load."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from trainer.checkpoint.state import layout_of_ranks, live_tensors, state_of
+
+    policy = make(reconfigured(config, "bfloat16", False), model, platform)
+    found: dict[str, list[str]] = {}
+    for name, written_by in (("save", None), ("load", layout_of_ranks())):
+        state = state_of(policy, written_by=written_by)["optimizer"]
+        own = {tensor.untyped_storage().data_ptr() for tensor in live_tensors(policy)}
+        tensors = [entry for entry in nested_values(state["param_state"]) if isinstance(entry, ShardedTensor)]
+        assert tensors
+        found[name] = [entry.key for entry in tensors if entry.data.untyped_storage().data_ptr() not in own]
     return found
 
 
