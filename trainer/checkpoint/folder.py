@@ -24,6 +24,7 @@ and which is the best are pure functions (`to_delete`, `protected`, `ranked`).
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,14 +153,19 @@ class CheckpointFolder:
                     shutil.rmtree(left_over, ignore_errors=True)  # an older trainer may be adding files to it
             draft.mkdir(parents=True)
         dist.barrier()
-        snapshot = RankSnapshot(state_of(policy) | self._reference_state(), draft, live_tensors(policy))
+        state, written = state_of(policy) | self._reference_state(), threading.Event()
+        lent = [] if policy.offload is None else policy.offload.lend_homes(written, self.config.timeout_s)
+        snapshot = RankSnapshot(state, draft, live_tensors(policy), lent)
         model, layout = traits_of(policy.hf, policy.dtype, policy.adapters), layout_of_ranks()
         manifest = CheckpointManifest(version=version, epoch=epoch, model=model, layout=layout)
         rank, ranks = dist.get_rank(), dist.get_world_size()
 
         def write() -> None:
             try:
-                write_part(snapshot, draft, rank)
+                try:
+                    write_part(snapshot, draft, rank)
+                finally:
+                    written.set()  # also after a failure, whose reason must not be hidden by an update that waits
                 if rank == 0:
                     parts = [read_part(draft, each, self.config.timeout_s) for each in range(ranks)]
                     snapshot.finish(parts)

@@ -92,10 +92,13 @@ class RankShards(msgspec.Struct, frozen=True):
 class RankSnapshot:
     """This rank's part of a checkpoint in `folder`, which exists. All ranks construct it together."""
 
-    def __init__(self, state: dict[str, Any], folder: Path, live: Collection[Tensor]) -> None:
-        """`live` are the tensors that the next step changes: what shares memory with them is copied."""
+    def __init__(
+        self, state: dict[str, Any], folder: Path, live: Collection[Tensor], lent: Collection[Tensor] = ()
+    ) -> None:
+        """`live` are the tensors that the next step changes: what shares memory with them is copied, but for those
+        that are `lent` until they are written."""
         self._folder = folder
-        self._strategy = SaveStrategy({_memory(tensor) for tensor in live})
+        self._strategy = SaveStrategy({_memory(tensor) for tensor in live} - {_memory(tensor) for tensor in lent})
         # Without it the first data-parallel rank alone would copy and write the weights, which all of them have.
         shared = FullyParallelSaveStrategyWrapper(
             self._strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -171,7 +174,7 @@ class SavePlanner(megatron_strategies.MCoreSavePlanner):
         if not isinstance(data, Tensor):
             return data  # serialised already
         if data.is_cpu and _memory(data) not in self._live:
-            return data.detach()  # gathered for this checkpoint
+            return data.detach()  # made for this checkpoint, or lent to it
         return data.detach().to("cpu", copy=True)
 
 

@@ -9,6 +9,7 @@ at every update, so a resumed run continues the schedule from its version alone.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
 from async_grpo.config.trainer import OptimizerConfig
-from async_grpo.errors import NonFiniteStep
+from async_grpo.errors import NonFiniteStep, WaitTimeout
 from trainer.model.optimizer_shards import restore_optimizer_state, sharded_optimizer_state
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,12 +70,16 @@ class StateOffload:
     The device holds those of one parameter at a time, while it is updated; the numbers are the same. Weights that are
     their own masters (float32) stay where they are. Megatron's own offload computes AdamW on the CPU, whose rounding is
     another.
+
+    A checkpoint reads them where they are, because a copy would double them: the update after it waits until they are
+    written.
     """
 
     def __init__(self, optimizer: Any, device: str) -> None:
         self._optimizer = optimizer
         self._device = device
         self._homes: dict[tuple[int, str], Tensor] = {}
+        self._lent_until: tuple[threading.Event, float] | None = None
         parts = distributed_parts(optimizer)
         self._masters = [master for part in parts for group in part.shard_fp32_from_float16_groups for master in group]
         self._of_masters = {id(master) for master in self._masters}
@@ -89,10 +94,31 @@ class StateOffload:
         for parameter, state in parameter_states(self._optimizer):
             self._store_moments(parameter, state)
 
+    def lend_homes(self, written: threading.Event, timeout_s: float) -> list[Tensor]:
+        """Return the memory of masters and moments, which does not change until `written` is set.
+
+        The next update waits for it, at most `timeout_s`.
+        """
+        self._lent_until = written, timeout_s
+        return list(self._homes.values())
+
+    def _wait_until_written(self) -> None:
+        if self._lent_until is None:
+            return
+        written, timeout_s = self._lent_until
+        if not written.wait(timeout_s):
+            raise WaitTimeout(
+                "the checkpoint to write the offloaded optimizer, which the next update changes",
+                timeout_s,
+                "Is the disk of runs_dir full or stuck? Raise trainer.checkpoint.timeout_s if it is only slow",
+            )
+        self._lent_until = None
+
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Masters can be given gradients of the device within the block, for an update: they have stand-ins there,
-        which take no memory."""
+        which take no memory. Raises WaitTimeout if a checkpoint does not finish reading their homes."""
+        self._wait_until_written()
         for master in self._masters:
             master.data = torch.empty(1, dtype=master.dtype, device=self._device).expand(master.shape)
         try:

@@ -158,3 +158,9 @@ def test_steps_with_offload_are_the_same_to_the_last_bit_also_after_a_resumption
 
 def test_the_optimizer_is_saved_and_loaded_in_its_own_memory(facts: Facts) -> None:
     assert facts["in_place"] == {"save": [], "load": []}
+
+
+def test_an_offloaded_optimizer_is_not_copied_and_stays_as_it_is_until_it_is_written(facts: Facts) -> None:
+    found = facts["lent"]
+    assert found["copied"] == 0
+    assert found["still"] == found["busy"] != {}

@@ -41,20 +41,8 @@ def main() -> None:
         "rivals": checkpoint_rivals.rivals(config, model, platform, out.parent / "rivals"),
     }
     start_ranks(config.trainer, platform, config.seed, 60.0)
-    for fact in (
-        decay,
-        background,
-        full_disk,
-        overtaken,
-        damaged,
-        fallback,
-        copies,
-        stuck,
-        kept,
-        order,
-        offload,
-        in_place,
-    ):
+    written = (background, full_disk, overtaken, damaged, fallback, copies, stuck, kept, order)
+    for fact in (decay, *written, offload, in_place, lent):
         found[fact.__name__] = fact(config, model, platform, out.parent / fact.__name__)
     found["other_rank"] = other_rank(out.parent / "other")
     found["replay"] = replay(config)
@@ -311,6 +299,37 @@ def offload(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict
             found[name] = [step(policy, changed, version) for version in (2, 3)]
             found[f"{name}-state"] = state_hash(policy)
     return found
+
+
+def lent(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """The files of a checkpoint of an offloaded optimizer, written in peace and during a step, and what was copied."""
+    from trainer.checkpoint.snapshot import SavePlanner
+    from trainer.model.optimizer import parameter_states
+
+    config = reconfigured(config, "bfloat16", True)
+    policy = make(config, model, platform)
+    step(policy, config, 0)
+    still, busy = checkpoints(config, folder / "still"), checkpoints(config, folder / "busy")
+    still.save(policy, 1, epoch=1)
+    still.poll_saved(wait=True)
+    held: list[int] = []
+    copy = SavePlanner.copy
+
+    def watched(planner: Any, plan: Any) -> None:
+        copy(planner, plan)
+        held.extend(one.untyped_storage().data_ptr() for one in planner._held.values() if hasattr(one, "numel"))
+
+    with patch.object(SavePlanner, "copy", watched):
+        busy.save(policy, 1, epoch=1)
+    homes = {
+        tensor.untyped_storage().data_ptr()
+        for parameter, state in parameter_states(policy.optimizer)
+        for tensor in (parameter.data, state["exp_avg"], state["exp_avg_sq"])
+    }
+    step(policy, config, 1)
+    busy.poll_saved(wait=True)
+    files = [hashes(folder / name / "00000001") for name in ("still", "busy")]
+    return {"copied": len(homes - set(held)), "still": files[0], "busy": files[1]}
 
 
 def in_place(config: RunConfig, model: Path, platform: Any, _folder: Path) -> dict[str, list[str]]:

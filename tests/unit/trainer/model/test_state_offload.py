@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from async_grpo.errors import WaitTimeout
 from trainer.model.optimizer import StateOffload
 
 SIZES = (4, 3, 5)
@@ -89,3 +91,19 @@ def test_an_optimizer_that_counts_the_steps_of_a_group_counts_each_once() -> Non
             give_gradients(kept, step)
             inner.step()
     assert [group["step"] for group in inner.param_groups] == [2, 2]
+
+
+def test_an_update_waits_until_a_checkpoint_has_written_what_it_was_lent() -> None:
+    kept, written = masters(), threading.Event()
+    offload = StateOffload(megatron(in_two_groups(kept), kept), "cpu")
+    before = [master.detach().clone() for master in kept]
+    homes = offload.lend_homes(written, timeout_s=0.01)
+    assert {home.data_ptr() for home in homes} >= {master.data_ptr() for master in kept}
+
+    with pytest.raises(WaitTimeout), offload.on_device():
+        pass
+    assert all(torch.equal(master, value) for master, value in zip(kept, before, strict=True))
+
+    written.set()
+    with offload.on_device():
+        give_gradients(kept, 0)
