@@ -26,6 +26,9 @@ a without recomputation: 4hb/t (inputs of two norms and two matrices) + attentio
     experts              each copy of a token keeps (2h + 4f)b: itself twice, gate and up, the gate's activation, the
                          product
 
+Host memory of the ranks of a node: an offloaded optimizer, and the copies of a checkpoint until it is on disk, b * P
+for the weights and 12 * P for an optimizer that is not offloaded, shared by the data-parallel ranks.
+
 With adapters (`model.lora`), gradients and optimizer are those of the adapters alone.
 
 Of the micro-batches of a pipeline (1F1B, arXiv 2104.04473), the first stage has PP in flight, the last has one and the
@@ -55,6 +58,9 @@ NPU_SOFTMAX_BYTES = 64
 
 RESERVED_BYTES = 3 * GIB
 """Bytes for the device's context, workspaces of its libraries and buffers of the collectives."""
+
+PROCESS_BYTES = 2 * GIB
+"""Host memory of one rank or engine process besides tensors: libraries, buffers of the collectives. An estimate."""
 
 SLACK = 1.05
 """Factor on everything else, for what an allocator cannot use."""
@@ -229,3 +235,44 @@ def backward_bytes(shape: ModelShape, layout: TrainerConfig, element: int) -> in
     copies = shape.experts_per_token * (3 * shape.ffn + 2 * shape.hidden) // between
     mlp = copies if shape.experts else 3 * shape.ffn // layout.tensor_parallel
     return once + element * (4 * shape.hidden + mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerHostMemory:
+    """The host memory of all ranks of one node in bytes, at worst."""
+
+    optimizer: int
+    """Offloaded masters and moments."""
+    checkpoint: int
+    """Copies of weights and optimizer until a checkpoint is on disk."""
+    reference: int
+    """A reference model that is swapped with the policy."""
+    processes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that the ranks of the node take."""
+        return self.optimizer + self.checkpoint + self.reference + self.processes
+
+
+def trainer_host_memory(config: RunConfig, shape: ModelShape) -> TrainerHostMemory:
+    """The host memory of the ranks of one node.
+
+    The data-parallel ranks share everything that a checkpoint copies, so it is there once, whatever the layout. An
+    offloaded optimizer is not copied, except float32 weights: they are their own masters and stay on the device.
+    """
+    layout, element, lora = config.trainer, ELEMENT_BYTES[config.model.precision], config.model.lora
+    trained = shape.parameters
+    if lora is not None:
+        trained = adapter_parameters(shape, layout, lora) * layout.tensor_parallel * layout.pipeline_parallel
+    masters = COPY_BYTES if element == 2 else 0
+    offloaded = MOMENT_BYTES + masters if layout.optimizer.offload else 0
+    copied = MOMENT_BYTES + COPY_BYTES - offloaded
+    swapped = layout.reference.source != "none" and layout.reference.placement == "swap" and lora is None
+    ranks = layout.processes // layout.nodes
+    return TrainerHostMemory(
+        optimizer=offloaded * trained // layout.nodes,
+        checkpoint=(element + copied) * trained // layout.nodes,
+        reference=element * shape.parameters * same_weights(layout) // layout.nodes if swapped else 0,
+        processes=PROCESS_BYTES * ranks,
+    )

@@ -1,4 +1,4 @@
-"""DevicePlan: whether the devices of a run are large enough, before it starts.
+"""DevicePlan and HostPlan: whether the devices and the machine of a run are large enough, before it starts.
 
 Memory of one device of an engine: weights first, then work space, and the KV cache in what is left of its share.
 
@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from async_grpo.config import RunConfig
 from async_grpo.config.rollout import EngineLimits
 from async_grpo.errors import ConfigError
@@ -41,7 +43,13 @@ from async_grpo.weights.shared_memory import SHARED_MEMORY, run_folder
 from rollout_server.engines.model_files import read_settings
 from trainer.platform import select_platform
 from trainer.platform.base import smallest_memory_gib
-from trainer.platform.memory import ELEMENT_BYTES, TrainerMemory
+from trainer.platform.memory import (
+    ELEMENT_BYTES,
+    PROCESS_BYTES,
+    TrainerHostMemory,
+    TrainerMemory,
+    trainer_host_memory,
+)
 
 RESERVED_BYTES = 1 * GIB
 """Context of the device, workspaces, one layer of new weights on its way in."""
@@ -116,6 +124,54 @@ def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPlan:
+    """The host memory of the machine that trainer and engines share, in bytes, at worst."""
+
+    trainer: TrainerHostMemory
+    stores: int
+    """Copies of the model in shared memory."""
+    engines: int
+    server: int
+    """Memory limit of an embedded Redis server; 0 for one elsewhere."""
+    there: int | None
+    """Memory of the machine; None if it is not this one."""
+
+    @property
+    def total(self) -> int:
+        """Bytes that the machine must have."""
+        return self.trainer.total + self.stores + self.engines + self.server
+
+    def check(self) -> None:
+        """Raise ConfigError, with the arithmetic, for a machine that is too small."""
+        if self.there is not None and self.total > self.there:
+            raise ConfigError(
+                f"this machine has {gib(self.there)} GiB of memory, but needs {self}: the run would be killed, at its "
+                "first checkpoint at the latest. Place the rollout servers on another machine, train on more nodes "
+                "(trainer.nodes), or set trainer.optimizer.offload: false if the devices have room for the optimizer"
+            )
+
+    def row(self) -> tuple[str, str]:
+        """The row for the table of a dry run."""
+        free = "the machine's memory is not known"
+        if self.there is not None:
+            free = f"of {gib(self.there)} GiB, {gib(self.there - self.total)} stay free"
+        return "host memory", f"{self}; {free}"
+
+    def __str__(self) -> str:
+        parts = {
+            "optimizer": self.trainer.optimizer,
+            "checkpoint": self.trainer.checkpoint,
+            "reference model": self.trainer.reference,
+            "weight stores": self.stores,
+            "ranks": self.trainer.processes,
+            "engines": self.engines,
+            "redis": self.server,
+        }
+        summands = " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+        return f"{gib(self.total)} GiB = {summands}"
+
+
+@dataclass(frozen=True, slots=True)
 class DevicePlan:
     """What one device of each side needs, None where that side computes on the CPU, and the GiB that it has, None where
     they are not known."""
@@ -131,9 +187,12 @@ class DevicePlan:
     """How the two sides share a device (`launch.share_devices`)."""
     stored_copies: int = 4
     """Copies of the model in the shared memory of a machine that has both sides (`copies_in_shared_memory`)."""
+    host: HostPlan | None = None
 
     def check(self) -> None:
-        """Raise ConfigError, with the arithmetic, for devices that are too small."""
+        """Raise ConfigError, with the arithmetic, for devices or a host that are too small."""
+        if self.host is not None:
+            self.host.check()
         if self.trainer is not None and self.trainer_gib is not None:
             self._check_trainer(self.trainer, self.trainer_gib)
         if self.engine is not None and self.engine_gib is not None:
@@ -190,6 +249,8 @@ class DevicePlan:
             found.append(("shared device", f"{sums}; of {self.trainer_gib:g} GiB"))
         size = f"{gib(self.stored_copies * self.model_bytes)} GiB = {self.stored_copies} * {gib(self.model_bytes)}"
         found.append(("shared memory", f"/dev/shm: {size}"))
+        if self.host is not None:
+            found.append(self.host.row())
         return found
 
     def _together(self) -> dict[str, dict[str, int]]:
@@ -282,6 +343,23 @@ def device_plan(config: RunConfig) -> DevicePlan | None:
         stored_copies=copies_in_shared_memory(config),
         trainer_share=trainer.device_memory_share,
         sharing=config.launch.share_devices,
+        host=_host_plan(config, shape),
+    )
+
+
+def _host_plan(config: RunConfig, shape: ModelShape) -> HostPlan:
+    """The plan for a machine with a node of the trainer and engines.
+
+    The memory of this machine counts only where all roles run on it: one node, whose devices are here. A dry run on a
+    login node must not refuse what other machines have room for.
+    """
+    here = config.trainer.nodes == 1 and smallest_memory_gib(select_platform(config.trainer.platform)) is not None
+    return HostPlan(
+        trainer=trainer_host_memory(config, shape),
+        stores=copies_in_shared_memory(config) * ELEMENT_BYTES[config.model.precision] * shape.parameters,
+        engines=PROCESS_BYTES * config.rollout.limits.devices * config.rollout.servers,
+        server=0 if config.redis.url is not None else config.redis.max_memory_bytes,
+        there=psutil.virtual_memory().total if here else None,
     )
 
 

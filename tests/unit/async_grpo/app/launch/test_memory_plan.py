@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.memory_plan import GRAPH_BYTES, DevicePlan, device_plan, engine_memory
+from async_grpo.app.launch.memory_plan import GRAPH_BYTES, DevicePlan, HostPlan, device_plan, engine_memory
 from async_grpo.app.launch.memory_plan import RESERVED_BYTES as ENGINE_RESERVED
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
@@ -21,6 +21,7 @@ from trainer.platform.memory import (
     same_experts,
     same_weights,
     stage_parameters,
+    trainer_host_memory,
     trainer_memory,
 )
 
@@ -326,3 +327,26 @@ def test_adapters_take_gradients_and_moments_of_themselves_alone() -> None:
     found, adapters = trainer_memory(config, QWEN_7B), 40_370_176  # as PEFT counts them
     assert found.weights == 2 * (QWEN_7B.parameters + adapters)
     assert (found.gradients, found.optimizer) == (4 * adapters, 12 * adapters)
+
+
+@pytest.mark.parametrize(
+    ("precision", "offload", "optimizer_bytes", "checkpoint_bytes"),
+    [("bfloat16", False, 0, 14), ("bfloat16", True, 12, 2), ("float32", False, 0, 16), ("float32", True, 8, 8)],
+)
+def test_a_checkpoint_copies_weights_and_the_optimizer_that_is_not_in_host_memory_already(
+    precision: str, offload: bool, optimizer_bytes: int, checkpoint_bytes: int
+) -> None:
+    model = {"path": "models/any", "precision": precision}
+    config = run_config({"processes": 2, "optimizer": {"offload": offload}}, model=model)
+    memory = trainer_host_memory(config, QWEN_7B)
+    assert memory.optimizer == optimizer_bytes * QWEN_7B.parameters
+    assert memory.checkpoint == checkpoint_bytes * QWEN_7B.parameters
+
+
+def test_a_machine_whose_memory_is_too_small_is_refused_and_an_unknown_one_is_not() -> None:
+    trainer = trainer_host_memory(run_config({"optimizer": {"offload": True}}), QWEN_7B)
+    plan = HostPlan(trainer=trainer, stores=GIB, engines=GIB, server=GIB, there=None)
+    plan.check()
+    replace(plan, there=plan.total).check()
+    with pytest.raises(ConfigError, match="checkpoint"):
+        replace(plan, there=plan.total - 1).check()
