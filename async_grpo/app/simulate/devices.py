@@ -76,7 +76,6 @@ def estimate(config: RunConfig, device: str) -> Timings:
     parameters = shape.parameters
     active = shape.active_parameters
     cache_bytes = 2 * shape.layers * shape.key * _BYTES
-    ranks = trainer.processes * trainer.nodes
     train_flop = (8 if trainer.recompute == "full" else 6) * active
     top = config.sampling.max_tokens
     return Timings(
@@ -92,7 +91,7 @@ def estimate(config: RunConfig, device: str) -> Timings:
             context_s=cache_bytes / bandwidth,
             prefill_s=2 * active / (flops * PREFILL_SHARE * limits.devices),
         ),
-        trainer=TrainerTimings(base_s=0.5, token_s=train_flop / (flops * TRAIN_SHARE * ranks)),
+        trainer=TrainerTimings(base_s=0.5, token_s=train_flop / (flops * TRAIN_SHARE * trainer.processes)),
         sync=SyncTimings(
             stall_s=_BYTES * parameters / HOST_LINK_BYTES_S,
             transfer_s=_BYTES * parameters / LINK_BYTES_S,

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from async_grpo.app.simulate.devices import estimate
 from async_grpo.app.simulate.lengths import LengthModel, tail
 from async_grpo.app.simulate.timings import EngineTimings, Timings
+from async_grpo.config import validate
 from async_grpo.errors import ConfigError
 
 GENERATOR = np.random.default_rng(7)
@@ -85,3 +87,15 @@ def test_a_wrong_file_of_timings_names_the_key(tmp_path: Path, text: str, said: 
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         Timings.read(path)
+
+
+def test_an_estimate_does_not_count_the_ranks_of_several_nodes_twice() -> None:
+    def token_s(nodes: int) -> float:
+        raw = {
+            "name": "estimate",
+            "model": {"path": "any", "architecture": "qwen2.5-7b"},
+            "trainer": {"platform": "npu", "processes": 16, "nodes": nodes},
+        }
+        return estimate(validate(raw, "test"), "910c").trainer.token_s
+
+    assert token_s(nodes=2) == token_s(nodes=1)
