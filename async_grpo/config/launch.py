@@ -56,6 +56,9 @@ class SlurmConfig(StrictModel):
     """Options of sbatch for the job that writes the report."""
     setup: str = ""
     """Shell commands that every job runs before its role, such as `module load cuda`."""
+    npu_gres: str = Field(default="npu", pattern=r"^[A-Za-z0-9_.:-]*$")
+    """Name of Ascend NPUs among the generic resources of Slurm (gres.conf): jobs request `--gres=NAME:COUNT` on each
+    node. An empty name requests none: then give options of your site."""
 
 
 class RayConfig(StrictModel):
@@ -123,6 +126,9 @@ class LaunchConfig(StrictModel):
     stay on the device, ranks with at most trainer.device_memory_share of its memory and engines with
     gpu_memory_utilization of it. `sleep`: engines also free their memory while a step is made, and keep what they have
     generated; on CPU they only stop."""
+    devices_per_node: PositiveInt | None = None
+    """Accelerators of one machine, by which `--dry-run` plans a run on several machines and reports too many devices.
+    None: 16 NPUs or 8 GPUs."""
     ready_timeout_s: Seconds = 300.0
     """Seconds for a role to become ready after its start. Later, a rollout server is given up, and the run goes on with
     the others; without a trainer or without any server it ends."""

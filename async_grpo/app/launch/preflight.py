@@ -17,6 +17,7 @@ from rich.text import Text
 from async_grpo.app.launch.first_policy import check_first_policy, check_reference, missing_files, policy_here
 from async_grpo.app.launch.inputs import fetch, here, hub_inputs, pin, to_download
 from async_grpo.app.launch.memory_plan import check_shared_memory, device_plan
+from async_grpo.app.launch.node_plan import needs_more_nodes, node_rows
 from async_grpo.app.launch.role_process import cores_here, role_cores
 from async_grpo.app.launch.role_specs import assign_devices, check_machine
 from async_grpo.app.launch.run_folder import run_name
@@ -213,7 +214,7 @@ def describe(config: RunConfig) -> Table:
     table.add_row("server memory", f"at worst {memory}")
     table.add_row("evaluation", _evaluation(config))
     for what, found in placement(config):
-        table.add_row(what, found)
+        table.add_row(what, Text(found, overflow="fold"))  # commands are to be copied: an ellipsis would cut them
     if refusal := _refusal(config):
         table.add_row("on this machine", Text(f"a start would be refused: {refusal}"))
     local = here(config)
@@ -282,9 +283,20 @@ def _core_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """Rows with the devices of each role (on one machine) and the plan of their memory; none for the CPU."""
-    shares = assign_devices(config, {}) if config.trainer.nodes == 1 else {}
-    dealt = {role: shown for role, shown in shares.items() if any(shown.values())}
-    rows = [("devices", "; ".join(f"{role}: {','.join(shown.values())}" for role, shown in dealt.items()))]
+    """Rows with the devices of each role and the plan of their memory, none for the CPU; of a run on several machines
+    also with the commands for each."""
+    rows = []
+    excess = needs_more_nodes(config)
+    if excess:
+        rows.append(("too many devices", excess))
+    if excess or config.trainer.nodes > 1:
+        rows += node_rows(config)
+    else:
+        shares = assign_devices(config, {})
+        dealt = {role: ",".join(shown.values()) for role, shown in shares.items() if any(shown.values())}
+        if dealt:
+            rows.append(("devices", "; ".join(f"{role}: {devices}" for role, devices in dealt.items())))
     plan = device_plan(config)
-    return [*(rows if dealt else []), *(plan.rows() if plan is not None else [])]
+    if plan is not None:
+        rows += plan.rows()
+    return rows

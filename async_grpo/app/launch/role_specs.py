@@ -47,7 +47,7 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
     `there` is the number of devices of this machine, None if unknown. Raises ConfigError if they are too few or the two
     sides need different kinds.
     """
-    wanted, limits = _wanted(config), config.rollout.limits
+    wanted, limits = devices_by_role(config), config.rollout.limits
     kinds = {platform.name: platform for platform, count in wanted.values() if count}
     if len(kinds) > 1:
         raise ConfigError(
@@ -70,7 +70,7 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
 def check_machine(config: RunConfig) -> None:
     """Raise ConfigError unless this machine has the devices of all roles, and DependencyError unless it has their
     packages. Looks for both without importing anything; the roles look again, more closely."""
-    needed = {platform.name: platform for platform, count in _wanted(config).values() if count}
+    needed = {platform.name: platform for platform, count in devices_by_role(config).values() if count}
     for platform in needed.values():
         if not platform.has_devices():
             key = "trainer.platform" if platform.name == config.trainer.platform else config.rollout.limits.platform_key
@@ -97,8 +97,8 @@ def _check_packages(platform: str) -> None:
         )
 
 
-def _wanted(config: RunConfig) -> dict[str, tuple[Platform, int]]:
-    """Role -> platform and number of its devices, which is 0 on the CPU."""
+def devices_by_role(config: RunConfig) -> dict[str, tuple[Platform, int]]:
+    """Role -> platform and number of its devices, which is 0 on the CPU; the trainer first, its nodes together."""
     trains, generates = select_platform(config.trainer.platform), select_platform(config.rollout.limits.platform)
     ranks = config.trainer.processes if trains.visible_variable else 0
     workers = config.rollout.limits.devices if generates.visible_variable else 0
@@ -190,5 +190,5 @@ def _files(config_file: Path, model: Path) -> list[str]:
 
 def _devices_here(config: RunConfig) -> int | None:
     """The number of devices that the vendor's tool lists; None if it lists none: then the roles find out."""
-    wanted = {platform.name: platform for platform, _ in _wanted(config).values()}
+    wanted = {platform.name: platform for platform, _ in devices_by_role(config).values()}
     return sum(len(platform.devices()) for platform in wanted.values()) or None

@@ -31,7 +31,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
 from async_grpo.utils.addresses import is_loopback
 from async_grpo.utils.files import write_atomic
-from trainer.platform import select_platform
+from trainer.platform import Platform, select_platform
 
 _SUBMIT_S = 60.0
 
@@ -48,8 +48,9 @@ role_name={name}
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 job=${{job:-$SLURM_JOB_ID}}
 [ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # it does not inherit them
-# A file for each task (%t) is written by the task itself. Through srun, the step would last for a minute after its
-# role, as long as a process that the role has left behind keeps its output open.
+{show_npus}\
+# A file for each task (%t) is written by the task itself. Through srun, the step would last for a minute after
+# its role, as long as a process that the role has left behind keeps its output open.
 srun --kill-on-bad-exit=0 --open-mode=append --output={folder}/$role_name.%t.log \
     bash -c {task} async-grpo "$role_name"
 code=$?
@@ -66,6 +67,16 @@ fi
 {give_up}exit $code
 """
 
+_SHOW_NPUS = """\
+# Slurm sets no variable for generic resources other than GPUs. Without one, all roles of a node take its first NPUs.
+if [ -z "${{ASCEND_RT_VISIBLE_DEVICES:-}}" ]; then
+    granted=$(scontrol show job --details $job | grep -o '{gres}[^ ,(]*(IDX:[0-9,-]*)' | head -n 1)
+    ranges=$(echo "$granted" | sed 's/.*IDX://; s/)//; s/,/ /g')
+    npus=$(for range in $ranges; do seq ${{range%-*}} ${{range#*-}}; done | paste -sd,)
+    [ -z "$npus" ] || export ASCEND_RT_VISIBLE_DEVICES=$npus
+fi
+"""
+
 
 def jobs(config: RunConfig, servers: int, *, trainer: bool = True) -> dict[str, str]:
     """Role -> its batch script, in the order in which they are submitted. Raises ConfigError for a run whose roles
@@ -76,24 +87,40 @@ def jobs(config: RunConfig, servers: int, *, trainer: bool = True) -> dict[str, 
     cancel = f"scancel --quiet --user={shlex.quote(getpass.getuser())} --name={_job(config, 'rollout')}\n"
     stop_s = int(config.launch.stop_timeout_s)
     extra, platform = config.launch.slurm, select_platform(config.trainer.platform)
-    gpus = config.trainer.processes_per_node if platform.name == "cuda" else 0
-    devices = config.rollout.limits.devices if config.rollout.limits.platform == "cuda" else 0
+    generates = select_platform(config.rollout.limits.platform)
     nodes = [f"--nodes={config.trainer.nodes}", "--ntasks-per-node=1", f"--signal=TERM@{stop_s + 10}"]
     array = ["--nodes=1", "--ntasks=1", f"--signal=TERM@{stop_s + 10}", f"--array=0-{servers - 1}"]
     scripts = {}
     if trainer:
-        options = [*nodes, *([f"--gpus-per-node={gpus}"] if gpus else []), *extra.trainer]
+        options = [*nodes, *_devices(config, platform, config.trainer.processes_per_node), *extra.trainer]
         task = shlex.join([*command, "trainer", run])
-        scripts["trainer"] = _script(config, "trainer", options, task, config.launch.restarts.trainer, give_up=cancel)
+        show = _show_npus(config, platform) if config.trainer.nodes == 1 else ""
+        restarts = config.launch.restarts.trainer
+        scripts["trainer"] = _script(config, "trainer", options, task, restarts, give_up=cancel, show_npus=show)
     if servers:
-        options = [*array, *([f"--gpus-per-node={devices}"] if devices else []), *extra.rollout]
+        options = [*array, *_devices(config, generates, config.rollout.limits.devices), *extra.rollout]
         task = f'{shlex.join([*command, "rollout", run])} --name "$1"'
-        scripts["rollout"] = _script(config, "rollout", options, task, config.launch.restarts.rollout)
+        show, restarts = _show_npus(config, generates), config.launch.restarts.rollout
+        scripts["rollout"] = _script(config, "rollout", options, task, restarts, show_npus=show)
     if trainer:
         options = ["--nodes=1", "--ntasks=1", "--kill-on-invalid-dep=yes", *extra.report]
         task = shlex.join([*command, "runs", "report", run, "--wait"])
         scripts["report"] = _script(config, "report", options, task, config.launch.restarts.trainer)
     return scripts
+
+
+def _devices(config: RunConfig, platform: Platform, count: int) -> list[str]:
+    """Options of sbatch that request `count` devices on each node."""
+    if platform.name == "cuda":
+        return [f"--gpus-per-node={count}"]
+    gres = config.launch.slurm.npu_gres
+    return [f"--gres={gres}:{count}"] if platform.name == "npu" and gres else []
+
+
+def _show_npus(config: RunConfig, platform: Platform) -> str:
+    """Lines for a job on one node that show its role the NPUs that Slurm has granted, and no others."""
+    gres = config.launch.slurm.npu_gres
+    return _SHOW_NPUS.format(gres=gres) if platform.name == "npu" and gres else ""
 
 
 def submit(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> None:
@@ -136,7 +163,16 @@ def dependency(role: str, submitted: Mapping[str, str]) -> list[str]:
     return [f"--dependency={kind}:{submitted['trainer']}"] if kind else []
 
 
-def _script(config: RunConfig, role: str, options: Sequence[str], task: str, restarts: int, give_up: str = "") -> str:
+def _script(
+    config: RunConfig,
+    role: str,
+    options: Sequence[str],
+    task: str,
+    restarts: int,
+    *,
+    give_up: str = "",
+    show_npus: str = "",
+) -> str:
     folder, array = _folder(config), any(option.startswith("--array") for option in options)
     ids = "%A_%a" if array else "%j"
     common = [
@@ -156,6 +192,7 @@ def _script(config: RunConfig, role: str, options: Sequence[str], task: str, res
         fault=EXIT_CONFIG,
         restarts=restarts,
         give_up=give_up,
+        show_npus=show_npus,
     )
 
 

@@ -182,3 +182,45 @@ def test_nodes_that_could_not_meet_are_refused_before_they_wait() -> None:
         placed(config(trainer={"nodes": 3, "processes": 3}), None, SRUN)
     with pytest.raises(ConfigError, match=r"trainer\.rendezvous\.address is not set"):
         placed(two_nodes(), 1, {})
+
+
+def on_npus(**slurm: str) -> RunConfig:
+    return config(
+        trainer={"platform": "npu", "processes": 8, "tensor_parallel": 8},
+        rollout={"vllm": {"platform": "ascend", "tensor_parallel": 4}},
+        launch={"slurm": slurm},
+    )
+
+
+def test_jobs_on_ascend_request_npus_by_the_name_that_the_site_has_for_them() -> None:
+    scripts = jobs(on_npus(), 2)
+    assert "#SBATCH --gres=npu:8\n" in scripts["trainer"]
+    assert "#SBATCH --gres=npu:4\n" in scripts["rollout"]
+    assert "--gres" not in scripts["report"]
+    assert "#SBATCH --gres=ascend910:4\n" in jobs(on_npus(npu_gres="ascend910"), 2)["rollout"]
+    assert "--gres" not in jobs(on_npus(npu_gres=""), 2)["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("granted", "seen"),
+    [
+        ("npu:4(IDX:4-7)", "4,5,6,7"),
+        ("npu:910c:3(IDX:0,14-15)", "0,14,15"),
+        ("npu:1(IDX:9)", "9"),
+        ("gpu:1(IDX:1)", ""),
+    ],
+)
+def test_a_server_sees_the_npus_that_slurm_has_granted_and_no_others(tmp_path: Path, granted: str, seen: str) -> None:
+    script = jobs(on_npus(), 2)["rollout"]
+    start = script.index("# Slurm sets no variable")
+    lines = script[start : script.index("# A file for each task")]
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho '   JobId=7'\necho '     Nodes=n1 CPU_IDs=0-3 Mem=0 GRES={granted}'\n")
+    scontrol.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "job": "7"}
+    shown = ["bash", "-c", f"{lines}echo $ASCEND_RT_VISIBLE_DEVICES"]
+    assert subprocess.run(shown, env=environment, capture_output=True, text=True, check=True).stdout.strip() == seen
+    chosen = subprocess.run(
+        shown, env={**environment, "ASCEND_RT_VISIBLE_DEVICES": "2"}, capture_output=True, text=True, check=True
+    )
+    assert chosen.stdout.strip() == "2"

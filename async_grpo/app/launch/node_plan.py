@@ -1,0 +1,110 @@
+"""Which role starts on which machine, with which devices, and the commands to type there.
+
+    node 0 .. trainer.nodes - 1   the trainer's ranks, trainer.processes / trainer.nodes on the first devices of each
+    what these leave, then more   rollout servers, one after the other; none is spread over two nodes
+
+A node has `launch.devices_per_node` devices, by default as many as the usual machine of its kind. With
+launch.share_devices the servers are on the devices of the trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from async_grpo.app.launch.role_specs import devices_by_role
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from trainer.platform import Platform
+
+USUAL_DEVICES = {"npu": 16, "cuda": 8}
+"""Devices of the usual machine: 8 modules of two dies (Atlas 800 A3), 8 GPUs (DGX, HGX)."""
+
+
+@dataclass(slots=True)
+class PlannedNode:
+    """One machine: its roles and their devices, which are empty on the CPU."""
+
+    roles: dict[str, list[str]] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    kind: str = ""
+    """Name of the platform of its devices; "" before a role needs one."""
+    used: int = 0
+    """Devices that belong to a role, or will not be given to another."""
+
+
+def devices_of_node(config: RunConfig, platform: Platform) -> int:
+    """Devices of one machine of the run."""
+    return config.launch.devices_per_node or USUAL_DEVICES[platform.name]
+
+
+def needs_more_nodes(config: RunConfig) -> str:
+    """Why the devices of a run on one machine are too many for it, in words; "" if they are not."""
+    wanted = devices_by_role(config)
+    platform = next((platform for platform, count in wanted.values() if count), None)
+    if platform is None or config.trainer.nodes > 1 or config.launch.share_devices != "off":
+        return ""
+    total, there = sum(count for _, count in wanted.values()), devices_of_node(config, platform)
+    if total <= there:
+        return ""
+    source = "launch.devices_per_node" if config.launch.devices_per_node else "usual; launch.devices_per_node if not"
+    return (
+        f"{total} devices are planned, but a node has {there} ({source}): `async-grpo run` cannot start this on "
+        f"one. Lower trainer.processes, rollout.servers or {config.rollout.limits.devices_key}, set "
+        "launch.share_devices, or start the roles on several machines as below"
+    )
+
+
+def plan_nodes(config: RunConfig) -> list[PlannedNode]:
+    """The machines of a run whose roles are started one by one. Raises ConfigError for a role that fits on none."""
+    trainer, shares = config.trainer, config.launch.share_devices != "off"
+    (platform, _), *servers = devices_by_role(config).values()
+    ranks = trainer.processes_per_node if platform.visible_variable else 0
+    nodes = [PlannedNode() for _ in range(trainer.nodes)]
+    for number, node in enumerate(nodes):
+        suffix = f" --node-rank {number}" if trainer.nodes > 1 else ""
+        _place(node, config, platform, ranks, "trainer", f"async-grpo trainer CONFIG{suffix}")
+        if shares:
+            node.used = 0
+
+    for index, (generates, count) in enumerate(servers[: config.rollout.servers]):
+        node = next((node for node in nodes if _has_room(node, config, generates, count)), None)
+        if node is None:
+            node = PlannedNode()
+            nodes.append(node)
+        name = f"rollout-{index}"
+        _place(node, config, generates, count, name, f"async-grpo rollout CONFIG --name {name}")
+    return nodes
+
+
+def node_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """Rows of the dry run for a run on several machines: the devices, and the commands for each node."""
+    nodes = plan_nodes(config)
+    found = []
+    for number, node in enumerate(nodes):
+        dealt = [f"{role}: {','.join(devices)}" for role, devices in node.roles.items() if devices]
+        if dealt:
+            found.append((f"devices, node {number}", "; ".join(dealt)))
+    return [*found, *((f"type on node {number}", "\n".join(node.commands)) for number, node in enumerate(nodes))]
+
+
+def _has_room(node: PlannedNode, config: RunConfig, platform: Platform, count: int) -> bool:
+    if not count:
+        return True
+    return node.kind in ("", platform.name) and node.used + count <= devices_of_node(config, platform)
+
+
+def _place(node: PlannedNode, config: RunConfig, platform: Platform, count: int, role: str, command: str) -> None:
+    """Give a role the next devices of a node."""
+    if count and count > devices_of_node(config, platform):
+        raise ConfigError(
+            f"{role} needs {count} devices of one node, but a node has {devices_of_node(config, platform)} "
+            "(launch.devices_per_node). Spread the trainer over more trainer.nodes, lower "
+            f"{config.rollout.limits.devices_key}, or correct launch.devices_per_node"
+        )
+    devices = [str(index) for index in range(node.used, node.used + count)]
+    node.roles[role] = devices
+    if devices:
+        node.kind = platform.name
+        command = f"{platform.visible_variable}={','.join(devices)} {command}"
+    node.commands.append(command)
+    node.used += count
