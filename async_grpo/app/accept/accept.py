@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.app.accept.lab import Lab, Programs, chosen_devices
+from async_grpo.app.accept.scale import SCALE_STAGES
 from async_grpo.app.accept.stages import STAGES, Figure, Stage
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import redact_secrets
@@ -118,16 +119,19 @@ async def accept(
     out: Path,
     *,
     stages: Sequence[str] = (),
+    scale: bool = False,
     devices: str | None = None,
     show: Callable[[str, bool], None] = lambda line, done: None,
     programs: Programs | None = None,
 ) -> AcceptReport:
-    """Run the stages (default: all) and write the report into `out`. Raises ConfigError where nothing can be run.
+    """Run the stages (default: all; `scale`: those of SCALE_STAGES) and write the report into `out`. Raises ConfigError
+    where nothing can be run.
 
     `show` is called with a line when a stage begins, and when it is done.
     """
-    if unknown := [name for name in stages if name not in STAGES]:
-        raise ConfigError(f"--stage {unknown[0]}: the stages are {', '.join(STAGES)}")
+    known = SCALE_STAGES if scale else STAGES
+    if unknown := [name for name in stages if name not in known]:
+        raise ConfigError(f"--stage {unknown[0]}: the stages are {', '.join(known)}")
     platform = select_platform(platform_name)
     chosen = chosen_devices(platform, devices)
     adopt_orphans()
@@ -136,7 +140,7 @@ async def accept(
     lab = Lab(platform, chosen, work, out / "logs", programs or Programs())
     report = _empty_report(platform)
     try:
-        for stage in [STAGES[name] for name in stages or STAGES]:
+        for stage in [known[name] for name in stages or known]:
             show(f"{stage.name}: at most {stage.limit_s:g} s", False)
             result = await _result(stage, lab, report.stages)
             report.stages.append(result)

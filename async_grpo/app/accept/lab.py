@@ -83,6 +83,7 @@ class Lab:
         self._children: dict[str, tuple[LineChild, AsyncExitStack]] = {}
         self._mark = mark("accept", work.name)
         self._model: Path | None = None
+        self._local_names: set[str] = set()  # of the runs whose files in shared memory are removed at the end
         self.precision = "bfloat16" if devices else "float32"
 
     @property
@@ -127,6 +128,7 @@ class Lab:
 
     def file(self, config: RunConfig) -> Path:
         """Write a configuration; returns its file."""
+        self._local_names.add(config.local_name)
         path = self.work / f"{config.name}-{config.trainer.processes}.yaml"
         path.write_text(dump(config))
         return path
@@ -163,8 +165,8 @@ class Lab:
                 await stack.aclose()
                 end_family(self._mark + side, child.process_id)
         if not sides:
-            for name in ("accept", "ten-steps"):
-                remove_stores(self.config(name).local_name)
+            for name in self._local_names:
+                remove_stores(name)
 
     async def run_program(self, name: str, argv: list[str], *, trains: bool) -> None:
         """Run a program on all devices to its end; `trains`: as ranks of the trainer. Raises RoleFailed with its error

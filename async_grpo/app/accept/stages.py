@@ -20,6 +20,7 @@ from typing import Any
 
 from async_grpo.app.accept.lab import HOST_RANKS, STEPS, TEMPERATURE, Lab
 from async_grpo.app.doctor import checks_of
+from async_grpo.config import RunConfig
 from async_grpo.errors import RoleFailed
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import rows_of_kind
@@ -30,12 +31,13 @@ MOST_SERVERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something that a stage has measured. It is right (`ok`) unless it is above `at_most`."""
+    """Something that a stage has measured. It is right (`ok`) unless it is above `at_most` or below `at_least`."""
 
     name: str
     value: float | str
     unit: str = ""
     at_most: float | None = None
+    at_least: float | None = None
     ok: bool = True
     fix: str = ""
     """What to do if it is not right; "" for the advice of the stage."""
@@ -43,6 +45,8 @@ class Figure:
     def __str__(self) -> str:
         shown = f"{self.value:.3g}" if isinstance(self.value, float) else str(self.value)
         limit = "" if self.at_most is None else f" (at most {self.at_most:g})"
+        if self.at_least is not None:
+            limit = f" (at least {self.at_least:g})"
         return f"{self.name} {shown}{' ' if self.unit else ''}{self.unit}{limit}"
 
 
@@ -55,6 +59,11 @@ def bounded(name: str, value: float | str, at_most: float, fix: str = "") -> Fig
     """A figure with a limit; NaN and an error in place of a number are above every limit."""
     right = not isinstance(value, str) and value <= at_most
     return Figure(name, value, at_most=at_most, ok=right, fix=fix)
+
+
+def reaching(name: str, value: float, at_least: float, unit: str = "") -> Figure:
+    """A figure that must not be smaller; NaN is too small."""
+    return Figure(name, value, unit, at_least=at_least, ok=value >= at_least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,17 +198,10 @@ async def resume(lab: Lab) -> list[Figure]:
 
 async def run(lab: Lab) -> list[Figure]:
     """Ten steps by `async-grpo run`, and its books."""
-    await lab.end()
     half = max(1, len(lab.devices) // 2)
     config = lab.config("ten-steps", ranks=half, servers=max(1, min(len(lab.devices) - half, MOST_SERVERS)))
-    argv = [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(lab.file(config))]
-    try:
-        await lab.run_program("run", argv, trains=False)
-    finally:
-        if (config.run_dir / "logs").is_dir():
-            shutil.copytree(config.run_dir / "logs", lab.logs / "ten-steps", dirs_exist_ok=True)
+    summary = await finished_run(lab, config)
     rows = rows_of_kind(read_rows(config.run_dir / "metrics.jsonl"), "step")
-    summary = json.loads((config.run_dir / "summary.json").read_text())
     ages = [int(age) for row in rows for age, tokens in row["age_histogram"].items() if tokens]
     gap, allowed = summary["logprob_gap_mean"], TOLERANCES[lab.precision]
     return [
@@ -212,6 +214,19 @@ async def run(lab: Lab) -> list[Figure]:
         bounded("restarts of roles", sum(summary["restarts"].values()), 0),
         Figure("wall time", summary["wall_s"], "s"),
     ]
+
+
+async def finished_run(lab: Lab, config: RunConfig) -> dict[str, Any]:
+    """Run a configuration by `async-grpo run` to its end; returns its summary. Its logs go into those of the report."""
+    await lab.end()
+    argv = [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(lab.file(config))]
+    try:
+        await lab.run_program("run", argv, trains=False)
+    finally:
+        if (config.run_dir / "logs").is_dir():
+            shutil.copytree(config.run_dir / "logs", lab.logs / config.name, dirs_exist_ok=True)
+    summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text())
+    return summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,14 @@ def accept(
             "repeated.",
         ),
     ] = None,
+    scale: Annotated[
+        bool,
+        typer.Option(
+            "--scale",
+            help="Instead of the usual stages: asynchrony (4B, S = 2 against S = 0, weight updates) and throughput "
+            "(8B), next to published figures.",
+        ),
+    ] = False,
     devices: Annotated[
         str | None, typer.Option(metavar="0,1", help="Devices to use (default: all that are visible).")
     ] = None,
@@ -48,15 +57,21 @@ def accept(
     SIGKILL, load); `run` (ten steps, with the staleness bound). Each has a limit, and a failed one does not stop those
     that do not need it.
 
+    With --scale: models of 4B (four devices) and 8B (eight), with random weights, for about half an hour; on a CPU a
+    tiny one, whose figures are printed but not judged.
+
     Takes about ten minutes on a device. Nothing is downloaded. Send report.txt and report.json back with a question:
     they hold versions, devices and figures, no secrets. Exits with 1 if a stage failed, with 78 if there is no such
     device.
     """
-    folder = out or Path("runs") / f"accept-{platform}"
-    exit_with(lambda: asyncio.run(_run(platform, folder, stage or (), devices, json_file)), config_code=EXIT_CONFIG)
+    folder = out or Path("runs") / f"accept-{platform}{'-scale' if scale else ''}"
+    running = partial(_run, platform, folder, stage or (), devices, json_file, scale=scale)
+    exit_with(lambda: asyncio.run(running()), config_code=EXIT_CONFIG)
 
 
-async def _run(platform: str, folder: Path, stages: Sequence[str], devices: str | None, json_file: Path | None) -> int:
+async def _run(
+    platform: str, folder: Path, stages: Sequence[str], devices: str | None, json_file: Path | None, *, scale: bool
+) -> int:
     """Run the stages until they are done or Ctrl-C; returns the exit code."""
     from async_grpo.app.accept.accept import accept as run_stages
 
@@ -68,7 +83,7 @@ async def _run(platform: str, folder: Path, stages: Sequence[str], devices: str 
             status.update("" if done else line)
 
         try:
-            running = run_stages(platform, folder, stages=stages, devices=devices, show=show)
+            running = run_stages(platform, folder, stages=stages, scale=scale, devices=devices, show=show)
             report = await race(running, interrupted.wait())
         except Overtaken:
             say(f"stopped; what was found so far is in {folder}")

@@ -99,3 +99,14 @@ def test_ctrl_c_leaves_no_process_and_a_report(tmp_path: Path) -> None:
     assert running.returncode == 130, printed
     assert not psutil.wait_procs(family, timeout=10)[1]
     assert json.loads((tmp_path / "report.json").read_text())["stages"] == []
+
+
+def test_the_stages_of_ordinary_models_run_on_a_cpu_and_are_not_judged(tmp_path: Path) -> None:
+    with started(tmp_path, "--scale", "--json", str(tmp_path / "copy.json")) as running:
+        printed, _ = running.communicate(timeout=1400)
+    assert running.returncode == 0, printed
+    stages = json.loads((tmp_path / "copy.json").read_text())["stages"]
+    assert [stage["name"] for stage in stages] == ["asynchrony", "throughput"]
+    figures = {figure["name"]: figure["value"] for stage in stages for figure in stage["figures"]}
+    assert figures["tokens of the gap"] > 0
+    assert "S = 2 over S = 0, not judged on a CPU (at least 1.7 on devices):" in figures

@@ -13,9 +13,13 @@ from typer.testing import CliRunner
 from async_grpo.app.accept import accept as command
 from async_grpo.app.accept.accept import AcceptReport, accept
 from async_grpo.app.accept.lab import Lab, Programs, chosen_devices
-from async_grpo.app.accept.stages import STAGES, Figure, Stage, bounded, collectives, confirmed
+from async_grpo.app.accept.scale import SIZES_4B, SIZES_8B, asynchrony, scaled_config, update_seconds
+from async_grpo.app.accept.stages import STAGES, Figure, Stage, bounded, collectives, confirmed, reaching
 from async_grpo.app.cli.main import app
+from async_grpo.app.simulate.lengths import LengthModel
+from async_grpo.app.simulate.timings import EngineTimings, SyncTimings, Timings
 from async_grpo.errors import ConfigError, RoleFailed
+from tests.support.recorded_runs import recorded_run
 from trainer.platform import select_platform
 from trainer.platform.base import Device
 
@@ -141,3 +145,35 @@ def test_only_under_mindspeed_may_float64_be_dropped(
     figures = asyncio.run(collectives(Lab(select_platform(platform), devices, tmp_path, tmp_path, Programs())))
     assert [figure.ok for figure in figures] == [True, is_known, True]
     assert figures[1].value == 2.0
+
+
+@pytest.mark.parametrize("platform", ["cuda", "npu"])
+def test_the_configurations_of_models_of_ordinary_size_are_valid(platform: str, tmp_path: Path) -> None:
+    lab = Lab(select_platform(platform), [*"01234567"], tmp_path, tmp_path, Programs())
+    four = scaled_config(lab, "asynchrony-s2", SIZES_4B, 2, 2)
+    assert (four.trainer.processes, four.rollout.servers, four.max_staleness) == (2, 2, 2)
+    eight = scaled_config(lab, "throughput", SIZES_8B, 4, 2)
+    assert (eight.trainer.tensor_parallel, eight.trainer.recompute) == (4, "full")
+    assert eight.sampling.max_tokens == 2048
+
+
+def test_models_of_ordinary_size_are_refused_on_too_few_devices(tmp_path: Path) -> None:
+    lab = Lab(select_platform("npu"), ["0", "1"], tmp_path, tmp_path, Programs())
+    with pytest.raises(ConfigError, match="needs 4 devices, and there are 2"):
+        asyncio.run(asynchrony(lab))
+
+
+def test_a_figure_below_its_least_value_is_wrong() -> None:
+    assert reaching("gain", 1.72, 1.7).ok
+    assert not reaching("gain", 1.69, 1.7).ok
+    assert not reaching("gain", math.nan, 1.7).ok
+    assert "at least 1.7" in str(reaching("gain", 1.69, 1.7))
+
+
+def test_a_weight_update_lasts_until_the_last_server_has_loaded_it(tmp_path: Path) -> None:
+    timings = Timings(
+        lengths=LengthModel(mean=20),
+        engine=EngineTimings(step_s=0.01),
+        sync=SyncTimings(stall_s=0.5, transfer_s=1.0, load_s=0.25),
+    )
+    assert update_seconds(recorded_run(tmp_path, 2, timings)) >= 1.75
