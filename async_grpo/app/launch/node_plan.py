@@ -67,12 +67,12 @@ def plan_nodes(config: RunConfig) -> list[PlannedNode]:
             node.used = 0
 
     for index, (generates, count) in enumerate(servers[: config.rollout.servers]):
-        node = next((node for node in nodes if _has_room(node, config, generates, count)), None)
-        if node is None:
-            node = PlannedNode()
-            nodes.append(node)
+        target = next((node for node in nodes if _has_room(node, config, generates, count)), None)
+        if target is None:
+            target = PlannedNode()
+            nodes.append(target)
         name = f"rollout-{index}"
-        _place(node, config, generates, count, name, f"async-grpo rollout CONFIG --name {name}")
+        _place(target, config, generates, count, name, f"async-grpo rollout CONFIG --name {name}")
     return nodes
 
 
