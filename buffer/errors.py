@@ -38,6 +38,14 @@ def forgotten(version: int, committed: int) -> StepsForgotten:
     )
 
 
+def take_too_late(version: int, committed: int) -> BufferFault:
+    """The error of a `take` for a step that a committed checkpoint contains, such as a delayed repetition."""
+    return BufferFault(
+        f"a batch was requested for version {version}, but a checkpoint of version {committed} is committed: "
+        "that step is over, and its groups are deleted. Nothing was taken"
+    )
+
+
 def forgotten_run(run: str) -> BufferFault:
     """The error of a run whose state has vanished from the server."""
     return BufferFault(

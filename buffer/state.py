@@ -14,7 +14,7 @@ from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, encode
 from buffer.base import BufferStats, Resume
 from buffer.capacity import NO_QUOTA, MemoryQuota
-from buffer.errors import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended
+from buffer.errors import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended, take_too_late
 from buffer.fair_share import WaitingServer, fair_share
 from buffer.groups import ActiveGroup, TakenStep, length_bucket
 from buffer.holders import is_life_of
@@ -182,7 +182,7 @@ class BufferState:
         if step and (not step.missing or (not whole and len(step.groups) > have)):
             return step.batch(epoch, version, have)
         if step is None and version < self.committed:
-            raise forgotten(version, self.committed)  # a call that arrives after its step is over
+            raise take_too_late(version, self.committed)
         if self.ended:
             raise run_ended()
         self.unheld(now_s)

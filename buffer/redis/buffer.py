@@ -31,6 +31,7 @@ from buffer.errors import (
     groups_of_step,
     lease_lost,
     run_ended,
+    take_too_late,
 )
 from buffer.fair_share import FAIR_WAIT_S
 from buffer.redis.client import RunClient
@@ -262,8 +263,8 @@ class RedisBuffer:
     async def _try_take(self, epoch: int, version: int, have: int, extent: str) -> Batch | RetryLater:
         status, *rest = reply = await self._script("take", epoch, version, have, extent)
         _check_epoch(reply, epoch)
-        if status == b"forgotten":
-            raise forgotten(version, rest[0])
+        if status == b"late":
+            raise take_too_late(version, rest[0])
         if status != b"ok":
             return _not_yet(status, rest)
         replayed, mask_below, missing, *chosen = rest

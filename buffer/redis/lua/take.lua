@@ -2,8 +2,8 @@
 -- After: books paging records many_records endings leases log
 -- READY -> TAKEN for the P groups of a step: all or nothing, or ('part') as many as there are. ARGV[2..5]: epoch,
 -- version, how many of the step the caller has, 'whole' or 'part'. Returns {'ok', replayed, mask_below, missing, seq,
--- attempt, ...} with those that it does not have, {'wait', ms}, {'fenced', epoch}, {'forgotten', committed} or {'ended'}. What the log has of the
--- step is delivered again as it was.
+-- attempt, ...} with those that it does not have, {'wait', ms}, {'fenced', epoch}, {'late', committed} or {'ended'}.
+-- What the log has of the step is delivered again as it was.
 local epoch, version, have, whole, now = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5] == 'whole',
   now_ms()
 if fenced(epoch) then
@@ -28,7 +28,7 @@ end
 
 if begun and (missing == 0 or not whole and #step.seqs > have) then return deliver() end
 -- A call that arrives after its step is over would take groups that nobody trains.
-if not begun and version < meta('committed') then return {'forgotten', meta('committed')} end
+if not begun and version < meta('committed') then return {'late', meta('committed')} end
 if meta('ended') == 1 then
   wake(WAKE_TAKE)
   return {'ended'}
