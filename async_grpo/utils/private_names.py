@@ -128,6 +128,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.keep_only_main_replica",
             "megatron.core.models.gpt:GPTModel._postprocess",
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._get_main_param_and_optimizer_states",
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
         ),
     ),
@@ -136,6 +137,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
         names=(
             "torch.distributed.checkpoint.filesystem:_StorageInfo",
             "torch.distributed.checkpoint.utils:_DistWrapper.reduce_scatter",
+            "torch.nn:Module._load_from_state_dict",
         ),
         optional=("torch.ops.mkldnn:_linear_pointwise",),
     ),

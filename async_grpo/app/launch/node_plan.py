@@ -78,7 +78,10 @@ def plan_nodes(config: RunConfig) -> list[PlannedNode]:
 
 def node_rows(config: RunConfig) -> list[tuple[str, str]]:
     """Rows of the dry run for a run on several machines: the devices, and the commands for each node."""
-    nodes = plan_nodes(config)
+    try:
+        nodes = plan_nodes(config)
+    except ConfigError as error:
+        return [("too many devices", str(error))]
     found = []
     for number, node in enumerate(nodes):
         dealt = [f"{role}: {','.join(devices)}" for role, devices in node.roles.items() if devices]

@@ -27,7 +27,7 @@ from async_grpo.config.data import DataConfig
 from async_grpo.data.jsonl import PromptLengths, check_rows, count_prompt_tokens
 from async_grpo.data.prepare.formats import Rejections
 from async_grpo.data.prepared_source import open_folder
-from async_grpo.data.tokenizer import load_tokenizer
+from async_grpo.data.tokenizer import find_tokenizer
 from async_grpo.errors import ConfigError, DataError, DependencyError
 from async_grpo.models.hub import HubRepo
 from async_grpo.telemetry.trackers import check_trackers
@@ -180,7 +180,7 @@ def prompt_lengths(config: RunConfig, policy: Path) -> PromptLengths | None:
     path = config.data.path
     if config.data.kind != "jsonl" or path is None or not path.is_file():
         return None
-    return count_prompt_tokens(config, load_tokenizer(policy))
+    return count_prompt_tokens(config, find_tokenizer(policy, "model.path"))
 
 
 def check_with_policy(config: RunConfig, policy: Path) -> None:

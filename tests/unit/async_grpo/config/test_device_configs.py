@@ -59,7 +59,7 @@ def read(name: str) -> RunConfig:
 def test_a_dry_run_needs_neither_devices_nor_files_and_says_which_are_missing(name: str) -> None:
     result = plan(name)
     assert result.exit_code == 0, result.output
-    said = ("trainer device", "engine device", "stay free", "rollout-1", "not here yet", "model.path", "data.path")
+    said = ("trainer device", "engine device", "stay free", "rollout-0", "not here yet", "model.path", "data.path")
     assert all(words in result.output for words in said), result.output
     assert not list(Path.cwd().iterdir())
 

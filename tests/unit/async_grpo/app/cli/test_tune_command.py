@@ -81,7 +81,7 @@ def test_every_point_is_judged_by_the_same_evaluations(timings: list[str], tmp_p
     [
         (["--min-ess", "0.9"], "--ess-decay"),
         (["--goal", "reward", "--learning", "nowhere"], "--age-cost"),
-        (["--vary", "seed=1,2"], "Give the seeds with --seeds"),
+        (["--vary", "seed=1,2"], "Give one seed with --seed N"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_simulated(

@@ -57,7 +57,7 @@ def test_a_core_that_is_not_there_is_refused_with_those_that_are() -> None:
 def test_a_dry_run_shows_the_cores_and_refuses_those_that_are_not_there() -> None:
     first = cores_here()[0]
     names, shown = (list(column.cells) for column in describe(config(trainer=[first])).columns)
-    assert shown[names.index("cores")] == f"trainer: {first}"
+    assert str(shown[names.index("cores")]) == f"trainer: {first}"
     with pytest.raises(ConfigError, match=r"launch.cores.trainer names 99999"):
         describe(config(trainer=[99999]))
     assert "cores" not in list(describe(config()).columns[0].cells)
