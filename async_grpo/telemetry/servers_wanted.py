@@ -41,9 +41,6 @@ BLOCKS, BLOCK_BEATS, LEAST_BLOCKS = 128, 4, 3
 """Speeds that are remembered. One is the mean of `BLOCK_BEATS` heartbeats, which show the load of a moment."""
 LEAST_SPREAD = 0.1
 """Spread of the load over its mean below which the speed's dependence on it cannot be told."""
-PACKED = 0.25
-"""How far a server with room takes all that is admitted, and others nothing: 0 if all share evenly, 1 if one takes it.
-A quarter came closest to simulations (`python -m benchmarks.autoscaling`)."""
 _ROUNDS = 20
 
 
@@ -130,8 +127,7 @@ def _generation_s(rates: Rates, servers: int, step: StepWork, period_s: float) -
     waves = step.longest
     if rates.samples > servers * rates.slots:  # its last completions start when others have made room
         waves = max(waves, share / rates.slots + step.longest / 2)
-    spread, packed = (_running(rates, step.tokens / number, period_s) for number in (servers, 1))
-    running = PACKED * packed + (1 - PACKED) * spread
+    running = _running(rates, step.tokens / servers, period_s)  # servers share the window evenly
     return max(rates.token_s * waves + rates.load_s * share, (rates.token_s + rates.load_s * running) * waves)
 
 

@@ -22,7 +22,7 @@ from async_grpo.data.base import make_task
 from async_grpo.data.jsonl import usable_rows
 from async_grpo.data.prepare.formats import Rejections
 from async_grpo.data.prepared_source import open_folder
-from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
+from async_grpo.data.tokenizer import Tokenizer, find_tokenizer
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.plugins import is_plugin, load_plugin
 from async_grpo.rewards.base import DRY_ITEM, RewardFailure, RewardInput
@@ -117,7 +117,7 @@ def check_workflow(config: RunConfig, model: Path | None) -> None:
         if is_plugin(name):
             load_plugin(name, key="rollout.workflow")
         return
-    tokenizer = load_tokenizer(model)
+    tokenizer = find_tokenizer(model, "model.path")
     workflow = make_workflow(config.rollout, tokenizer)
     rows = first_rows(config, 1)
     if is_plugin(name) and rows:
