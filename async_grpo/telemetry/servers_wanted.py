@@ -9,15 +9,15 @@ Symbols (P, S and capacity as in async_grpo/staleness.py):
     M       slots of a server            W   tokens of a batch          L   tokens of its longest completion
     B       seconds that the trainer computes in a step                 D   seconds from step to step, with N servers
 
-A batch is generated in  T = max(a L + b W max(1 / N, M / samples), L (a + b n)): alone on its servers, or beside others
+A batch is generated in  T = max(a L + b W / N, L (a + b n)): alone on its servers, or beside others
 if it takes longer than a step, with  n = a w / (D - b w) <= M  samples on a server that generates w tokens a step. Its
 groups are admitted when the step `lag` + 1 before its own ends, so that step v ends at
 
     t_v = max(t_(v-1), t_(v-1-lag) + T_v) + B_v        lag = S, unless the selector waits for more or less
 
 and D, the mean of t_v - t_(v-1), is at least  W (a / M + b) / N, which the slots allow. D falls with N until the
-trainer is never without a batch (B), or until the servers have slots for all that the window lets in. Wanted are the
-fewest servers with which D is within `TOLERANCE` of that with the most, which is at most (S + 1) P G / M.
+trainer is never without a batch (B), or until a completion alone on its server is what takes longest. Wanted are the
+fewest servers with which D is within `TOLERANCE` of that with the most.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Rates:
     samples: int
     """Samples that servers generate for one step."""
     window: int
-    """Samples of the groups that may be active at once: servers with slots for more get none."""
+    """Samples of the groups that may be active at once, which all servers share evenly."""
     lag: int
     steps: Sequence[StepWork]
     streaming: bool = False
@@ -87,7 +87,7 @@ def lag_of(policy: ReplayPolicy) -> int:
 
 def servers_wanted(rates: Rates, most: int = MOST) -> int:
     """The fewest of 1 to `most` servers with which steps follow each other nearly as fast as with `most`."""
-    most = min(most, -(-rates.window // rates.slots))
+    most = min(most, rates.window)
     enough = (1 + TOLERANCE) * step_period(rates, most)
     low, high = 1, most
     while low < high:  # the period never grows with the servers
@@ -123,11 +123,11 @@ def _simulated_period(rates: Rates, servers: int, period_s: float) -> float:
 
 def _generation_s(rates: Rates, servers: int, step: StepWork, period_s: float) -> float:
     """T: seconds until the last completion of a batch."""
-    share = step.tokens * max(1 / servers, min(1.0, rates.slots / rates.samples))
+    share = step.tokens / servers  # servers share the window evenly
     waves = step.longest
     if rates.samples > servers * rates.slots:  # its last completions start when others have made room
         waves = max(waves, share / rates.slots + step.longest / 2)
-    running = _running(rates, step.tokens / servers, period_s)  # servers share the window evenly
+    running = _running(rates, share, period_s)
     return max(rates.token_s * waves + rates.load_s * share, (rates.token_s + rates.load_s * running) * waves)
 
 
