@@ -8,7 +8,7 @@ from async_grpo.telemetry.servers_wanted import TOLERANCE
 from benchmarks.autoscaling import MOST, WORKLOADS, ScaledWorkload, enough, gauge, random_workloads, simulated
 
 LOSS = 0.12
-"""Of the speed. The gauge sees heartbeats only: where engines slow down with load it stops a tenth below the fastest."""
+"""Of the speed. The gauge sees heartbeats only: where load slows engines, it stops a tenth below the fastest."""
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=[workload.name for workload in WORKLOADS])
