@@ -35,7 +35,7 @@ from async_grpo.errors import ConfigError
 LEAST_GAIN = 1.7
 """Tokens/s of S = 2 over those of S = 0; published for asynchronous training of a 4B model: 1.72."""
 MOST_UPDATE_S = 1.6
-"""Seconds of a weight update of 4B, from the trainer's call until the last engine goes on."""
+"""Maximum seconds of a 4B weight update, from the trainer's call until the last engine resumes."""
 LEAST_TOKENS_PER_DEVICE = 378.0
 """Tokens/s and device of 8B: 1.5 times the 252 that MindSpeed-RL publishes for a die."""
 

@@ -57,7 +57,7 @@ def list_(root: Root = Path("runs"), as_json: AsJson = False) -> None:
         if not rows:
             print_line(f"no run in {root}. `async-grpo run quickstart` makes one")
             return 0
-        # Points of a sweep differ at the end of their names, so a name that is too long goes on in the next line.
+        # Points of a sweep differ at the end of their names, so a long name is wrapped, not cut.
         folder = Column("run", overflow="fold")
         table = Table(folder, "state", "steps", "held-out score", "reward", "tokens/s", "wall", "last written")
         for row in rows:

@@ -150,7 +150,7 @@ class LocalLauncher:
 
 
 def _finished(folder: RunFolder, state: RunState) -> str:
-    """What a user may want of a run that is finished, and the command for each."""
+    """Commands that continue or repeat a finished run."""
     return (
         f"this run is finished: see {folder.path / 'report.md'}. To train it further: `async-grpo resume {folder.path} "
         f"--steps N` (above {state.finished_steps}). To start over: `async-grpo run` with --fresh. To go on from its "

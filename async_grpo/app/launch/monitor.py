@@ -118,7 +118,7 @@ class Monitor:
     def _check_ready(self, ready: set[str]) -> None:
         """Give up a role that runs and has not become ready for launch.ready_timeout_s.
 
-        The run goes on with the servers that it has: one that hangs, or a spare that finds no room on its device, must
+        The run continues with its other servers: one that hangs, or a spare that finds no room on its device, must
         not end it. Raises RoleFailed for the trainer and for the last server.
         """
         limit = self._config.launch.ready_timeout_s

@@ -163,7 +163,7 @@ class RayJob:
         given_up = isinstance(error, AsyncGrpoError) and name != TRAINER
         if not given_up or all(task.done() for task in others):
             raise error
-        self.say(f"{error}. The run goes on without {name}")
+        self.say(f"{error}. The run continues without {name}")
 
     async def _keep(self, name: str) -> None:
         """Run a role, and start it again as long as `decide` says so. Raises RoleFailed, WaitTimeout."""

@@ -4,7 +4,7 @@
               end. Returns when the trainer has finished and the rollout servers have left, or raises RoleFailed when
               the trainer, or the last rollout server, has died too often
     start_spare(), retire(): one server more, or one less, which gives back what it has
-    give_up(): stop a server that does not become ready; the run goes on with the others
+    give_up(): stop a server that does not become ready; the run continues with the others
     stop():   SIGTERM to all roles (rollout servers store partials, the trainer saves a checkpoint), SIGKILL to those
               that are still there at the deadline; no process is left
 
@@ -55,7 +55,7 @@ async def _not_yet() -> bool:
 
 
 async def _keep_leases(name: str) -> None:
-    """What a supervisor does about the leases of a dead server if nobody gave it a buffer: it lets them run out."""
+    """Default without a buffer: let the leases of a dead server expire."""
 
 
 class RoleSupervisor:
@@ -87,7 +87,7 @@ class RoleSupervisor:
         self._spares = {spec.name: spec for spec in spares}
         self._retired: set[str] = set()
         self.given_up: dict[str, str] = {}
-        """Rollout server without which the run goes on -> why it was given up."""
+        """Rollout server that was given up -> the reason."""
         self._tasks: asyncio.TaskGroup | None = None
         self._trained = trained
         self._generated = generated
@@ -124,7 +124,7 @@ class RoleSupervisor:
             self._tasks.create_task(self._part_with(name), name=f"retire {name}")
 
     def give_up(self, name: str, why: str) -> None:
-        """Stop a rollout server for good; the run goes on with the others. Raises RoleFailed, with the reason `why`,
+        """Stop a rollout server for good; the run continues with the others. Raises RoleFailed, with the reason `why`,
         for the trainer and for the last server."""
         self._continue_without(name, why, self._other_servers(name, "starting", "running", "restarting"))
         if self._tasks is not None and not self._stopping:
@@ -136,7 +136,7 @@ class RoleSupervisor:
             raise RoleFailed(f"{why}; the same command resumes the run")
         self.given_up[name] = why
         self._warn(
-            f"{why}. The run goes on without {name}, with {', '.join(others)}",
+            f"{why}. The run continues without {name}, with {', '.join(others)}",
             level="error",
             failed_role=name,
             given_up=True,
