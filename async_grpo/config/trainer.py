@@ -112,7 +112,7 @@ class CheckpointConfig(StrictModel):
 
 PlatformName = Literal["cpu", "cuda", "npu"]
 """The platforms of `trainer.platform.platforms`."""
-VLLM_PLATFORMS: Mapping[PlatformName, str] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
+VLLM_PLATFORMS: Mapping[str, str] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
 """Platform of the trainer -> `rollout.vllm.platform` of servers on the same devices: vLLM has its own names."""
 
 

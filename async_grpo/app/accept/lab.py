@@ -22,6 +22,7 @@ from async_grpo.app.launch.first_policy import prepare_model
 from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, last_error
 from async_grpo.app.launch.role_specs import trainer_environment
 from async_grpo.config import RunConfig, dump, validate
+from async_grpo.config.trainer import VLLM_PLATFORMS
 from async_grpo.errors import ConfigError, RoleFailed
 from async_grpo.utils.child_process import MARK_VARIABLE
 from async_grpo.utils.processes import end_family, mark
@@ -34,8 +35,6 @@ TEMPERATURE = 0.8
 STEPS = 10
 LONGEST_ANSWER_S = 900.0
 """Beyond the limit of every stage."""
-ENGINES = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
-"""Platform of the trainer -> that of its engine."""
 HOST_RANKS = 2
 """Ranks of the collectives on a CPU."""
 _TINY = {"hidden_size": 128, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 256, "vocab_size": 320}
@@ -110,7 +109,7 @@ class Lab:
             "rollout": {
                 "servers": servers,
                 "max_concurrency": 16,
-                "vllm": {"platform": ENGINES[self.platform.name], "kv_cache_bytes": 256 << 20, **half},
+                "vllm": {"platform": VLLM_PLATFORMS[self.platform.name], "kv_cache_bytes": 256 << 20, **half},
             },
             "trainer": {
                 "platform": self.platform.name,

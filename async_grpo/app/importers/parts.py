@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from async_grpo.app.importers.translation import Translation
 from async_grpo.config.launch import TelemetryConfig
+from async_grpo.config.trainer import VLLM_PLATFORMS
 from async_grpo.models.hub import hub_repo
 from async_grpo.models.shapes import SHAPES
 
@@ -17,7 +18,6 @@ KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": 
 """Names of verl and MindSpeed-RL; `low_var_kl+` is `k3+`."""
 SHARED_CACHE_BYTES = 4 << 30
 """KV cache of an engine that shares its devices with the trainer: no file has such a number."""
-_ENGINES = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
 _TRACKERS = get_args(get_args(TelemetryConfig.model_fields["trackers"].annotation)[0])
 NO_TRUNCATION = "here the log-probabilities are of the whole distribution; a truncated one would make the weights wrong"
 
@@ -142,7 +142,7 @@ def set_devices(t: Translation, count: DeviceCount) -> None:
     need more devices than the file has.
     """
     t.set("trainer.platform", count.platform)
-    t.set("rollout.vllm.platform", _ENGINES[count.platform])
+    t.set("rollout.vllm.platform", VLLM_PLATFORMS[count.platform])
     if count.engine > 1:
         t.set("rollout.vllm.tensor_parallel", count.engine)
     total = count.nodes * count.per_node
