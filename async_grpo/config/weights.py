@@ -20,11 +20,9 @@ Encryption = Literal["off", "control", "all"]
 class WeightsConfig(StrictModel):
     """Weights from the trainer to the rollout servers."""
 
-    transport: Literal["zmq", "collective", "shared_filesystem", "object_store"] = "zmq"
-    """How weights travel. `zmq`: from machine to machine over TCP. `collective`: the same, but whole versions are
-    broadcast by torch.distributed (gloo) to the machines that are ready for them. `shared_filesystem`: through a folder
-    that all machines mount. `object_store`: through an S3-compatible bucket, for engines that cannot reach the
-    trainer."""
+    transport: Literal["zmq", "shared_filesystem", "object_store"] = "zmq"
+    """How weights travel. `zmq`: from machine to machine over TCP. `shared_filesystem`: through a folder that all
+    machines mount. `object_store`: through an S3-compatible bucket, for engines that cannot reach the trainer."""
     location: str | None = None
     """Where versions lie: for `shared_filesystem` the absolute path of the folder, for `object_store` a URL such as
     `s3://BUCKET/PREFIX`; its credentials come from the environment."""
@@ -87,15 +85,10 @@ class WeightsConfig(StrictModel):
 
     def _problems_of_location(self) -> Iterator[str]:
         location = self.location
-        if self.transport == "collective" and self.encrypt == "all":
-            yield (
-                "weights.encrypt (all) cannot encrypt the broadcasts of transport collective. Set weights.encrypt to "
-                "control, or weights.transport to zmq"
-            )
-        if self.transport in ("zmq", "collective"):
+        if self.transport == "zmq":
             if location is not None:
                 yield (
-                    f"weights.location ({location}) is not used by transport {self.transport}. Remove it, or set "
+                    f"weights.location ({location}) is not used by transport zmq. Remove it, or set "
                     "weights.transport to shared_filesystem or object_store"
                 )
             return

@@ -8,7 +8,6 @@ transports.
     encoder         hashes and patches a version, on threads
     node/           the rollout machine's side of every transport
     zmq/            the default transport
-    collective/     the same, with versions broadcast by torch.distributed
     folder/         a folder that all machines mount, or a bucket
 
 Child processes pass through this module, so it imports nothing before a factory is called.
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSender:
     """The sender of `weights.transport`. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
     match config.weights.transport:
-        case "zmq" | "collective":
+        case "zmq":
             from async_grpo.weights.zmq.sender import ZmqWeightSender
 
             return ZmqWeightSender(layout, config.local_name, epoch, config.weights)

@@ -74,7 +74,6 @@ class Transport:
 
 TRANSPORTS = [
     Transport("zmq", spoiling=through_a_bad_proxy),
-    Transport("collective", spoiling=through_a_bad_proxy, marks=(pytest.mark.slow,)),
     Transport("zmq, three connections", spoiling=through_a_bad_proxy, marks=(pytest.mark.slow,)),
     Transport("zmq, one slot", spoiling=through_a_bad_proxy, marks=(pytest.mark.slow,)),
     Transport("shared_filesystem", spoiling=through_a_damaged_copy),

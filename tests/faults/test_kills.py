@@ -49,7 +49,6 @@ def test_the_groups_of_a_killed_server_go_on_at_once_however_long_their_leases_a
 
 WEIGHTS = {
     "one slot": ["weights.receiver_slots=1"],
-    "broadcast": ["weights.transport=collective"],
     "merged adapters": ["model.lora.rank=8"],
     "adapters": ["model.lora.rank=8", "model.lora.engine=adapters"],
 }

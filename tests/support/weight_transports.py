@@ -39,7 +39,6 @@ def _in_a_folder_and_one_slot() -> Iterator[dict[str, Any]]:
 
 PLACES: dict[str, Place] = {
     "zmq": lambda: nullcontext({}),
-    "collective": lambda: nullcontext({}),
     "zmq, three connections": lambda: nullcontext({"connections": 3, "transport": "zmq"}),
     "zmq, one slot": lambda: nullcontext({**ONE_SLOT, "transport": "zmq"}),
     "shared_filesystem": _in_a_folder,

@@ -90,10 +90,6 @@ class ChunkSchedule:
                 self._passed_over.add(earlier)
         self._forget(index)
 
-    def drop(self, index: int) -> None:
-        """The chunk came without a request, and none is under way."""
-        self._todo.remove(index)
-
     def add(self, index: int) -> None:
         """Add a chunk to fetch."""
         self._todo.append(index)
@@ -153,7 +149,6 @@ class Fetch:
     itself.
 
     `torn`: the block holds parts of a version that never became whole. Those that belong to this one are kept.
-    `broadcast`: all chunks come into the block by themselves, and `prove` takes them.
     """
 
     def __init__(
@@ -166,7 +161,6 @@ class Fetch:
         connections: int = 1,
         *,
         torn: bool = False,
-        broadcast: bool = False,
     ) -> None:
         """Raises WeightsCorrupt if the manifest does not have one hash for every chunk of its layout."""
         chunks = cut(manifest.layout, manifest.chunk_bytes)
@@ -180,7 +174,6 @@ class Fetch:
         """The version whose chunks may be used; None if there is none."""
         self._in_place = torn or (self.before is not None and self.before.block is block)
         same = np.full(len(chunks), torn) if self.before is None else self.served.hashes == self.before.hashes
-        same = same & (not broadcast)
         self._unchanged = deque(np.flatnonzero(same).tolist())
         missing = np.flatnonzero(~same).tolist()
         self.schedule = ChunkSchedule(
@@ -226,17 +219,6 @@ class Fetch:
                 if self.before is not None:
                     count(self._stats.fallbacks, "base damaged")
         return copied
-
-    def prove(self, index: int) -> bool:
-        """Take a chunk that was broadcast into the block; False if it fails its hash, and must be fetched."""
-        chunk = self.served.chunks[index]
-        if not self._is_right(index, chunk.of(self.served.block)):
-            return False
-        self._arrived[index] = 1
-        self._stats.broadcast_chunks += 1
-        self._stats.received_bytes += chunk.nbytes
-        self.schedule.drop(index)
-        return True
 
     def accept(self, reply: ChunkReply, payload: memoryview) -> bool:
         """Store the chunk or apply the patch that arrived; False if it was not requested or fails its hash.

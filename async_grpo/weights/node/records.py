@@ -53,8 +53,6 @@ class ReceiverStats(msgspec.Struct, kw_only=True, tag="receiver_stats", tag_fiel
     """Length of all versions that came whole."""
     patched_chunks: int = 0
     dense_chunks: int = 0
-    broadcast_chunks: int = 0
-    """Of a group of `collective`."""
     unchanged_chunks: int = 0
     """Copied from the version before."""
     rerequests: int = 0

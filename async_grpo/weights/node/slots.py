@@ -56,11 +56,6 @@ class StoreSlots:
         """The newest whole version; None while the only slot is written."""
         return self._servers.newest
 
-    @property
-    def has_store(self) -> bool:
-        """Whether the store is there; making it takes seconds."""
-        return self._store is not None
-
     def is_news(self, identity: WeightVersion | None) -> bool:
         """Whether this version is newer than all that were whole here."""
         return identity is not None and (self.last is None or identity > self.last)
@@ -92,9 +87,9 @@ class StoreSlots:
                 "Restart the rollout servers together with a trainer of another model."
             )
 
-    def begin(self, manifest: WeightManifest, connections: int = 1, *, broadcast: bool = False) -> Fetch:
-        """Start to fetch this version over so many connections, or to receive its broadcast, into the slot that may be
-        written; chunks are served as they arrive."""
+    def begin(self, manifest: WeightManifest, connections: int = 1) -> Fetch:
+        """Start to fetch this version over so many connections into the slot that may be written; chunks are served as
+        they arrive."""
         assert self._store is not None
         before = self._server.served(self.newest)
         victim = self._store.next_victim()
@@ -103,9 +98,7 @@ class StoreSlots:
         if victim == self.newest:
             self._servers.newest = None
         block = self._store.begin()
-        fetch = Fetch(
-            manifest, block, before, self._config, self._stats, connections, torn=self._torn, broadcast=broadcast
-        )
+        fetch = Fetch(manifest, block, before, self._config, self._stats, connections, torn=self._torn)
         self._torn = self._store.slots == 1
         self._server.offer(fetch.served)
         return fetch

@@ -53,8 +53,6 @@ class ChunkServer:
         self._versions: dict[WeightVersion, ServedVersion] = {}
         self._parked: dict[tuple[WeightVersion, int], dict[bytes, ChunkRequest]] = {}
         self._uses: dict[WeightVersion, dict[bytes, _Use]] = {}
-        self._protected: WeightVersion | None = None
-        self._protected_s = 0.0
 
     def offer(self, served: ServedVersion) -> None:
         """Serve this version from now on, as far as it has arrived."""
@@ -86,18 +84,10 @@ class ChunkServer:
         """The version that is served as `identity`; None if it is not served."""
         return self._versions.get(identity) if identity is not None else None
 
-    def protect(self, identity: WeightVersion | None) -> None:
-        """A broadcast reads this version; None: no broadcast goes on."""
-        if identity != self._protected:
-            self._protected, self._protected_s = identity, self._clock()
-
     def in_use_since(self, identity: WeightVersion | None) -> float | None:
         """When the oldest fetch that still goes on began; None if no receiver fetches this version."""
         now, uses = self._clock(), self._uses.get(identity, {}) if identity is not None else {}
-        live = [use.since_s for use in uses.values() if self._is_live(use, now)]
-        if identity is not None and identity == self._protected:
-            live.append(self._protected_s)
-        return min(live, default=None)
+        return min((use.since_s for use in uses.values() if self._is_live(use, now)), default=None)
 
     def serve(self) -> None:
         """Answer some of the requests that the socket has."""

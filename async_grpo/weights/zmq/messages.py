@@ -11,7 +11,6 @@
               ---ParentAssignment (ROUTER)->             from whom to fetch
               <--ManifestRequest------------
               ---ManifestReply-------------->
-              <--GroupEntry----------------->            how a group of `collective` meets
               <--ReceiverLeaving-------------
 
     publisher | relay  <--ChunkRequest (DEALER)--  receiver
@@ -102,32 +101,11 @@ class ParentAssignment(Record, frozen=True, kw_only=True, tag="assignment"):
 class ManifestRequest(Record, frozen=True, kw_only=True, tag="manifest_request"):
     """Asks for the newest manifest."""
 
-    joins: bool = False
-    """Whether this receiver can take part in a broadcast at once: its store is there."""
-
-
-class GroupInvitation(Record, frozen=True, kw_only=True, tag="invitation"):
-    """Take part, with this rank, in the broadcast of the version that comes with it. Groups are numbered; one that a
-    receiver is in already goes on."""
-
-    number: int
-    rank: int
-    size: int
-
-
-class GroupEntry(Record, frozen=True, kw_only=True, tag="group_entry"):
-    """What a member of a group sets for the others. Without a key: why the group will not come about."""
-
-    group: int
-    key: str
-    value: bytes
-
 
 class ManifestReply(Record, frozen=True, kw_only=True, tag="manifest_reply"):
-    """The newest manifest; None before the first version. With a `group`, the version is broadcast."""
+    """The newest manifest; None before the first version."""
 
     manifest: WeightManifest | None = None
-    group: GroupInvitation | None = None
 
 
 class FetchDone(Versioned, frozen=True, kw_only=True, tag="done"):
@@ -143,8 +121,8 @@ class ChunkPending(Record, frozen=True, kw_only=True, tag="waiting"):
 
 
 TrainerOrder = Prepare | Publish | StatsRequest
-TrackerRequest = ReceiverHeartbeat | ReceiverLeaving | ManifestRequest | GroupEntry
-TrackerReply = ParentAssignment | ManifestReply | GroupEntry
+TrackerRequest = ReceiverHeartbeat | ReceiverLeaving | ManifestRequest
+TrackerReply = ParentAssignment | ManifestReply
 ChunkOrder = ChunkRequest | FetchDone
 ChunkAnswer = ChunkReply | VersionGone | ChunkPending
 
@@ -174,10 +152,6 @@ class PublisherStats(msgspec.Struct, kw_only=True, tag="publisher_stats", tag_fi
     """Receivers that fetch from the publisher itself."""
     most_behind: int = 0
     """Versions between the newest and the oldest that a receiver has."""
-    broadcasts: int = 0
-    """Versions that went to a group (`collective`)."""
-    failed_broadcasts: int = 0
-    """Those that did not reach all of it; the rest was fetched."""
     refused: int = 0
     """Peers without this run's key."""
     unsigned: int = 0

@@ -31,7 +31,6 @@ from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import AsyncGrpoError, WeightsCorrupt
-from async_grpo.weights.collective import make_member
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.node.fetch import Fetch, FetchInterrupted
 from async_grpo.weights.node.local_socket import Failed, LocalClients, ReceiverPaths, ReceiverState
@@ -40,7 +39,6 @@ from async_grpo.weights.node.slots import StoreSlots
 from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer
 from async_grpo.weights.zmq.messages import (
     ChunkPending,
-    GroupInvitation,
     ManifestReply,
     ManifestRequest,
     ReceiverHeartbeat,
@@ -55,7 +53,6 @@ from async_grpo.weights.zmq.sockets import (
     Socket,
     as_seen_from,
     connections,
-    host_of,
     is_loopback,
     keys_for,
     listen,
@@ -95,7 +92,6 @@ class NodeReceiver:
         self._parent: ParentConnection | None = None
         self._fetch: Fetch | None = None
         self._gone_at_relay: WeightVersion | None = None
-        self._member = make_member(config)
         self._next_heartbeat_s = self._ask_manifest_s = 0.0
         self._started_s = time.monotonic()
 
@@ -123,8 +119,6 @@ class NodeReceiver:
         address = self._locals.address
         if address is None or (self._publisher is not None and self._publisher.address == address):
             return
-        if self._broadcasts:  # its end comes soon, and until then others write into the slot
-            return
         if self._publisher is not None:
             self._publisher.close()
             self._leave_parent()
@@ -138,14 +132,7 @@ class NodeReceiver:
                 relay=self._relay_endpoint,
             )
         self._publisher = PublisherConnection(self._context, address, self._control_keys)
-        if self._member is not None:
-            self._member.connect(host_of(self._relay_endpoint), self._publisher.send)
         self._next_heartbeat_s = self._ask_manifest_s = 0.0
-
-    @property
-    def _broadcasts(self) -> bool:
-        """Whether a broadcast writes into the slot of the fetch."""
-        return self._member is not None and self._member.worker.busy
 
     def _heartbeat_if_due(self) -> None:
         now = time.monotonic()
@@ -187,20 +174,15 @@ class NodeReceiver:
         if self._slots.slot_in_use():
             return
         self._ask_manifest_s = now + self._config.request_timeout_s
-        publisher.send(ManifestRequest(joins=self._member is not None and self._slots.has_store))
+        publisher.send(ManifestRequest())
 
     def _take_manifest(self, reply: ManifestReply) -> None:
-        manifest, begun = reply.manifest, self._fetch
+        manifest = reply.manifest
         self._ask_manifest_s = time.monotonic() + self._config.heartbeat_s
-        if begun is None and manifest is not None and self._slots.is_news(manifest.identity):
-            self._begin(manifest, reply.group)
-        if reply.group is not None and self._member is not None:
-            if self._fetch is not None and self._fetch is not begun:
-                self._member.join(reply.group, self._fetch)
-            else:
-                self._member.decline(reply.group)
+        if self._fetch is None and manifest is not None and self._slots.is_news(manifest.identity):
+            self._begin(manifest)
 
-    def _begin(self, manifest: WeightManifest, group: GroupInvitation | None) -> None:
+    def _begin(self, manifest: WeightManifest) -> None:
         assert self._publisher is not None
         manifest.validate()
         self._slots.open(manifest)
@@ -217,12 +199,10 @@ class NodeReceiver:
         if manifest.identity == self._gone_at_relay and self._parent is not None and self._parent.is_relay:
             self._lose_parent("it does not have the newest version")
         self._gone_at_relay = None
-        self._fetch = self._slots.begin(manifest, self._connections, broadcast=group is not None)
+        self._fetch = self._slots.begin(manifest, self._connections)
 
     def _advance_fetch(self, publisher: PublisherConnection, fetch: Fetch) -> None:
         now = time.monotonic()
-        if self._broadcasts:
-            return
         if now - fetch.started_s > self._config.update_timeout_s:
             raise FetchInterrupted(
                 f"{fetch.identity} did not come whole in {self._config.update_timeout_s:g} s. Raise "
@@ -314,8 +294,7 @@ class NodeReceiver:
         sockets = [self._relay, *self._guard.sockets]
         sockets += self._publisher.sockets if self._publisher is not None else []
         sockets += self._parent.sockets if self._parent is not None else []
-        wakes: list[int] = [self._member.worker.wake] if self._member is not None else []
-        for waited_for in (*sockets, *wakes, *self._locals.descriptors):
+        for waited_for in (*sockets, *self._locals.descriptors):
             poller.register(waited_for, zmq.POLLIN)
         events = dict(poller.poll(self._poll_timeout_ms()))
         for dealer in self._parent.ready(events) if self._parent is not None else []:
@@ -326,9 +305,7 @@ class NodeReceiver:
         if self._publisher is not None and self._publisher.announcements in events:
             self._take_announcement(self._publisher)
         if self._publisher is not None and self._publisher.requests in events:
-            self._publisher.receive(self._take_manifest, self._member.worker.put if self._member else None)
-        if self._member is not None:
-            self._member.advance(self._server.arrived)
+            self._publisher.receive(self._take_manifest)
         for guarded in self._guard.sockets:
             if guarded in events:
                 self._guard.handle(guarded)
@@ -381,8 +358,6 @@ class NodeReceiver:
                     parent.ask(request)
 
     def _close(self) -> None:
-        if self._member is not None:
-            self._member.worker.close()
         self._locals.close()
         self._slots.close()
         if self._publisher is not None:

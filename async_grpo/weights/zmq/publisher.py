@@ -26,7 +26,6 @@ import zmq
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.chunks import ServedVersion, cut
-from async_grpo.weights.collective import make_root
 from async_grpo.weights.encoder import Encoded, WeightEncoder
 from async_grpo.weights.manifest import BaseVersion, WeightManifest, WeightVersion
 from async_grpo.weights.node.records import count
@@ -35,9 +34,7 @@ from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer
 from async_grpo.weights.zmq.messages import (
     Announcement,
     Cleared,
-    GroupEntry,
     ManifestReply,
-    ManifestRequest,
     Prepare,
     Publish,
     Published,
@@ -52,7 +49,6 @@ from async_grpo.weights.zmq.sockets import (
     CurveGuard,
     CurveKeys,
     connections,
-    host_of,
     is_loopback,
     keys_for,
     listen,
@@ -78,8 +74,7 @@ class PublisherProcess:
         self._stats = PublisherStats()
         self._newest: ServedVersion | None = None
         self._manifests: dict[WeightVersion, WeightManifest] = {}
-        broadcasts = config.transport == "collective"
-        self._encoder = WeightEncoder(self._chunks, "dense" if broadcasts else config.encoding, config.encode_threads)
+        self._encoder = WeightEncoder(self._chunks, config.encoding, config.encode_threads)
         self._prepare_since_s: float | None = None
         self._bind(Context(connections(config)), control, keys)
 
@@ -105,9 +100,6 @@ class PublisherProcess:
             longest_s=self._config.update_timeout_s,
         )
         self._requests, self._chunk_requests = requests, chunks
-        self._root = make_root(self._config, self._tracker.send)
-        if self._root is not None:
-            self._root.worker.address = host_of(chunks_endpoint)
         self._control.connect(control)
         self._control.send(encode(PublisherReady(announce=announce, requests=control_endpoint)))
 
@@ -115,8 +107,7 @@ class PublisherProcess:
         """Serve until the process is killed."""
         poller = zmq.Poller()
         sockets = (self._control, self._requests, self._chunk_requests, *self._guard.sockets)
-        wakes = [self._encoder.wake, *([self._root.worker.wake] if self._root is not None else [])]
-        for waited_for in (*sockets, *wakes):
+        for waited_for in (*sockets, self._encoder.wake):
             poller.register(waited_for, zmq.POLLIN)
         next_heartbeat_s = time.monotonic()
         while True:
@@ -132,8 +123,7 @@ class PublisherProcess:
             if self._chunk_requests in events:
                 self._server.serve()
             if self._requests in events:
-                self._tracker.handle(self._requests.recv_multipart(), self._manifest_for, self._on_entry)
-            self._advance_broadcast()
+                self._tracker.handle(self._requests.recv_multipart(), self._newest_manifest)
             for guarded in self._guard.sockets:
                 if guarded in events:
                     self._guard.handle(guarded)
@@ -213,29 +203,11 @@ class PublisherProcess:
         stats.served_bytes, stats.served_chunks = server.served_bytes, server.served_chunks
         stats.served_patches, stats.unsigned = server.served_patches, server.unsigned
         self._tracker.count(stats, self._newest.identity if self._newest else None)
-        if self._root is not None:
-            stats.broadcasts, stats.failed_broadcasts = self._root.broadcasts, self._root.failures
         stats.refused = self._guard.refused
         return stats
 
-    def _manifest_for(self, peer: bytes, request: ManifestRequest) -> bytes | None:
-        newest = self._newest.identity if self._newest else None
-        if self._root is not None and request.joins and self._root.ask(peer, newest):
-            return None
-        return encode(ManifestReply(manifest=self._manifests[newest] if newest else None))
-
-    def _on_entry(self, peer: bytes, entry: GroupEntry) -> None:
-        if self._root is not None:
-            self._root.relay(peer, entry)
-
-    def _advance_broadcast(self) -> None:
-        root = self._root
-        if root is None:
-            return
-        root.advance()
-        if self._newest is not None:
-            root.begin_if_ready(self._tracker.peers, self._newest, self._manifests[self._newest.identity])
-        self._server.protect(root.broadcasting)
+    def _newest_manifest(self) -> ManifestReply:
+        return ManifestReply(manifest=self._manifests[self._newest.identity] if self._newest else None)
 
     def _heartbeat(self) -> None:
         self._tracker.forget_silent()

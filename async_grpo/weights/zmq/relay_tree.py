@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.messages import (
-    GroupEntry,
+    ManifestReply,
     ManifestRequest,
     ParentAssignment,
     PublisherStats,
     ReceiverHeartbeat,
     ReceiverLeaving,
+    TrackerReply,
     TrackerRequest,
 )
 from async_grpo.weights.zmq.sockets import HEARTBEATS_OF_SILENCE, Socket, is_loopback
@@ -131,7 +132,6 @@ class RelayTracker:
         self._silence_s = HEARTBEATS_OF_SILENCE * heartbeat_s
         self._heard_s: dict[str, float] = {}
         self._held: dict[str, WeightVersion | None] = {}
-        self._peers: dict[str, bytes] = {}
 
     def count(self, stats: PublisherStats, newest: WeightVersion | None) -> None:
         """Set the counters of receivers. Those without weights of the newest epoch are not behind."""
@@ -139,23 +139,8 @@ class RelayTracker:
         held = [identity for identity in self._held.values() if identity and newest and identity.epoch == newest.epoch]
         stats.most_behind = newest.version - min(held).version if newest and held else 0
 
-    @property
-    def peers(self) -> Collection[bytes]:
-        """The receivers that are heard, as the socket knows them."""
-        return self._peers.values()
-
-    def send(self, peer: bytes, message: bytes) -> None:
-        """Send to one receiver."""
-        self._router.send_multipart([peer, message], copy=False)
-
-    def handle(
-        self,
-        frames: Sequence[bytes],
-        manifest_for: Callable[[bytes, ManifestRequest], bytes | None],
-        on_entry: Callable[[bytes, GroupEntry], None],
-    ) -> None:
-        """Answer one request. `manifest_for` a receiver is the encoded reply to a request for it, None if it comes
-        later."""
+    def handle(self, frames: Sequence[bytes], newest_manifest: Callable[[], ManifestReply]) -> None:
+        """Answer one request. A request for the manifest is answered with `newest_manifest()`."""
         peer, payload = frames[0], frames[-1]
         try:
             request = _requests.decode(payload)
@@ -163,15 +148,11 @@ class RelayTracker:
             return  # not one of ours
         match request:
             case ReceiverHeartbeat():
-                self._peers[request.node] = peer
-                self.send(peer, encode(self._register(request)))
+                self._send(peer, self._register(request))
             case ReceiverLeaving(node=node):
                 self._forget(node)
             case ManifestRequest():
-                if (manifest := manifest_for(peer, request)) is not None:
-                    self.send(peer, manifest)
-            case GroupEntry():
-                on_entry(peer, request)
+                self._send(peer, newest_manifest())
 
     def forget_silent(self) -> None:
         """Forget receivers that have been silent for too long; called every heartbeat."""
@@ -179,6 +160,9 @@ class RelayTracker:
         for node, heard_s in list(self._heard_s.items()):
             if now - heard_s > self._silence_s:
                 self._forget(node)
+
+    def _send(self, peer: bytes, reply: TrackerReply) -> None:
+        self._router.send_multipart([peer, encode(reply)], copy=False)
 
     def _register(self, heartbeat: ReceiverHeartbeat) -> ParentAssignment:
         self._heard_s[heartbeat.node] = time.monotonic()
@@ -192,4 +176,4 @@ class RelayTracker:
     def _forget(self, node: str) -> None:
         if node in self._tree:
             self._tree.leave(node)
-            del self._heard_s[node], self._held[node], self._peers[node]
+            del self._heard_s[node], self._held[node]

@@ -25,7 +25,6 @@ from async_grpo.weights.zmq.messages import (
     ChunkAnswer,
     ChunkPending,
     FetchDone,
-    GroupEntry,
     ManifestReply,
     ManifestRequest,
     ParentAssignment,
@@ -149,11 +148,8 @@ class PublisherConnection:
             raise PeerUnreadable(self.address.announce, error) from error
         self.heard_s = time.monotonic()
 
-    def receive(
-        self, on_manifest: Callable[[ManifestReply], None], on_entry: Callable[[GroupEntry], None] | None
-    ) -> None:
-        """Take the reply that has come; a manifest goes to `on_manifest`, an entry of the group to `on_entry`. Raises
-        PeerUnreadable."""
+    def receive(self, on_manifest: Callable[[ManifestReply], None]) -> None:
+        """Take the reply that has come; a manifest goes to `on_manifest`. Raises PeerUnreadable."""
         try:
             reply = _replies.decode(self.requests.recv())
         except msgspec.MsgspecError as error:
@@ -164,12 +160,9 @@ class PublisherConnection:
                 self.assignment = reply
             case ManifestReply():
                 on_manifest(reply)
-            case GroupEntry() if on_entry is not None:
-                on_entry(reply)
 
-    def send(self, message: ReceiverHeartbeat | ReceiverLeaving | ManifestRequest | GroupEntry) -> None:
-        """Send the message; it is dropped if nothing can be sent, because all of these are repeated, or waited for no
-        longer than a group is."""
+    def send(self, message: ReceiverHeartbeat | ReceiverLeaving | ManifestRequest) -> None:
+        """Send the message; it is dropped if nothing can be sent, because all of these are repeated."""
         with suppress(zmq.Again):
             self.requests.send(encode(message), zmq.DONTWAIT)
 

@@ -1,7 +1,6 @@
 """The bench of the weight plane: real publisher and receiver processes, shared memory, loopback.
 
-- transfer   a whole model to one receiver, beside a plain TCP loop, gloo and a file (`baselines`); and by broadcast
-             (`weights.transport: collective`), beside gloo
+- transfer   a whole model to one receiver, beside a plain TCP loop, gloo and a file (`baselines`)
 - copy       one version into the store, in one thread, beside one memcpy of the weights
 - patches    what Adam leaves to send (`training`), and what encoding and decoding it costs. Rates are of one core:
              bytes of the whole chunks by CPU time. A memcpy of the same chunks is timed in the same way
@@ -55,7 +54,6 @@ WARM_UP_STEPS = 10
 LEARNING_RATES = (TIMED_LR, 3e-6, 1e-5)
 DELTA = WeightsConfig(encoding="delta")
 DENSE = WeightsConfig(encoding="dense")
-COLLECTIVE = WeightsConfig(transport="collective")
 FANOUT = 2
 RELAYS = WeightsConfig(encoding="dense", fanout=FANOUT)
 DIRECT = WeightsConfig(encoding="dense", fanout=0)
@@ -214,9 +212,6 @@ class TransferRound:
     memcpy_s: float
     baselines_s: dict[str, float]
     tcp_cpu_s: float
-    broadcast_s: float
-    """The move of the same weights by `collective`."""
-    broadcast_fetch_s: float
 
 
 async def transfer(size: TinyModelSize, rounds: int, step: Step) -> list[Measurement]:
@@ -224,7 +219,6 @@ async def transfer(size: TinyModelSize, rounds: int, step: Step) -> list[Measure
     weights = Weights(size.layout())
     async with AsyncExitStack() as stack:
         plane = await stack.enter_async_context(bench_plane("transfer", weights.layout, DENSE, 1))
-        broadcast = await stack.enter_async_context(bench_plane("collective", weights.layout, COLLECTIVE, 1))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-grpo-bench-")))
         target = plane.publisher.store.with_name("baseline")
         _, memory = allocate(target, weights.layout.total_bytes)
@@ -236,14 +230,14 @@ async def transfer(size: TinyModelSize, rounds: int, step: Step) -> list[Measure
         copy = np.frombuffer(memory, np.uint8, weights.layout.total_bytes)
         measured = []
         for _ in range(WARM_UPS + rounds):
-            measured.append(await _round(plane, broadcast, weights, baselines, copy))
+            measured.append(await _round(plane, weights, baselines, copy))
             step()
         waits_s = [await _wait_for_the_encoder(plane, weights) for _ in range(rounds)]
     return _figures(weights.layout.total_bytes, measured[WARM_UPS:], waits_s)
 
 
 async def _round(
-    plane: BenchPlane, broadcast: BenchPlane, weights: Weights, baselines: dict[str, TransferBaseline], copy: Bytes
+    plane: BenchPlane, weights: Weights, baselines: dict[str, TransferBaseline], copy: Bytes
 ) -> TransferRound:
     weights.touch(DENSE.chunk_bytes)
     memcpy_s = _memcpy(copy, weights.flat)
@@ -254,10 +248,9 @@ async def _round(
     with _processor_time(baselines["tcp"].process_ids) as theirs:
         took_s = {"tcp": await baselines["tcp"].seconds(block)}
     took_s["gloo"] = await baselines["gloo"].seconds(block)
-    broadcast_s = (await broadcast.move(weights)).seconds
     took_s["disk"] = await baselines["disk"].seconds(block)  # last: what it wrote goes to the disk afterwards
-    fetches_s = [each.receivers[0].stats.last_transfer_s for each in (plane, broadcast)]
-    return TransferRound(moved, fetches_s[0], ours.seconds, memcpy_s, took_s, theirs.seconds, broadcast_s, fetches_s[1])
+    fetch_s = plane.receivers[0].stats.last_transfer_s
+    return TransferRound(moved, fetch_s, ours.seconds, memcpy_s, took_s, theirs.seconds)
 
 
 async def _wait_for_the_encoder(plane: BenchPlane, weights: Weights) -> float:
@@ -292,8 +285,6 @@ def _figures(total_bytes: int, rounds: Sequence[TransferRound], waits_s: Sequenc
 
     moves_s = [each.moved.seconds for each in rounds]
     fetches = speeds([each.fetch_s for each in rounds], "tcp")
-    broadcasts = speeds([each.broadcast_s for each in rounds], "gloo")
-    broadcast_fetches = speeds([each.broadcast_fetch_s for each in rounds], "gloo")
     costs = [(each.cpu_s / gigabytes, each.tcp_cpu_s / gigabytes) for each in rounds]
     copies_ms = [(1e3 * each.moved.publication.stall_s, 1e3 * each.memcpy_s) for each in rounds]
     waits_inside_s = median(each.moved.publication.waited_s for each in rounds)
@@ -303,8 +294,6 @@ def _figures(total_bytes: int, rounds: Sequence[TransferRound], waits_s: Sequenc
         Measurement("of it, the transfer from manifest to commit", transfer_s, "s"),
         *(paired(f"{name}, beside {other}", "GB/s", speeds(moves_s, other), is_) for other, is_ in BASELINES.items()),
         paired(f"{name}, from manifest to commit", "GB/s", fetches, BASELINES["tcp"]),
-        paired(f"{name}, broadcast by collective", "GB/s", broadcasts, BASELINES["gloo"]),
-        paired(f"{name}, broadcast, from manifest to commit", "GB/s", broadcast_fetches, BASELINES["gloo"]),
         paired(f"{name}, processor time, both ends", "s/GB", costs, BASELINES["tcp"]),
         paired("one version into the store, in one thread", "ms", copies_ms, "one memcpy of the weights"),
         Measurement("of it, waiting for the encoder", 1e3 * waits_inside_s, "ms"),
