@@ -56,7 +56,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
         from trainer.checkpoint.store import RunStore
         from trainer.coordinator import Coordinator, SharedDevices, turn_timeout_s
         from trainer.distributed import start_ranks, stop_ranks
-        from trainer.loop import TrainingLoop
+        from trainer.loop import TrainerRun, train
         from trainer.model.policy import load_policy
         from trainer.model.reference import load_reference
         from trainer.run_logger import TrainerLogger
@@ -84,7 +84,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     peak_flops = platform.peak_flops(config.model.precision)
     peak_flops = peak_flops * config.trainer.processes if peak_flops is not None else None
     parts = (config, model, policy, coordinator, checkpoints, logger)
-    TrainingLoop(*parts, version, damage, reference=reference, peak_flops=peak_flops).run()
+    train(TrainerRun(*parts, version, damage, reference=reference, peak_flops=peak_flops))
     coordinator.close()
     logger.close()
     stop_ranks()

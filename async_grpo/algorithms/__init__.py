@@ -15,11 +15,10 @@ from async_grpo.algorithms.custom import advantage_of, check_objective
 from async_grpo.algorithms.losses import LOSSES, TokenLoss
 from async_grpo.algorithms.objective import (
     Objective,
-    every_multiplier,
+    correction_multiplier,
     rewards_less_kl,
     token_kl,
     token_objective,
-    whole_batch_multiplier,
 )
 from async_grpo.algorithms.tokens import Tokens
 
@@ -34,13 +33,12 @@ __all__ = [
     "Tokens",
     "advantage_of",
     "check_objective",
+    "correction_multiplier",
     "denominator",
     "ess_scale",
     "ess_sums",
-    "every_multiplier",
     "rewards_less_kl",
     "sequence_weights",
     "token_kl",
     "token_objective",
-    "whole_batch_multiplier",
 ]

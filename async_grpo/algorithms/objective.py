@@ -3,8 +3,8 @@
     Tokens --loss--> loss_N --* multipliers of the corrections--> + beta * KL - coefficient * entropy --> loss_N
     loss of the batch = sum over micro-batches and ranks of sum(weight_N * loss_N)
 
-Nothing here knows ranks or other micro-batches. What depends on the whole batch is passed in: advantages, weights, and
-the multiplier of corrections that must see all of it (`whole_batch_multiplier`).
+Nothing here knows ranks or other micro-batches. What depends on the whole batch is a column of the tokens: advantages,
+weights, and the multiplier of the corrections (`correction_multiplier`) where one of them must see all of it.
 
 The KL divergence from a reference policy is estimated on the sampled tokens, with d = log pi - log pi_ref. Nothing is
 clamped: a clamp would take the gradient from the tokens that have moved furthest. k3 grows like exp(-d), so beyond
@@ -18,7 +18,7 @@ gradient of k2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from async_grpo.algorithms.custom import correction_of, loss_of
 from async_grpo.algorithms.tokens import Tokens
-from async_grpo.config.objective import CorrectionConfig, ObjectiveConfig
+from async_grpo.config.objective import ObjectiveConfig
 
 MAX_K3 = 10.0
 K3_KNEE = -2.610868638149876
@@ -87,17 +87,17 @@ class Objective(NamedTuple):
     """bool: the loss leaves this token out, or a correction multiplies it by 0. It stays in the denominator."""
 
 
-def token_objective(tokens: Tokens, config: ObjectiveConfig, given_N: Tensor | None = None) -> Objective:
-    """The loss of each trained token, to be minimised. `given_N`: this micro-batch's part of `whole_batch_multiplier`.
+def token_objective(tokens: Tokens, config: ObjectiveConfig) -> Objective:
+    """The loss of each trained token, to be minimised.
 
     Corrections act on the policy loss; KL and entropy cover all trained tokens. They need `tokens.reference_N` and
-    `tokens.entropy_N`.
+    `tokens.entropy_N`. A correction that must see the whole batch needs `tokens.multiplier_N`, unless `tokens` are the
+    whole batch.
     """
     token = loss_of(config.loss)(tokens, config)
-    local = [correction for correction in config.corrections if not correction.needs_whole_batch]
-    multiplier_N = _product(tokens, local)
-    if given_N is not None:
-        multiplier_N = multiplier_N * given_N
+    multiplier_N = tokens.multiplier_N
+    if multiplier_N is None:
+        multiplier_N = correction_multiplier(tokens, config)
     loss_N = multiplier_N * token.loss_N
     if config.kl_beta > 0 and config.kl_in == "loss":
         assert tokens.reference_N is not None
@@ -109,20 +109,11 @@ def token_objective(tokens: Tokens, config: ObjectiveConfig, given_N: Tensor | N
     return Objective(loss_N, token.clipped_N, rejected_N if token.rejected_N is None else rejected_N | token.rejected_N)
 
 
-def whole_batch_multiplier(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
-    """Product of the corrections that look at the whole batch, [N]. `tokens`: all trained tokens of the batch."""
-    return _product(tokens, [correction for correction in config.corrections if correction.needs_whole_batch])
-
-
-def every_multiplier(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
-    """Product of all corrections, [N]. With several updates a batch it is taken once, before the first."""
-    return _product(tokens, config.corrections)
-
-
-def _product(tokens: Tokens, corrections: Iterable[CorrectionConfig]) -> Tensor:
+def correction_multiplier(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
+    """Product of all corrections, [N], constant."""
     constant = tokens.detached()
     multiplier_N = torch.ones_like(constant.log_rho_N)
-    for correction in corrections:
+    for correction in config.corrections:
         if correction.kind != STEP_SCALE:
             multiplier_N = multiplier_N * correction_of(correction.kind)(constant, correction)
     return multiplier_N

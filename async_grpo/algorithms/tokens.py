@@ -36,6 +36,8 @@ class Tokens:
     """log pi_ref, for the KL term."""
     entropy_N: Tensor | None = None
     """Entropy of pi_theta at each position, for the entropy bonus."""
+    multiplier_N: Tensor | None = None
+    """Product of all corrections where it was computed before the step; None: the objective computes it."""
 
     @property
     def log_r_N(self) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_grpo.algorithms import Tokens, token_objective, whole_batch_multiplier
+from async_grpo.algorithms import Tokens, token_objective
 from async_grpo.config.objective import ObjectiveConfig
 from tests.integration.trainer.test_trainer_objectives import (
     DEALT_OUT,
@@ -37,7 +37,7 @@ def on_gpu(tokens: Tokens, dtype: torch.dtype) -> Tokens:
 def value_and_gradient(
     tokens: Tokens, weights_N: torch.Tensor, objective: ObjectiveConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = token_objective(tokens, objective, whole_batch_multiplier(tokens, objective))
+    found = token_objective(tokens, objective)
     (found.loss_N * weights_N).sum().backward()
     assert tokens.logprobs_N.grad is not None
     return found.loss_N.detach().cpu().double(), tokens.logprobs_N.grad.cpu().double()

@@ -177,7 +177,7 @@ PLANTED: list[str | tuple[str, ...]] = [
         "trainer/step/step.py",
         "tests/integration/trainer/test_trainer_updates.py::test_two_passes_of_two_updates_equal_hugging_face_and_torch_adamw",
     ),
-    "weights_of_the_whole_batch: weighed = reweighed( --> weighed = members or reweighed(",
+    "weights_of_the_whole_batch: yield reweighed( --> yield mini_batch or reweighed(",
     ("trainer/checkpoint/manifest.py", "tests/unit/trainer/checkpoint/test_manifest.py"),
     "file_hash_not_compared: name) != manifest.files[name] --> name).bytes != manifest.files[name].bytes",
     ("trainer/checkpoint/folder.py", "tests/unit/trainer/checkpoint/test_retention.py"),
@@ -187,7 +187,7 @@ PLANTED: list[str | tuple[str, ...]] = [
         "tests/integration/trainer/test_trainer_checkpoints.py::test_a_trainer_that_was_thought_dead_does_not_replace_the_newer_ones_checkpoint",
     ),
     "old_trainer_not_fenced: if newest > epoch: --> if newest > epoch + 1_000_000:",
-    ("trainer/step/step_runner.py", "tests/unit/trainer/step/test_skips.py"),
+    ("trainer.step.skipped_steps.py", "tests/unit/trainer/step/test_skips.py"),
     "skips_never_forgiven: self.in_a_row = 0 --> self.in_a_row += 0",
     (
         "trainer/rendezvous.py",

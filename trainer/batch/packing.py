@@ -16,10 +16,9 @@ micro-batches, because they meet in collective calls. A sequence without a train
 
 from __future__ import annotations
 
-import collections.abc
 import heapq
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron.core import parallel_state
@@ -27,14 +26,12 @@ from megatron.core import parallel_state
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.wire import Batch
-from trainer.batch.sequences import MicroBatch, Sequence, micro_batch, sequences_of
+from trainer.batch.sequences import MicroBatch, TrainingSequence, micro_batch, sequences_of
 
 Bins = list[list[int]]
 
 
-def pack_batch(
-    lengths: collections.abc.Sequence[int], *, ranks: int, max_tokens: int, quadratic: float = 0.0
-) -> list[Bins]:
+def pack_batch(lengths: Sequence[int], *, ranks: int, max_tokens: int, quadratic: float = 0.0) -> list[Bins]:
     """Indices of sequences as [rank][micro-batch][...]; a micro-batch holds at most `max_tokens`.
 
     Within a micro-batch the indices ascend. A micro-batch is empty only where a rank has fewer
@@ -74,7 +71,7 @@ def split_groups(groups: int, parts: int, *, seed: int, version: int, iteration:
     return [sorted(order[part::parts]) for part in range(parts)]
 
 
-def _spread(members: Iterable[int], costs: collections.abc.Sequence[float], bins: int) -> Bins:
+def _spread(members: Iterable[int], costs: Sequence[float], bins: int) -> Bins:
     """Members over `bins` bins, their costs as equal as LPT makes them."""
     heap = [(0.0, number) for number in range(bins)]
     filled: Bins = [[] for _ in range(bins)]
@@ -86,9 +83,9 @@ def _spread(members: Iterable[int], costs: collections.abc.Sequence[float], bins
 
 
 def _fit(
-    members: collections.abc.Sequence[int],
-    lengths: collections.abc.Sequence[int],
-    costs: collections.abc.Sequence[float],
+    members: Sequence[int],
+    lengths: Sequence[int],
+    costs: Sequence[float],
     count: int,
     max_tokens: int,
 ) -> Bins | None:
@@ -108,21 +105,19 @@ def _fit(
     return [sorted(bin_) for bin_ in filled]
 
 
-def _dearest_first(members: Iterable[int], costs: collections.abc.Sequence[float]) -> list[int]:
+def _dearest_first(members: Iterable[int], costs: Sequence[float]) -> list[int]:
     return sorted(members, key=lambda index: (-costs[index], index))
 
 
-def _tokens(members: Iterable[int], lengths: collections.abc.Sequence[int]) -> int:
+def _tokens(members: Iterable[int], lengths: Sequence[int]) -> int:
     return sum(lengths[i] for i in members)
 
 
-class Packed(NamedTuple):
+class PackedBatch(NamedTuple):
     """The sequences of a batch, divided among ranks and micro-batches."""
 
     micro_batches: list[MicroBatch]
     """The micro-batches of this data-parallel rank."""
-    members: list[Sequence]
-    """All sequences, including those that are not read."""
     lengths: list[int]
     """Tokens of each sequence that some rank reads."""
     slots: int
@@ -131,9 +126,7 @@ class Packed(NamedTuple):
     """Mean cost of a rank / largest cost of a rank; 1 if all have the same work."""
 
 
-def sequences_in(
-    batch: Batch, config: RunConfig, squares: collections.abc.Sequence[float] | None = None
-) -> list[Sequence]:
+def sequences_in(batch: Batch, config: RunConfig, squares: Sequence[float] | None = None) -> list[TrainingSequence]:
     """The sequences of a batch; trainer.overlong decides what happens to those that are too long. `squares`: as in
     `group_advantages`."""
     trainer = config.trainer
@@ -143,26 +136,26 @@ def sequences_in(
     return sequences_of(batch, rules, longest, room=room, truncate=truncate, squares=squares)
 
 
-def pack(members: collections.abc.Sequence[Sequence], config: RunConfig, quadratic: float) -> Packed:
+def pack(sequences: Sequence[TrainingSequence], config: RunConfig, quadratic: float) -> PackedBatch:
     """Divide the sequences among ranks and micro-batches; `quadratic`: see the module.
 
     Raises ConfigError for a sequence that is too long, with `overlong: error`.
     """
-    read = [member for member in members if member.trained_tokens]
-    lengths = [member.length for member in read]
+    read = [sequence for sequence in sequences if sequence.trained_tokens]
+    lengths = [sequence.length for sequence in read]
     ranks, room = parallel_state.get_data_parallel_world_size(), config.trainer.micro_batch_tokens
     packing = pack_batch(lengths, ranks=ranks, max_tokens=room, quadratic=quadratic)
     mine = packing[parallel_state.get_data_parallel_rank()]
     micro_batches = [micro_batch([read[i] for i in chosen]) for chosen in mine]
     balance = _balance(packing, [cost(length, quadratic) for length in lengths])
-    return Packed(micro_batches, list(members), lengths, ranks * len(mine) * room, balance)
+    return PackedBatch(micro_batches, lengths, ranks * len(mine) * room, balance)
 
 
-def pack_for_rank(batch: Batch, config: RunConfig, quadratic: float = 0.0) -> Packed:
+def pack_for_rank(batch: Batch, config: RunConfig, quadratic: float = 0.0) -> PackedBatch:
     """The sequences of a batch, divided among ranks and micro-batches."""
     return pack(sequences_in(batch, config), config, quadratic)
 
 
-def _balance(packing: collections.abc.Sequence[Bins], costs: collections.abc.Sequence[float]) -> float:
+def _balance(packing: Sequence[Bins], costs: Sequence[float]) -> float:
     loads = [sum(costs[i] for chosen in bins for i in chosen) for bins in packing]
     return sum(loads) / (len(loads) * max(loads)) if max(loads) > 0 else 1.0

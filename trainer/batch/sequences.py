@@ -1,6 +1,6 @@
 """From a batch of groups to what a training step needs: sequences, then packed micro-batches.
 
-    Batch --sequences_of--> [Sequence] --pack_batch--> indices --micro_batch--> tensors
+    Batch --sequences_of--> [TrainingSequence] --pack_batch--> indices --micro_batch--> tensors
 
 The network reads all tokens but the last of a sequence; position t predicts token t + 1. The trained predictions are
 those of tokens that the policy wrote in verifiable samples. Tokens of the environment are context, and so are tokens of
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,27 +31,33 @@ MIXED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
-    """A prompt with one completion. C = completion length."""
+class TrainingSequence:
+    """A prompt with one completion. C = completion length, N = its trained tokens."""
 
     tokens: npt.NDArray[np.int32]
     prompt_tokens: int
     behaviour_C: npt.NDArray[np.float32]
     versions_C: npt.NDArray[np.int32]
     """Version of the policy that sampled each token."""
-    places_N: npt.NDArray[np.int64]
-    """Places of the completion's tokens that get a gradient; none if no verifier could judge it."""
+    positions_N: npt.NDArray[np.int64]
+    """Positions in the completion of the tokens that get a gradient; none if no verifier could judge it."""
     advantage: float
     weight: float
     """Weight of each trained token in the loss of the batch."""
     first: int
-    """Place of the first trained token among those of the batch."""
+    """Index of the first trained token among those of the batch."""
     counted: int
     """Tokens in the denominator of the loss: those that the policy wrote, if a verifier could judge it."""
     group: int
-    """Place of its group in the batch."""
+    """Index of its group in the batch."""
     overlong: bool = False
     """Whether it had to be truncated or dropped."""
+    prox_N: npt.NDArray[np.float32] | None = None
+    """log pi_prox, where a pass before the step computed it (`trainer.step.precompute`)."""
+    multiplier_N: npt.NDArray[np.float32] | None = None
+    """Product of the corrections, where it was computed before the step."""
+    reference_N: npt.NDArray[np.float32] | None = None
+    """log pi_ref, if there is a reference model."""
 
     @property
     def length(self) -> int:
@@ -61,7 +67,7 @@ class Sequence:
     @property
     def trained_tokens(self) -> int:
         """Completion tokens that get a gradient."""
-        return len(self.places_N)
+        return len(self.positions_N)
 
     @property
     def version(self) -> int:
@@ -71,8 +77,8 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """N trained tokens of whole sequences, and what is known of them before the step."""
+class TrainedTokens:
+    """N trained tokens of whole sequences, and what is known of them before an update: one column for each."""
 
     labels_N: Tensor
     """int64: the token that was sampled."""
@@ -87,11 +93,17 @@ class Targets:
     """int64: the sequence of each token, counted from 0 over those with trained tokens."""
     segments: int
     index_N: Tensor
-    """int64: place of each token among the trained ones of the batch."""
+    """int64: index of each token among the trained ones of the batch."""
+    prox_N: Tensor | None
+    """log pi_prox; None: it follows from the log-probabilities of the update."""
+    multiplier_N: Tensor | None
+    """Product of the corrections; None: it follows from the log-probabilities of the update."""
+    reference_N: Tensor | None
+    """log pi_ref; None without a reference model."""
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch(Targets):
+class MicroBatch(TrainedTokens):
     """T packed positions, N of which predict a trained token."""
 
     tokens_1T: Tensor
@@ -99,12 +111,6 @@ class MicroBatch(Targets):
     packing: PackedSequences
     trained_N: Tensor
     """int64: positions whose prediction is trained."""
-    given_N: Tensor | None = None
-    """Multiplier of the corrections, where it was found before the step."""
-    prox_N: Tensor | None = None
-    """log pi_prox, where it was computed before the step."""
-    reference_N: Tensor | None = None
-    """log pi_ref, if there is a reference model."""
 
 
 def sequences_of(
@@ -114,8 +120,8 @@ def sequences_of(
     *,
     room: int | None = None,
     truncate: bool = False,
-    squares: Many[float] | None = None,
-) -> list[Sequence]:
+    squares: Sequence[float] | None = None,
+) -> list[TrainingSequence]:
     """All samples of the batch, with advantages and loss weights computed over the whole of it.
 
     `longest`: the most tokens that a completion may have. `room`: the most that a sequence may have, None if that does
@@ -126,10 +132,10 @@ def sequences_of(
     advantages = [value for values in group_advantages(groups, objective.advantage, squares) for value in values]
     tokens = torch.tensor([_judged_tokens(sample) for sample in samples])
     weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
-    places = [place for place, group in enumerate(groups) for _ in group.samples]
+    group_indices = [index for index, group in enumerate(groups) for _ in group.samples]
     sequences, first = [], 0
-    for place, sample, advantage, weight in zip(places, samples, advantages, weights, strict=True):
-        sequence = _sequence(groups[place], place, sample, advantage, weight, batch.mask_below, first)
+    for index, sample, advantage, weight in zip(group_indices, samples, advantages, weights, strict=True):
+        sequence = _sequence(groups[index], index, sample, advantage, weight, batch.mask_below, first)
         if room is not None and sequence.length > room:
             sequence = _shortened(sequence, room if truncate else 0)
         first += sequence.trained_tokens
@@ -137,24 +143,51 @@ def sequences_of(
     return sequences
 
 
-def reweighed(members: Many[Sequence], objective: ObjectiveConfig, longest: int) -> list[Sequence]:
-    """The sequences with the loss weights that they have as a batch of their own: the mini-batch of one update."""
-    tokens = torch.tensor([member.counted for member in members])
+def reweighed(
+    sequences: Sequence[TrainingSequence], objective: ObjectiveConfig, longest: int
+) -> list[TrainingSequence]:
+    """The sequences with the loss weights that they have as a separate batch: the mini-batch of one update."""
+    tokens = torch.tensor([sequence.counted for sequence in sequences])
     weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
-    return [replace(member, weight=weight) for member, weight in zip(members, weights, strict=True)]
+    return [replace(sequence, weight=weight) for sequence, weight in zip(sequences, weights, strict=True)]
 
 
-def micro_batch(members: Many[Sequence]) -> MicroBatch:
+def with_columns(
+    sequences: Sequence[TrainingSequence],
+    *,
+    prox_N: Tensor | None = None,
+    multiplier_N: Tensor | None = None,
+    reference_N: Tensor | None = None,
+) -> list[TrainingSequence]:
+    """The sequences with their parts of columns over all trained tokens of the batch."""
+
+    def part(sequence: TrainingSequence, values_N: Tensor | None) -> npt.NDArray[np.float32] | None:
+        if values_N is None:
+            return None
+        return values_N[sequence.first : sequence.first + sequence.trained_tokens].numpy()
+
+    return [
+        replace(
+            sequence,
+            prox_N=part(sequence, prox_N),
+            multiplier_N=part(sequence, multiplier_N),
+            reference_N=part(sequence, reference_N),
+        )
+        for sequence in sequences
+    ]
+
+
+def micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:
     """Pack sequences end to end. An empty micro-batch is a single token that nothing is predicted from."""
-    inputs = [member.tokens[:-1] for member in members] or [np.zeros(1, np.int32)]
+    inputs = [sequence.tokens[:-1] for sequence in sequences] or [np.zeros(1, np.int32)]
     lengths = [len(tokens) for tokens in inputs]
     starts = np.cumsum([0, *lengths[:-1]])
     where = [
-        start + member.prompt_tokens - 1 + member.places_N
-        for start, member in zip(starts, members, strict=False)  # one start and no member: the empty one
+        start + sequence.prompt_tokens - 1 + sequence.positions_N
+        for start, sequence in zip(starts, sequences, strict=False)  # one start and no sequence: the empty one
     ]
     return MicroBatch(
-        **_target_fields(members),
+        **_columns(sequences),
         tokens_1T=_join(inputs, np.int64)[None],
         positions_1T=_join([np.arange(length) for length in lengths], np.int64)[None],
         packing=pack(lengths),
@@ -162,31 +195,36 @@ def micro_batch(members: Many[Sequence]) -> MicroBatch:
     )
 
 
-def targets_of(members: Many[Sequence]) -> Targets:
-    """The targets of the trained tokens of these sequences, in their order."""
-    return Targets(**_target_fields(members))
+def trained_tokens(sequences: Sequence[TrainingSequence]) -> TrainedTokens:
+    """The trained tokens of these sequences, in their order."""
+    return TrainedTokens(**_columns(sequences))
 
 
-def _target_fields(members: Many[Sequence]) -> dict[str, Any]:
-    trained = [member for member in members if member.trained_tokens]
+def _columns(sequences: Sequence[TrainingSequence]) -> dict[str, Any]:
+    trained = [sequence for sequence in sequences if sequence.trained_tokens]
 
-    def repeated(values: Many[float]) -> list[npt.NDArray[Any]]:
-        return [np.repeat(value, member.trained_tokens) for value, member in zip(values, trained, strict=True)]
+    def repeated(values: Sequence[float]) -> list[npt.NDArray[Any]]:
+        return [np.repeat(value, sequence.trained_tokens) for value, sequence in zip(values, trained, strict=True)]
+
+    def precomputed(name: str) -> Tensor | None:
+        parts = [part for sequence in trained if (part := getattr(sequence, name)) is not None]
+        return _join(parts, np.float32) if parts or not trained else None
 
     return {
-        "labels_N": _join([m.tokens[m.prompt_tokens + m.places_N] for m in trained], np.int64),
-        "behaviour_N": _join([m.behaviour_C[m.places_N] for m in trained], np.float32),
-        "advantages_N": _join(repeated([m.advantage for m in trained]), np.float32),
-        "weights_N": _join(repeated([m.weight for m in trained]), np.float32),
-        "versions_N": _join([m.versions_C[m.places_N] for m in trained], np.int64),
-        "whole_N": _join(repeated([m.version for m in trained]), np.int64),
+        "labels_N": _join([s.tokens[s.prompt_tokens + s.positions_N] for s in trained], np.int64),
+        "behaviour_N": _join([s.behaviour_C[s.positions_N] for s in trained], np.float32),
+        "advantages_N": _join(repeated([s.advantage for s in trained]), np.float32),
+        "weights_N": _join(repeated([s.weight for s in trained]), np.float32),
+        "versions_N": _join([s.versions_C[s.positions_N] for s in trained], np.int64),
+        "whole_N": _join(repeated([s.version for s in trained]), np.int64),
         "segment_N": _join(repeated(range(len(trained))), np.int64),
         "segments": len(trained),
-        "index_N": _join([m.first + np.arange(m.trained_tokens) for m in trained], np.int64),
+        "index_N": _join([s.first + np.arange(s.trained_tokens) for s in trained], np.int64),
+        **{name: precomputed(name) for name in ("prox_N", "multiplier_N", "reference_N")},
     }
 
 
-def _join(arrays: Many[npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
+def _join(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype))
 
 
@@ -197,7 +235,7 @@ def _judged_tokens(sample: Sample) -> int:
     return int(sample.written_by_policy().sum()) if sample.turns else sample.length
 
 
-def group_advantages(groups: Many[Group], rule: str, squares: Many[float] | None = None) -> list[list[float]]:
+def group_advantages(groups: Sequence[Group], rule: str, squares: Sequence[float] | None = None) -> list[list[float]]:
     """The advantages of the samples of each group.
 
     Groups of unequal size are padded with samples that are not valid. `squares`: the squared importance weight of every
@@ -222,25 +260,25 @@ def group_advantages(groups: Many[Group], rule: str, squares: Many[float] | None
 
 
 def _sequence(
-    group: Group, place: int, sample: Sample, advantage: float, weight: float, mask_below: int, first: int
-) -> Sequence:
+    group: Group, index: int, sample: Sample, advantage: float, weight: float, mask_below: int, first: int
+) -> TrainingSequence:
     prompt, versions_C = group.task.prompt_ids(), sample.token_versions()
     trained_C = sample.written_by_policy() & (versions_C >= mask_below) & (sample.reward is not None)
-    return Sequence(
+    return TrainingSequence(
         tokens=np.concatenate([prompt, sample.token_ids()]),
         prompt_tokens=len(prompt),
         behaviour_C=sample.token_logprobs(),
         versions_C=versions_C,
-        places_N=np.flatnonzero(trained_C),
+        positions_N=np.flatnonzero(trained_C),
         advantage=advantage,
         weight=weight,
         first=first,
         counted=_judged_tokens(sample),
-        group=place,
+        group=index,
     )
 
 
-def _shortened(sequence: Sequence, room: int) -> Sequence:
+def _shortened(sequence: TrainingSequence, room: int) -> TrainingSequence:
     """Keep only the first `room` positions of the sequence; 0 means no gradient."""
     kept = max(0, room + 1 - sequence.prompt_tokens)
     return replace(
@@ -248,6 +286,6 @@ def _shortened(sequence: Sequence, room: int) -> Sequence:
         tokens=sequence.tokens[: room + 1],
         behaviour_C=sequence.behaviour_C[:kept],
         versions_C=sequence.versions_C[:kept],
-        places_N=sequence.places_N[sequence.places_N < kept],
+        positions_N=sequence.positions_N[sequence.positions_N < kept],
         overlong=True,
     )

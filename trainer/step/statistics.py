@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from async_grpo.algorithms import Objective, Tokens, ess_sums, token_kl
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.telemetry.metrics import MAXIMA, SUMS
 from async_grpo.wire import Batch
-from trainer.batch.sequences import Targets
+from trainer.batch.sequences import TrainedTokens
 from trainer.distributed import is_counting_rank, max_over_ranks, sum_over_ranks
 
 NO_VERSION = -2
@@ -32,7 +31,12 @@ SEQUENCE_RATIO = ("gspo", "topr")
 
 
 def micro_batch_sums(
-    tokens: Tokens, targets: Targets, found: Objective, loss: Tensor, objective: ObjectiveConfig, version: int | None
+    tokens: Tokens,
+    columns: TrainedTokens,
+    result: Objective,
+    loss: Tensor,
+    objective: ObjectiveConfig,
+    version: int | None,
 ) -> StepSums:
     """The statistics of one micro-batch.
 
@@ -40,16 +44,16 @@ def micro_batch_sums(
     """
     logprobs_N = tokens.logprobs_N.detach().double()
     weight_N = tokens.log_rho_N.exp().double()
-    gap_N, gap_tokens = _gap(logprobs_N, targets, version)
+    gap_N, gap_tokens = _gap(logprobs_N, columns, version)
     risen_N = _risen(tokens, objective)
     sequence_weight, sequence_weight_squared, sequences = ess_sums(tokens.detached())
     sums = {
         "loss": loss.detach().double(),
         "tokens": _number(len(logprobs_N)),
-        "clipped": found.clipped_N.sum().double(),
-        "clipped_low": (found.clipped_N & ~risen_N).sum().double(),
-        "clipped_high": (found.clipped_N & risen_N).sum().double(),
-        "rejected": found.rejected_N.sum().double(),
+        "clipped": result.clipped_N.sum().double(),
+        "clipped_low": (result.clipped_N & ~risen_N).sum().double(),
+        "clipped_high": (result.clipped_N & risen_N).sum().double(),
+        "rejected": result.rejected_N.sum().double(),
         "weight": weight_N.sum(),
         "weight_squared": weight_N.square().sum(),
         "sequence_weight": sequence_weight,
@@ -65,9 +69,9 @@ def micro_batch_sums(
     return torch.stack([sums[name] for name in SUMS]), torch.stack([maxima[name] for name in MAXIMA])
 
 
-def gap_sums(logprobs_N: Tensor, targets: Targets, version: int) -> StepSums:
+def gap_sums(logprobs_N: Tensor, columns: TrainedTokens, version: int) -> StepSums:
     """The statistics of the gap alone: all others are 0."""
-    gap_N, gap_tokens = _gap(logprobs_N.detach().double(), targets, version)
+    gap_N, gap_tokens = _gap(logprobs_N.detach().double(), columns, version)
     sums = {"gap": gap_N.sum(), "gap_tokens": gap_tokens}
     maxima = {"gap": _largest(gap_N)}
     return (
@@ -76,7 +80,7 @@ def gap_sums(logprobs_N: Tensor, targets: Targets, version: int) -> StepSums:
     )
 
 
-def reduce_sums(found: Many[StepSums]) -> tuple[dict[str, float], dict[str, float]]:
+def reduce_sums(found: Sequence[StepSums]) -> tuple[dict[str, float], dict[str, float]]:
     """Reduce the statistics over micro-batches and ranks: (sums, maxima) by name."""
     sums, maxima = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
     if found and is_counting_rank():
@@ -186,10 +190,10 @@ def _divergence(tokens: Tokens, objective: ObjectiveConfig) -> Tensor:
     return token_kl(tokens.logprobs_N.detach(), tokens.reference_N, objective.kl_estimator).double().sum()
 
 
-def _gap(logprobs_N: Tensor, targets: Targets, version: int | None) -> tuple[Tensor, Tensor]:
+def _gap(logprobs_N: Tensor, columns: TrainedTokens, version: int | None) -> tuple[Tensor, Tensor]:
     """|behaviour - trainer| where it can be compared, 0 elsewhere; and how many can be."""
-    current_N = targets.whole_N == (NO_VERSION if version is None else version)
-    return (logprobs_N - targets.behaviour_N).abs() * current_N, current_N.sum().double()
+    current_N = columns.whole_N == (NO_VERSION if version is None else version)
+    return (logprobs_N - columns.behaviour_N).abs() * current_N, current_N.sum().double()
 
 
 def _largest(values_N: Tensor) -> Tensor:

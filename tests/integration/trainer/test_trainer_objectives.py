@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_grpo.algorithms import ess_scale, ess_sums, token_objective, whole_batch_multiplier
+from async_grpo.algorithms import ess_scale, ess_sums, token_objective
 from async_grpo.config.objective import ObjectiveConfig
 from tests.support.trainer_programs.launching import (
     AGED,
@@ -55,7 +55,7 @@ def assert_plain_step(found: Outcome, model_folder: Path, name: str) -> None:
     """The step is the one of plain torch, on the whole batch at once."""
     objective, model = ObjectiveConfig.model_validate(OBJECTIVES[name]), load(model_folder).double()
     tokens, weights_N = plain_tokens(model, objective)
-    expected = token_objective(tokens, objective, whole_batch_multiplier(tokens, objective))
+    expected = token_objective(tokens, objective)
     loss = (expected.loss_N * weights_N).sum()
     loss.backward()
     scale = ess_scale(*ess_sums(tokens.detached()).tolist()) if objective.scales_step else 1.0

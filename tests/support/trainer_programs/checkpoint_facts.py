@@ -238,7 +238,7 @@ def kept(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[st
 
 def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[Any]:
     """What the buffer was told while a checkpoint was being written, and when the loop had seen to its end."""
-    from trainer.loop import TrainingLoop
+    from trainer.loop import TrainerRun
     from trainer.run_logger import TrainerLogger
 
     class Buffer:
@@ -250,14 +250,14 @@ def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[A
 
     buffer: Any = Buffer()
     saved = checkpoints(config, folder)
-    loop = TrainingLoop(config, model, make(config, model, platform), buffer, saved, TrainerLogger(config), 4)
-    loop.epoch, loop.saved, loop.safe = 1, 0, [0]
+    run = TrainerRun(config, model, make(config, model, platform), buffer, saved, TrainerLogger(config), 4)
+    run.epoch, run.saved_version, run.resumable = 1, 0, [0]
     with held_back() as let_go:
-        loop._checkpoint()
-        loop._poll_saved(wait=False)
+        run.save_checkpoint()
+        run.commit_saved(wait=False)
         early = [list(buffer.told), saved.newest()]
         let_go()
-    loop._save_rest()
+    run.save_everything()
     return [early, [buffer.told, saved.newest()]]
 
 
@@ -271,13 +271,13 @@ def replay(config: RunConfig) -> list[str]:
     world = MagicMock()
     world.coordinator.resume.return_value = Resume(epoch=2, head_version=HEAD_VERSION)
     world.checkpoints.poll_saved.return_value = None
-    world.step_runner.make.side_effect = [MagicMock()] * (HEAD_VERSION - RESUMED_AT) + [None]
-    parts = {"WeightExporter": lambda *_: world.exporter, "StepRunner": lambda *_: world.step_runner}
+    world.train_next_version.side_effect = [MagicMock()] * (HEAD_VERSION - RESUMED_AT) + [None]
+    parts = {"WeightExporter": lambda *_: world.exporter, "train_next_version": world.train_next_version}
     with patch.multiple(loop, **parts, step_row=lambda *_, **__: {}):
         args = (world.policy, world.coordinator, world.checkpoints, world.logger, RESUMED_AT)
-        training = loop.TrainingLoop(config, Path(), *args)
-        training.gap_watch = world.gap_watch  # no step has a gap here
-        training.run()
+        run = loop.TrainerRun(config, Path(), *args)
+        run.gap_watch = world.gap_watch  # no step has a gap here
+        loop.train(run)
     return [name for name, *_ in world.mock_calls if name in TOLD]
 
 

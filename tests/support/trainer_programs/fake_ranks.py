@@ -157,9 +157,10 @@ def patch(mode: FakeTensorMode) -> None:
     import trainer.step.precompute as precompute
     import trainer.step.step as step
 
-    for name in ("pack", "pack_for_rank", "sequences_in", "targets_of", "reweighed"):
+    for name in ("pack", "pack_for_rank", "reweighed"):
         setattr(step, name, on_host(getattr(step, name)))
-    precompute.targets_of = on_host(precompute.targets_of)  # type: ignore[attr-defined]
+    for name in ("pack", "sequences_in", "trained_tokens"):
+        setattr(precompute, name, on_host(getattr(precompute, name)))
     policy.rank_tokens = on_host(policy.rank_tokens)  # type: ignore[attr-defined]
     policy.to_device = lambda value, device: faked(value, mode)  # type: ignore[assignment]
     torch.nn.Module._apply = lambda self, function, recurse=True: self  # type: ignore[method-assign, assignment]

@@ -142,25 +142,25 @@ def steps(
     from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
 
     from trainer.distributed import is_leader
+    from trainer.loop import TrainerRun, train_next_version
     from trainer.run_logger import TrainerLogger
-    from trainer.step.step_runner import SkippedSteps, StepRunner
 
     logger = TrainerLogger(config)
-    skipped_steps = SkippedSteps(config.run_dir / "dumps", config.trainer.max_skipped_steps, writes=is_leader())
     coordinator: Any = Buffered(config, case) if case.buffered else Scripted(case)
-    step_runner = StepRunner(config, policy, reference, coordinator, logger, skipped_steps)
+    run = TrainerRun(config, Path(case.model), policy, coordinator, checkpoints, logger, 0, reference=reference)
     found: dict[str, Any] = {"steps": [], "stayed": [], "stopped": ""}
     before = weights_of(policy)
     for version in case.versions:
         try:
-            made = step_runner.make(version, waiting="wait")
+            run.version, run.has_trained = version, True
+            made = train_next_version(run)
         except TrainingError as error:
             found["stopped"] = str(error)
             break
         assert made is not None
         after = weights_of(policy)
         states.setdefault("first", after)
-        found["steps"].append(made.result)
+        found["steps"].append(made.values)
         found["stayed"].append(all(torch.equal(tensor, before[name]) for name, tensor in after.items()))
         before = after
         if version + 1 == case.save_at:

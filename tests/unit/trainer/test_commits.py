@@ -11,30 +11,30 @@ import pytest
 from async_grpo.config import validate
 from async_grpo.errors import CheckpointError
 from trainer import loop
-from trainer.loop import TrainingLoop
+from trainer.loop import TrainerRun
 
 
-def make_loop(monkeypatch: pytest.MonkeyPatch, **checkpoint: Any) -> TrainingLoop:
+def make_loop(monkeypatch: pytest.MonkeyPatch, **checkpoint: Any) -> TrainerRun:
     """A loop at version 0 whose buffer has room and whose copies work."""
     monkeypatch.setattr(loop, "is_leader", lambda: True)
     raw = {"name": "commits", "model": {"random": {}}, "runs_store": "file:///store"}
     config = validate(raw | {"trainer": {"checkpoint": checkpoint}}, "test")
     world = MagicMock()
-    training = TrainingLoop(config, Path(), world.policy, world.coordinator, world.checkpoints, world.logger, 0)
-    training.safe = [0]
+    training = TrainerRun(config, Path(), world.policy, world.coordinator, world.checkpoints, world.logger, 0)
+    training.resumable = [0]
     world.checkpoints.uncopied = None
     world.coordinator.has_room.return_value = True
     return training
 
 
-def commits(training: TrainingLoop) -> list[int]:
+def commits(training: TrainerRun) -> list[int]:
     return [call.args[0] for call in training.coordinator.commit_checkpoint.call_args_list]  # type: ignore[attr-defined]
 
 
-def save_versions(training: TrainingLoop, *versions: int) -> None:
+def save_versions(training: TrainerRun, *versions: int) -> None:
     for version in versions:
         training.checkpoints.poll_saved.return_value = version  # type: ignore[attr-defined]
-        training._poll_saved(wait=True)
+        training.commit_saved(wait=True)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_the_buffer_keeps_what_came_after_as_many_checkpoints_as_are_resumable(
 def test_the_older_checkpoint_is_given_up_when_the_buffer_needs_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     training = make_loop(monkeypatch)
     save_versions(training, 10, 20)
-    training._make_room()
+    training.make_room()
     assert commits(training) == [0, 10]
     training.coordinator.has_room.return_value = False  # type: ignore[attr-defined]
-    training._make_room()
-    training._make_room()
+    training.make_room()
+    training.make_room()
     assert commits(training) == [0, 10, 20]
 
 
@@ -72,11 +72,11 @@ def test_a_copy_that_fails_ends_the_run_only_when_the_buffer_is_full(monkeypatch
     world.checkpoints.uncopied = 10
     world.checkpoints.poll_saved.return_value = None
     world.coordinator.can_go_on_uncommitted.return_value = True
-    training._make_room()
+    training.make_room()
     world.checkpoints.begin_copy.assert_not_called()
     world.coordinator.can_go_on_uncommitted.return_value = False
     with pytest.raises(CheckpointError, match=r"version 10 could not be copied to file:///store.*no room left"):
-        training._make_room()
+        training.make_room()
     world.checkpoints.begin_copy.assert_called_once_with()
 
 
@@ -85,7 +85,7 @@ def test_a_last_copy_that_fails_is_tried_again_and_then_told(monkeypatch: pytest
     world: Any = training
     training.saved, world.checkpoints.uncopied = 0, 0
     world.checkpoints.poll_saved.return_value = None
-    training._save_rest()
+    training.save_everything()
     world.checkpoints.begin_copy.assert_called_once_with()
     (_, message), _ = world.logger.warn.call_args
     assert "only this machine has the checkpoint of version 0" in message

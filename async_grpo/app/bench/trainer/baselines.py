@@ -43,7 +43,7 @@ from trainer.batch import sequences as ours
 Attention = Literal["sdpa", "sdpa without mask", "eager"]
 USUAL_ROWS = 8
 _BY_HAND = "packed_by_hand"
-Forward = Callable[[Sequence[ours.Sequence]], tuple[Tensor, int]]
+Forward = Callable[[Sequence[ours.TrainingSequence]], tuple[Tensor, int]]
 """The log-probabilities of the trained tokens of some sequences, and the positions that were computed."""
 
 
@@ -98,12 +98,12 @@ class PlainModel:
         logits_NV = self.model.lm_head(hidden_NH).float() / self.config.sampling.temperature
         return -F.cross_entropy(logits_NV, labels_N, reduction="none")
 
-    def loss(self, logprobs_N: Tensor, members: Sequence[ours.Sequence]) -> Tensor:
+    def loss(self, logprobs_N: Tensor, members: Sequence[ours.TrainingSequence]) -> Tensor:
         """Decoupled PPO with the weights before the step as proximal policy, summed with the batch's weights."""
         rule = self.config.trainer.objective
         assert rule.clip_low is not None and rule.clip_high is not None and rule.behaviour_cap is not None
         constant_N = logprobs_N.detach()
-        behaviour_N = torch.cat([torch.from_numpy(m.behaviour_C[m.places_N]) for m in members])
+        behaviour_N = torch.cat([torch.from_numpy(m.behaviour_C[m.positions_N]) for m in members])
         advantage_N = torch.cat([torch.full((m.trained_tokens,), m.advantage) for m in members])
         weight_N = torch.cat([torch.full((m.trained_tokens,), m.weight) for m in members])
         ratio_N = (logprobs_N - constant_N).exp()
@@ -112,7 +112,9 @@ class PlainModel:
         importance_N = importance_N.masked_fill(importance_N > rule.behaviour_cap, 0.0)
         return (weight_N * importance_N * -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum()
 
-    def step(self, batches: Iterable[Sequence[ours.Sequence]], forward: Forward, *, update: bool = True) -> BenchStep:
+    def step(
+        self, batches: Iterable[Sequence[ours.TrainingSequence]], forward: Forward, *, update: bool = True
+    ) -> BenchStep:
         """Forward and backward over all micro-batches; with `update`, also clip the gradients and take AdamW's step."""
         loss, tokens, cells = 0.0, 0, 0
         for members in batches:
@@ -132,7 +134,7 @@ class PlainModel:
 
 
 def padded_step(
-    setting: PaddedSetting, plain: PlainModel, members: Sequence[ours.Sequence], *, update: bool = True
+    setting: PaddedSetting, plain: PlainModel, members: Sequence[ours.TrainingSequence], *, update: bool = True
 ) -> BenchStep:
     """One step over the whole batch, in padded micro-batches."""
     plain.model.set_attn_implementation("eager" if setting.attention == "eager" else "sdpa")
@@ -141,30 +143,30 @@ def padded_step(
     return plain.step(_cut(ordered, setting.rows), lambda rows: _padded_forward(plain, rows, masked), update=update)
 
 
-def one_by_one(plain: PlainModel, members: Sequence[ours.Sequence]) -> BenchStep:
+def one_by_one(plain: PlainModel, members: Sequence[ours.TrainingSequence]) -> BenchStep:
     """Forward and backward without padding, and as many micro-batches as sequences."""
     return padded_step(PaddedSetting(1, "sdpa without mask"), plain, members, update=False)
 
 
-def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.Sequence]]) -> BenchStep:
+def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.TrainingSequence]]) -> BenchStep:
     """Forward and backward over packed rows. `packs`: the sequences of each micro-batch."""
     AttentionInterface.register(_BY_HAND, _attention)
     plain.model.set_attn_implementation(_BY_HAND)
     return plain.step(packs, lambda members: _packed_forward(plain, members), update=False)
 
 
-def usual_step(plain: PlainModel, members: Sequence[ours.Sequence]) -> BenchStep:
+def usual_step(plain: PlainModel, members: Sequence[ours.TrainingSequence]) -> BenchStep:
     """One step over the whole batch, as it is usually made."""
     plain.model.set_attn_implementation("sdpa")
     return plain.step(_cut(members, USUAL_ROWS), lambda rows: _usual_forward(plain, rows))
 
 
-def _cut(members: Sequence[ours.Sequence], rows: int) -> Iterator[Sequence[ours.Sequence]]:
+def _cut(members: Sequence[ours.TrainingSequence], rows: int) -> Iterator[Sequence[ours.TrainingSequence]]:
     for start in range(0, len(members), rows):
         yield members[start : start + rows]
 
 
-def _padded_forward(plain: PlainModel, rows: Sequence[ours.Sequence], masked: bool) -> tuple[Tensor, int]:
+def _padded_forward(plain: PlainModel, rows: Sequence[ours.TrainingSequence], masked: bool) -> tuple[Tensor, int]:
     """B rows, padded to L at the right; only trained positions reach the output layer."""
     tokens_BL = pad_sequence([torch.from_numpy(row.tokens[:-1]).long() for row in rows], batch_first=True)
     width = tokens_BL.shape[1]
@@ -172,14 +174,14 @@ def _padded_forward(plain: PlainModel, rows: Sequence[ours.Sequence], masked: bo
     hidden_BLH = plain.model.model(
         input_ids=tokens_BL, attention_mask=mask_BL if masked else None, use_cache=False
     ).last_hidden_state
-    places_N = torch.cat(
-        [torch.from_numpy(i * width + row.prompt_tokens - 1 + row.places_N) for i, row in enumerate(rows)]
+    positions_N = torch.cat(
+        [torch.from_numpy(i * width + row.prompt_tokens - 1 + row.positions_N) for i, row in enumerate(rows)]
     )
-    labels_N = torch.cat([torch.from_numpy(row.tokens[row.prompt_tokens + row.places_N]).long() for row in rows])
-    return plain.logprobs(hidden_BLH.flatten(0, 1).index_select(0, places_N), labels_N), tokens_BL.numel()
+    labels_N = torch.cat([torch.from_numpy(row.tokens[row.prompt_tokens + row.positions_N]).long() for row in rows])
+    return plain.logprobs(hidden_BLH.flatten(0, 1).index_select(0, positions_N), labels_N), tokens_BL.numel()
 
 
-def _packed_forward(plain: PlainModel, members: Sequence[ours.Sequence]) -> tuple[Tensor, int]:
+def _packed_forward(plain: PlainModel, members: Sequence[ours.TrainingSequence]) -> tuple[Tensor, int]:
     """One row of T tokens, without padding."""
     batch = ours.micro_batch(members)
     lengths = [member.length for member in members]
@@ -202,7 +204,7 @@ def _attention(
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-def _usual_forward(plain: PlainModel, rows: Sequence[ours.Sequence]) -> tuple[Tensor, int]:
+def _usual_forward(plain: PlainModel, rows: Sequence[ours.TrainingSequence]) -> tuple[Tensor, int]:
     """B rows, prompts padded at the left and completions to C at the right; logits of C positions."""
     tokens_BL, mask_BL, longest = _padded(rows)
     logits_BCV = plain.model(
@@ -214,11 +216,11 @@ def _usual_forward(plain: PlainModel, rows: Sequence[ours.Sequence]) -> tuple[Te
     logprobs_BC = taken_BC - logits_BCV.float().logsumexp(-1)
     trained_BC = torch.zeros(len(rows), longest, dtype=torch.bool)  # the completion tokens that get a gradient
     for index, row in enumerate(rows):
-        trained_BC[index, torch.from_numpy(row.places_N)] = True
+        trained_BC[index, torch.from_numpy(row.positions_N)] = True
     return logprobs_BC[trained_BC], tokens_BL.numel()
 
 
-def _padded(rows: Sequence[ours.Sequence]) -> tuple[Tensor, Tensor, int]:
+def _padded(rows: Sequence[ours.TrainingSequence]) -> tuple[Tensor, Tensor, int]:
     """Tokens and mask [B, L], and the length of the longest completion. The last token predicts nothing."""
     tokens = [torch.from_numpy(row.tokens).long() for row in rows]
     prompts = [each[: row.prompt_tokens] for each, row in zip(tokens, rows, strict=True)]

@@ -44,7 +44,7 @@ from trainer.batch.packing import pack_batch
 from trainer.distributed import start_ranks
 from trainer.model.policy import Policy, load_policy
 from trainer.platform import Platform
-from trainer.step.step import StreamedStep, train_step
+from trainer.step.step import train_step, train_step_streamed
 
 STREAMED, WAITED = "streamed", "waited"
 Contestant = Callable[[], BenchStep]
@@ -141,7 +141,7 @@ class TrainerSetup:
         """The step that is measured."""
         return self._step(self.batch, self.phases)
 
-    def plainly(self, step: Callable[[PlainModel, list[ours.Sequence]], BenchStep]) -> Contestant:
+    def plainly(self, step: Callable[[PlainModel, list[ours.TrainingSequence]], BenchStep]) -> Contestant:
         """A step of the plain model over the whole batch."""
         return lambda: step(self.plain, self.members())
 
@@ -158,17 +158,23 @@ class TrainerSetup:
         producer = SlowProducer(self.batch, seconds)
 
         def streamed() -> BenchStep:
-            step = StreamedStep(self.policy, self.config, self.batch.version, PhaseTimer())
-            for part in producer.parts():
-                step.add(part)
-            return _outcome(step.close(lr=0.0))
+            values = train_step_streamed(
+                self.policy,
+                producer.parts(),
+                self.config,
+                version=self.batch.version,
+                lr=0.0,
+                phases=PhaseTimer(),
+            )
+            assert values is not None, "the last part has all missing groups"
+            return _outcome(values)
 
         return {STREAMED: streamed, WAITED: lambda: self._step(producer.whole(), PhaseTimer())}
 
     def _step(self, batch: Batch, phases: PhaseTimer) -> BenchStep:
         return _outcome(train_step(self.policy, batch, self.config, lr=0.0, phases=phases))
 
-    def members(self) -> list[ours.Sequence]:
+    def members(self) -> list[ours.TrainingSequence]:
         """The batch as sequences, with advantages and weights: part of every step."""
         return ours.sequences_of(self.batch, self.config.trainer.objective, longest=self.config.sampling.max_tokens)
 

@@ -16,9 +16,9 @@ from async_grpo.algorithms import (
     CORRECTIONS,
     LOSSES,
     Tokens,
+    correction_multiplier,
     ess_sums,
     token_objective,
-    whole_batch_multiplier,
 )
 from async_grpo.algorithms.objective import ESTIMATORS, rewards_less_kl, token_kl
 from async_grpo.config.objective import ObjectiveConfig
@@ -55,19 +55,21 @@ def bonus_config(**keys: Any) -> ObjectiveConfig:
 def batch_loss(rows: list[Row], bins: list[list[int]], config: ObjectiveConfig) -> tuple[torch.Tensor, list[Any]]:
     """What ranks and micro-batches add up: the loss, and the gradient of every token by sequence.
 
-    Weights and whole-batch multipliers are computed once, over the batch in the order of the bins.
+    Weights, and multipliers that need the whole batch, are computed once, over the batch in the order of the bins.
     """
     order = [index for members in bins for index in members]
     lengths = torch.tensor([len(row) for row in rows])
     weights = AGGREGATIONS[config.aggregation](lengths, LONGEST)
-    whole = whole_batch_multiplier(tokens_of([rows[index] for index in order]), config)
-    given_of = dict(zip(order, whole.split([len(rows[index]) for index in order]), strict=True))
+    multiplier_N = correction_multiplier(tokens_of([rows[index] for index in order]), config)
+    multiplier_of = dict(zip(order, multiplier_N.split([len(rows[index]) for index in order]), strict=True))
+    needs_whole_batch = any(correction.needs_whole_batch for correction in config.corrections)
     total, gradients = torch.zeros((), dtype=torch.float64), [None] * len(rows)
     for members in bins:
         tokens = tokens_of([rows[index] for index in members])
-        given_N = torch.cat([torch.zeros(0, dtype=torch.float64), *(given_of[index] for index in members)])
+        if needs_whole_batch and members:
+            tokens = replace(tokens, multiplier_N=torch.cat([multiplier_of[index] for index in members]))
         weights_N = tokens.spread(weights[members])
-        loss = (token_objective(tokens, config, given_N).loss_N * weights_N).sum()
+        loss = (token_objective(tokens, config).loss_N * weights_N).sum()
         loss.backward()
         total = total + loss.detach()
         for index, gradient in zip(members, tokens.logprobs_N.grad.split([len(rows[i]) for i in members]), strict=True):
@@ -113,7 +115,7 @@ def test_the_objective_is_the_loss_times_every_multiplier(name: str) -> None:
         if correction.kind != "ess_lr":
             expected = expected * CORRECTIONS[correction.kind](tokens.detached(), correction)
     (slope,) = torch.autograd.grad(expected.sum(), tokens.logprobs_N)
-    found = token_objective(tokens, config, whole_batch_multiplier(tokens, config))
+    found = token_objective(tokens, config)
     found.loss_N.sum().backward()
     assert torch.allclose(found.loss_N, expected, rtol=1e-12)
     assert torch.allclose(tokens.logprobs_N.grad, slope, rtol=1e-12)
@@ -173,7 +175,7 @@ def test_float32_tensors_stay_float32(name: str) -> None:
         segment_N=tokens.segment_N,
         segments=tokens.segments,
     )
-    found = token_objective(narrow, config, whole_batch_multiplier(narrow, config))
+    found = token_objective(narrow, config)
     assert found.loss_N.dtype == torch.float32
 
 

@@ -8,21 +8,21 @@ import torch
 
 from trainer.batch.context_parallel import padded_lengths, positions_of, rank_tokens
 from trainer.batch.packed import ContextRank, pack
-from trainer.batch.sequences import Sequence, micro_batch
+from trainer.batch.sequences import TrainingSequence, micro_batch
 
 LENGTHS = [5, 17, 1, 8, 30]
 
 
-def sequence(length: int, first: int) -> Sequence:
+def sequence(length: int, first: int) -> TrainingSequence:
     """Every second token of the completion is trained."""
     prompt = max(1, length // 2)
     completion = length + 1 - prompt
-    return Sequence(
+    return TrainingSequence(
         tokens=np.arange(1000 * length, 1000 * length + length + 1, dtype=np.int32),
         prompt_tokens=prompt,
         behaviour_C=np.zeros(completion, np.float32),
         versions_C=np.zeros(completion, np.int32),
-        places_N=np.arange(0, completion, 2),
+        positions_N=np.arange(0, completion, 2),
         advantage=1.0,
         weight=1.0,
         first=first,

@@ -10,7 +10,7 @@ from async_grpo.telemetry.metrics import METRICS
 from async_grpo.wire import Batch, Group, Sample, Task, Turn, tokens_to_bytes
 from tests.support.buffer_cases import mixed_sample
 from tests.support.rollout_fakes import config_of
-from trainer.batch.sequences import MIXED, micro_batch, reweighed, sequences_of, targets_of
+from trainer.batch.sequences import MIXED, micro_batch, reweighed, sequences_of, trained_tokens
 from trainer.step.results import step_row, trained_row
 
 PROMPT = [7, 8, 9]
@@ -76,7 +76,7 @@ def test_every_token_knows_its_version_its_sequence_and_its_place_in_the_batch()
     assert tensors.whole_N.tolist() == [3] * 4 + [MIXED] * 3
     assert tensors.segment_N.tolist() == [0] * 4 + [1] * 3
     assert tensors.index_N.tolist() == [3, 4, 5, 6, 0, 1, 2]
-    assert targets_of(members).index_N.tolist() == list(range(7))
+    assert trained_tokens(members).index_N.tolist() == list(range(7))
 
 
 def test_groups_of_unequal_size_have_advantages_of_their_own() -> None:
@@ -115,7 +115,7 @@ def test_a_sequence_that_is_too_long_is_cut_and_the_others_keep_their_weight() -
     assert cut[0].length == 6
     assert [member.trained_tokens for member in cut] == [4, 4]
     assert [member.weight for member in cut] == [member.weight for member in whole]
-    assert targets_of(cut).index_N.tolist() == list(range(8))
+    assert trained_tokens(cut).index_N.tolist() == list(range(8))
 
 
 def test_or_it_is_dropped_and_counts_all_the_same() -> None:

@@ -10,7 +10,7 @@ import pytest
 from async_grpo.errors import NonFiniteStep, TrainingError
 from async_grpo.wire import Batch, Group, Task, records, tokens_to_bytes
 from tests.support.buffer_cases import mixed_sample
-from trainer.step.step_runner import KEPT, SkippedSteps
+from trainer.step.skipped_steps import KEPT, SkippedSteps
 
 FAULT = NonFiniteStep("the gradient norm is inf")
 

@@ -1,0 +1,56 @@
+"""The groups of one step, taken from the buffer all at once or part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from async_grpo.telemetry.timeline import PhaseTimer
+from async_grpo.wire import Batch
+from trainer.coordinator import Coordinator
+
+
+@dataclass(slots=True)
+class IncomingBatch:
+    """The batch of the step `version` -> `version + 1`. All ranks make the same calls.
+
+    Both ways of waiting end early on SIGTERM; the batch is not `complete` then.
+    """
+
+    coordinator: Coordinator
+    version: int
+    phases: PhaseTimer
+    waiting: str
+    """Phase to which the time spent waiting counts."""
+    received: list[Batch] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all groups of the step are here."""
+        return bool(self.received) and self.received[-1].missing == 0
+
+    @property
+    def batch(self) -> Batch:
+        """The groups that are here as one batch."""
+        groups = [group for part in self.received for group in part.groups]
+        return structs.replace(self.received[-1], groups=groups)
+
+    def wait(self) -> None:
+        """Wait for all groups."""
+        with self.phases.span(self.waiting, version=self.version):
+            batch = self.coordinator.take(self.version)
+        if batch is not None:
+            self.received.append(batch)
+
+    def parts(self) -> Iterator[Batch]:
+        """Yield further groups whenever there are some, until the batch is complete."""
+        while not self.complete:
+            have = sum(len(part.groups) for part in self.received)
+            with self.phases.span(self.waiting, version=self.version, have=have):
+                part = self.coordinator.take_part(self.version, have)
+            if part is None:
+                return
+            self.received.append(part)
+            yield part
