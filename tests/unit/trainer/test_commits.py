@@ -1,4 +1,4 @@
-"""What the training loop lets the buffer forget, and when a copy that fails ends a run."""
+"""What the run loop lets the buffer forget, and when a copy that fails ends a run."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from trainer import loop
 from trainer.loop import TrainerRun
 
 
-def make_loop(monkeypatch: pytest.MonkeyPatch, **checkpoint: Any) -> TrainerRun:
-    """A loop at version 0 whose buffer has room and whose copies work."""
+def make_run(monkeypatch: pytest.MonkeyPatch, **checkpoint: Any) -> TrainerRun:
+    """A run at version 0 whose buffer has room and whose copies work."""
     monkeypatch.setattr(loop, "is_leader", lambda: True)
     raw = {"name": "commits", "model": {"random": {}}, "runs_store": "file:///store"}
     config = validate(raw | {"trainer": {"checkpoint": checkpoint}}, "test")
     world = MagicMock()
-    training = TrainerRun(config, Path(), world.policy, world.coordinator, world.checkpoints, world.logger, 0)
-    training.resumable = [0]
+    run = TrainerRun(config, Path(), world.policy, world.coordinator, world.checkpoints, world.logger, 0)
+    run.resumable = [0]
     world.checkpoints.uncopied = None
     world.coordinator.has_room.return_value = True
-    return training
+    return run
 
 
-def commits(training: TrainerRun) -> list[int]:
-    return [call.args[0] for call in training.coordinator.commit_checkpoint.call_args_list]  # type: ignore[attr-defined]
+def commits(run: TrainerRun) -> list[int]:
+    return [call.args[0] for call in run.coordinator.commit_checkpoint.call_args_list]  # type: ignore[attr-defined]
 
 
-def save_versions(training: TrainerRun, *versions: int) -> None:
+def save_versions(run: TrainerRun, *versions: int) -> None:
     for version in versions:
-        training.checkpoints.poll_saved.return_value = version  # type: ignore[attr-defined]
-        training.commit_saved(wait=True)
+        run.checkpoints.poll_saved.return_value = version  # type: ignore[attr-defined]
+        run.commit_saved(wait=True)
 
 
 @pytest.mark.parametrize(
@@ -50,54 +50,54 @@ def save_versions(training: TrainerRun, *versions: int) -> None:
 def test_the_buffer_keeps_what_came_after_as_many_checkpoints_as_are_resumable(
     monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, int], expected: list[int]
 ) -> None:
-    training = make_loop(monkeypatch, **checkpoint)
-    save_versions(training, 10, 20, 30)
-    assert commits(training) == expected
+    run = make_run(monkeypatch, **checkpoint)
+    save_versions(run, 10, 20, 30)
+    assert commits(run) == expected
 
 
 def test_the_older_checkpoint_is_given_up_when_the_buffer_needs_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = make_loop(monkeypatch)
-    save_versions(training, 10, 20)
-    training.make_room()
-    assert commits(training) == [0, 10]
-    training.coordinator.has_room.return_value = False  # type: ignore[attr-defined]
-    training.make_room()
-    training.make_room()
-    assert commits(training) == [0, 10, 20]
+    run = make_run(monkeypatch)
+    save_versions(run, 10, 20)
+    run.make_room()
+    assert commits(run) == [0, 10]
+    run.coordinator.has_room.return_value = False  # type: ignore[attr-defined]
+    run.make_room()
+    run.make_room()
+    assert commits(run) == [0, 10, 20]
 
 
 def test_a_copy_that_fails_ends_the_run_only_when_the_buffer_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = make_loop(monkeypatch)
-    world: Any = training
+    run = make_run(monkeypatch)
+    world: Any = run
     world.checkpoints.uncopied = 10
     world.checkpoints.poll_saved.return_value = None
     world.coordinator.can_go_on_uncommitted.return_value = True
-    training.make_room()
+    run.make_room()
     world.checkpoints.begin_copy.assert_not_called()
     world.coordinator.can_go_on_uncommitted.return_value = False
     with pytest.raises(CheckpointError, match=r"version 10 could not be copied to file:///store.*no room left"):
-        training.make_room()
+        run.make_room()
     world.checkpoints.begin_copy.assert_called_once_with()
 
 
 def test_a_last_copy_that_fails_is_tried_again_and_then_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = make_loop(monkeypatch)
-    world: Any = training
-    training.saved, world.checkpoints.uncopied = 0, 0
+    run = make_run(monkeypatch)
+    world: Any = run
+    run.saved_version, world.checkpoints.uncopied = 0, 0
     world.checkpoints.poll_saved.return_value = None
-    training.save_everything()
+    run.save_everything()
     world.checkpoints.begin_copy.assert_called_once_with()
     (_, message), _ = world.logger.warn.call_args
     assert "only this machine has the checkpoint of version 0" in message
 
 
 def test_a_first_publication_that_fails_closes_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = make_loop(monkeypatch)
+    run = make_run(monkeypatch)
     exporter = MagicMock()
     exporter.publish.side_effect = OSError("no room in /dev/shm")
     monkeypatch.setattr(loop, "WeightExporter", lambda *_: exporter)
-    resume: Any = training.coordinator.resume
+    resume: Any = run.coordinator.resume
     resume.return_value.head_version = resume.return_value.lost_steps = 0
     with pytest.raises(OSError, match="no room"):
-        training.run()
+        loop.train(run)
     exporter.close.assert_called_once_with()
