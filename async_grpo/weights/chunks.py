@@ -11,9 +11,10 @@ counts in items; otherwise chunks are as long as allowed. `changed_tensors` lets
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -135,7 +136,10 @@ def _equal(old: memoryview, new: memoryview) -> bool:
 
 @dataclass(slots=True)
 class ServedVersion:
-    """One version as it lies in a slot."""
+    """One version as it lies in a slot. Its state changes through its methods alone:
+
+    arriving --mark_verified, add_patch, for each chunk--> --complete--> whole --drop_patches--> served dense
+    """
 
     identity: WeightVersion
     key: bytes
@@ -143,16 +147,52 @@ class ServedVersion:
     hashes: Hashes
     digest: bytes
     block: memoryview
-    patches: dict[int, bytes] = field(default_factory=dict)
-    arrived: bytearray | None = None
+    _patches: dict[int, bytes] = field(default_factory=dict)
+    _verified: bytearray | None = None
     """A byte for each chunk, 1 once it is verified; None: all are."""
 
     @classmethod
-    def of(cls, manifest: WeightManifest, chunks: Sequence[Chunk], block: memoryview) -> ServedVersion:
-        """The version of `manifest`, in `block`. Raises WeightsCorrupt unless there is a hash for every chunk."""
+    def whole(
+        cls,
+        manifest: WeightManifest,
+        chunks: Sequence[Chunk],
+        block: memoryview,
+        patches: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> ServedVersion:
+        """The version of `manifest`, all of which is in `block`; `patches` lead to it from its base. Raises
+        WeightsCorrupt unless there is a hash for every chunk."""
         hashes = hashes_of(manifest, chunks)
-        return cls(manifest.identity, manifest.key, chunks, hashes, digest(manifest.hashes), block)
+        return cls(manifest.identity, manifest.key, chunks, hashes, digest(manifest.hashes), block, dict(patches))
+
+    @classmethod
+    def arriving(cls, manifest: WeightManifest, chunks: Sequence[Chunk], block: memoryview) -> ServedVersion:
+        """The version of `manifest`, of which nothing is in `block` yet. Raises as `whole` does."""
+        version = cls.whole(manifest, chunks, block)
+        version._verified = bytearray(len(chunks))
+        return version
 
     def has(self, index: int) -> bool:
         """Chunk `index` can be served."""
-        return self.arrived is None or bool(self.arrived[index])
+        return self._verified is None or bool(self._verified[index])
+
+    def patch(self, index: int) -> bytes | None:
+        """The patch that makes chunk `index` out of the base; None if it is served dense."""
+        return self._patches.get(index)
+
+    def mark_verified(self, index: int) -> None:
+        """Chunk `index` lies in the block and has passed its hash."""
+        assert self._verified is not None, "the version is whole already"
+        self._verified[index] = 1
+
+    def add_patch(self, index: int, patch: bytes) -> None:
+        """Serve chunk `index` as this patch to receivers that have the base."""
+        self._patches[index] = patch
+
+    def complete(self) -> None:
+        """All chunks are verified."""
+        self._verified = None
+
+    def drop_patches(self) -> None:
+        """A newer version is served, and patches are kept for the newest only: who still fetches this one gets it
+        dense."""
+        self._patches = {}

@@ -199,7 +199,7 @@ class FolderWeightSender:
         if self._newest is None or self.config.encoding == "dense":
             return None
         manifest = self._newest.manifest
-        return ServedVersion.of(manifest, self._chunks, self._store.snapshot(manifest.identity).block)
+        return ServedVersion.whole(manifest, self._chunks, self._store.snapshot(manifest.identity).block)
 
     def _plan_version(
         self, encoded: Encoded, block: memoryview, base: ServedVersion | None

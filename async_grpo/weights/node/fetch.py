@@ -167,8 +167,7 @@ class Fetch:
         self.manifest = manifest
         self.identity = manifest.identity
         self.started_s = time.monotonic()
-        self.served = ServedVersion.of(manifest, chunks, block)
-        self._arrived = self.served.arrived = bytearray(len(chunks))
+        self.served = ServedVersion.arriving(manifest, chunks, block)
         self._stats = stats
         self.before = before if before is not None and list(before.chunks) == chunks else None
         """The version whose chunks may be used; None if there is none."""
@@ -212,7 +211,7 @@ class Fetch:
             self._copy_base(chunk)
             if self._is_right(index, chunk.of(self.served.block)):
                 copied.append(index)
-                self._arrived[index] = 1
+                self.served.mark_verified(index)
                 self._stats.unchanged_chunks += 1
             else:
                 self.schedule.add(index)
@@ -233,7 +232,7 @@ class Fetch:
             self._stats.rerequests += 1
             self.schedule.refuse(index, patch=reply.patch)
             return False
-        self._arrived[index] = 1
+        self.served.mark_verified(index)
         self.schedule.settle(index)
         return True
 
@@ -292,7 +291,7 @@ class Fetch:
         if not self._is_right(index, target):
             count(self._stats.fallbacks, "wrong result")
             return False
-        self.served.patches[index] = bytes(patch)
+        self.served.add_patch(index, bytes(patch))
         self._stats.patched_chunks += 1
         return True
 

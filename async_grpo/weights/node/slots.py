@@ -108,9 +108,9 @@ class StoreSlots:
         assert self._store is not None
         before = self._server.served(self.newest)
         self._store.commit(fetch.identity, fetch.notes())
-        fetch.served.arrived = None
+        fetch.served.complete()
         if before is not None:
-            before.patches = {}  # receivers that still fetch that version get it dense
+            before.drop_patches()
         self._set_newest(fetch.identity)
         self._torn = False
 
@@ -152,4 +152,4 @@ def _served_again(snapshot: StoreSnapshot, manifest: WeightManifest) -> ServedVe
     """A whole version that an earlier receiver committed, from its notes."""
     notes = snapshot.notes
     earlier = replace(manifest, **snapshot.identity._asdict(), hashes=notes.hashes, key=notes.key)
-    return ServedVersion.of(earlier, cut(manifest.layout, manifest.chunk_bytes), snapshot.block)
+    return ServedVersion.whole(earlier, cut(manifest.layout, manifest.chunk_bytes), snapshot.block)

@@ -128,7 +128,7 @@ class ChunkServer:
 
     def _send(self, peer: bytes, served: ServedVersion, request: ChunkRequest) -> None:
         index = request.index
-        patch = served.patches.get(index) if request.patch else None
+        patch = served.patch(index) if request.patch else None
         data = served.chunks[index].of(served.block) if patch is None else patch
         reply = ChunkReply(**served.identity._asdict(), index=index, patch=patch is not None)
         self._router.send_multipart([peer, encode(reply), data], flags=zmq.DONTWAIT, copy=False)

@@ -179,10 +179,10 @@ class PublisherProcess:
             key=os.urandom(KEY_BYTES),
             base=BaseVersion(**base.identity._asdict(), digest=base.digest) if base is not None else None,
         )
-        served = ServedVersion.of(manifest, self._chunks, self._store.snapshot(encoded.identity).block)
-        served.patches = encoded.patches
+        block = self._store.snapshot(encoded.identity).block
+        served = ServedVersion.whole(manifest, self._chunks, block, encoded.patches)
         if self._newest is not None:
-            self._newest.patches = {}  # receivers that still fetch that version get it dense
+            self._newest.drop_patches()
         self._newest = served
         self._manifests[served.identity] = manifest
         self._server.offer(served)

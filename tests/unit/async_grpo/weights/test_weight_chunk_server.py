@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import pytest
 
-from async_grpo.weights.chunks import Chunk, ServedVersion
-from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.chunks import ServedVersion, cut, pack_hashes
+from async_grpo.weights.manifest import WeightManifest, WeightVersion, layout_of
 from async_grpo.weights.node.records import ChunkReply, ChunkRequest, sign
 from async_grpo.weights.zmq.chunk_server import ChunkServer
 from async_grpo.weights.zmq.messages import ChunkAnswer, ChunkPending, FetchDone, VersionGone
@@ -44,20 +43,16 @@ def server(router: Router, now: list[float]) -> ChunkServer:
     return ChunkServer(cast(Any, router), lambda: now[0], idle_s=5.0, longest_s=60.0)
 
 
-def served(identity: WeightVersion, *, arrived: bytes | None = None) -> ServedVersion:
+def served(identity: WeightVersion, *, arriving: bool = False) -> ServedVersion:
     block = memoryview(bytearray(b"a" * 64 + b"b" * 64))
-    chunks = [Chunk(0, 64, 2), Chunk(64, 128, 2)]
-    hashes = np.zeros(2, np.uint64)
-    return ServedVersion(
-        identity=identity,
-        key=KEY,
-        chunks=chunks,
-        hashes=hashes,
-        digest=b"",
-        block=block,
-        patches={1: b"patch"},
-        arrived=None if arrived is None else bytearray(arrived),
+    layout = layout_of([("a", "bfloat16", [64])])
+    manifest = WeightManifest(
+        **identity._asdict(), layout=layout, chunk_bytes=64, hashes=pack_hashes([0, 0]), key=KEY, base=None
     )
+    make = ServedVersion.arriving if arriving else ServedVersion.whole
+    version = make(manifest, cut(layout, 64), block)
+    version.add_patch(1, b"patch")
+    return version
 
 
 def ask(server: ChunkServer, identity: WeightVersion, index: int, *, patch: bool = False, key: bytes = KEY) -> None:
@@ -94,13 +89,12 @@ def test_a_request_without_the_versions_key_gets_no_answer(server: ChunkServer, 
 
 
 def test_a_chunk_that_has_not_arrived_is_served_when_it_has(server: ChunkServer, router: Router) -> None:
-    growing = served(V1, arrived=b"\0\0")
+    growing = served(V1, arriving=True)
     server.offer(growing)
     ask(server, V1, 0)
     ask(server, V1, 0)
     assert router.sent == []
-    assert growing.arrived is not None
-    growing.arrived[0] = 1
+    growing.mark_verified(0)
     server.arrived(V1, 0)
     server.arrived(V1, 0)
     assert [reply.index for _, reply, _ in router.sent] == [0]
@@ -134,7 +128,7 @@ def test_an_older_version_and_one_that_was_passed_over_are_gone(server: ChunkSer
 
 
 def test_whoever_waits_for_a_version_that_is_given_up_is_told(server: ChunkServer, router: Router) -> None:
-    server.offer(served(V1, arrived=b"\0\0"))
+    server.offer(served(V1, arriving=True))
     ask(server, V1, 1)
     server.withdraw(V1)
     assert [reply for _, reply, _ in router.sent] == [VersionGone(epoch=0, version=1)]
