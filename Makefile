@@ -21,11 +21,16 @@ $(VENV)/.installed: pyproject.toml setup.py deploy/install deploy/locks/cpu.txt 
 quickstart: $(VENV)/.installed  ## The whole loop on this machine's CPU: six to eight minutes, with a report at the end
 	$(BIN)/async-grpo run configs/quickstart.yaml
 
-test: $(VENV)/.installed  ## The test suite
-	$(BIN)/pytest -m 'not slow and not faults'
+# Two processes on two cores: each test has one thread of torch, because more would wait for each other.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+JOBS ?= 2
+
+test: $(VENV)/.installed  ## The test suite, in two processes (JOBS=4: in four)
+	$(PYTEST) -m 'not slow and not faults'
 
 test-all: $(VENV)/.installed  ## The test suite with its slow tests and its fault injection
-	$(BIN)/pytest
+	$(PYTEST) -m 'not faults'
+	$(BIN)/pytest -m faults
 
 # Another release of one or several, or `latest`: make upstream VLLM_ASCEND=0.24.0 VLLM=0.24.0
 UPSTREAM := VLLM VLLM_ASCEND TORCH_NPU MEGATRON TE REDIS

@@ -16,10 +16,25 @@ from buffer import EmbeddedServer
 if TYPE_CHECKING:
     from tests.support.vllm_lab import Lab
 
+ROOT = Path(__file__).parents[1]
 
+
+SHARED_FIXTURES = {
+    "vllm": {"lab", "tied_lab", "untied_lab"},
+    "ranks": {"one_rank", "two_ranks", "four_ranks"},
+}
+"""Group of modules -> fixtures that start for all of them what takes minutes."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that end a shared engine come after all others."""
+    """Keep the tests of a group, or else of a module, in one process of pytest-xdist. Tests that end a shared engine
+    come after all others."""
     items.sort(key=lambda item: item.get_closest_marker("ends_engine") is not None)
+    for item in items:
+        used = set(getattr(item, "fixturenames", ()))
+        groups = [group for group, fixtures in SHARED_FIXTURES.items() if fixtures & used]
+        item.add_marker(pytest.mark.xdist_group(groups[0] if groups else str(item.path.relative_to(ROOT))))
 
 
 @pytest.fixture
