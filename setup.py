@@ -17,7 +17,7 @@ from setuptools.command.build_py import build_py
 def load_vendor() -> ModuleType:
     """Load the module that fetches the packages by its path, because the dependencies of its package are not
     installed."""
-    path = Path(__file__).parent / "async_grpo" / "app" / "view" / "vendor.py"
+    path = Path(__file__).parent / "async_grpo" / "lab" / "view" / "vendor.py"
     spec = importlib.util.spec_from_file_location("vendor", path)
     assert spec is not None and spec.loader is not None
     module = sys.modules["vendor"] = importlib.util.module_from_spec(spec)  # where dataclasses look

@@ -1,6 +1,8 @@
 """Asynchronous GRPO: rollout servers generate without pause, a trainer takes what is ready, and new weights go back.
 
-    async_grpo.app     what a person types; starts the processes of a run and reports on them
+    async_grpo.lab     tools around runs: sweep, simulate, tune, why, view, accept, bench, ...; no run imports them
+       |
+    async_grpo.app     commands; starts the processes of a run, keeps them running and reports on them
        |
     rollout_server     generates samples          trainer     trains on them, publishes weights
        |                                             |

@@ -38,7 +38,7 @@ AsyncGrpoError
 └── RoleFailed             a supervised process ended when it should not have
 
 Signals, caught by the package that raises them or by the caller: Overtaken (async_grpo.utils.aio), StoppedEarly
-(trainer.peers), RejectedRow (async_grpo.data), VendorError (async_grpo.app.view), HttpError (rollout_server.http),
+(trainer.peers), RejectedRow (async_grpo.data), VendorError (async_grpo.lab.view), HttpError (rollout_server.http),
 ToolHangs (rollout_server.workflows).
 """
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.app.simulate.lengths import LengthModel
-from async_grpo.app.simulate.results import SimulatedFigures, figures_of
-from async_grpo.app.simulate.settings import SimulatedSettings
-from async_grpo.app.simulate.timings import EngineTimings, Timings, TrainerTimings
-from async_grpo.app.simulate.world import World, simulate
+from async_grpo.lab.simulate.lengths import LengthModel
+from async_grpo.lab.simulate.results import SimulatedFigures, figures_of
+from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.timings import EngineTimings, Timings, TrainerTimings
+from async_grpo.lab.simulate.world import World, simulate
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from async_grpo.telemetry.servers_wanted import TOLERANCE, ServerDemand
 from async_grpo.wire.board import ServerBeat

@@ -1,1 +1,1 @@
-"""The application: commands, what they start on this machine, and what they show of it."""
+"""The application: commands, and what starts, keeps and reports runs. Its commands alone import `async_grpo.lab`."""

@@ -22,17 +22,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.app.bench.pipeline.fixed_lengths import answer_for
-from async_grpo.app.bench.pipeline.setup import POLICY, CoreSplit, PipelineSetup
-from async_grpo.app.bench.pipeline.workload import VOCABULARY, FixedWork, StepPlan
-from async_grpo.app.bench.rollout.workload import number_model
-from async_grpo.app.simulate.calibrate import calibrate
-from async_grpo.app.simulate.recorded import read_recorded
-from async_grpo.app.simulate.settings import SimulatedSettings
-from async_grpo.app.simulate.whatif import Change, changes
-from async_grpo.app.simulate.why import ADVICE, Explanation, explain
 from async_grpo.config import dump, load
 from async_grpo.errors import AsyncGrpoError, ConfigError, RoleFailed
+from async_grpo.lab.bench.pipeline.fixed_lengths import answer_for
+from async_grpo.lab.bench.pipeline.setup import POLICY, CoreSplit, PipelineSetup
+from async_grpo.lab.bench.pipeline.workload import VOCABULARY, FixedWork, StepPlan
+from async_grpo.lab.bench.rollout.workload import number_model
+from async_grpo.lab.simulate.calibrate import calibrate
+from async_grpo.lab.simulate.recorded import read_recorded
+from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.whatif import Change, changes
+from async_grpo.lab.simulate.why import ADVICE, Explanation, explain
 from async_grpo.telemetry.logging import configure_logging
 from benchmarks.planted.causes import CONSTANT, GROUPS, PLANTED, PROMPT, SIZE, PlantedRun
 from benchmarks.slowdown import steps_of

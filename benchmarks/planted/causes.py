@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.app.simulate.why import Cause
 from async_grpo.errors import ConfigError
+from async_grpo.lab.simulate.why import Cause
 from benchmarks.slowdown import PERIOD_S, SHARE, processes, send
 
 GROUPS, SIZE, PROMPT = 4, 4, 32

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from async_grpo.app.bench.pipeline.fixed_lengths import PrescribedLengths, reward
+from async_grpo.lab.bench.pipeline.fixed_lengths import PrescribedLengths, reward
 
 if TYPE_CHECKING:
     from async_grpo.data.tokenizer import Tokenizer

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares
 
-from async_grpo.app.simulate.results import SimulatedFigures, figures_of
-from async_grpo.app.simulate.settings import CountedWindow, SimulatedSettings
-from async_grpo.app.simulate.timings import Timings
-from async_grpo.app.simulate.world import simulate
+from async_grpo.lab.simulate.results import SimulatedFigures, figures_of
+from async_grpo.lab.simulate.settings import CountedWindow, SimulatedSettings
+from async_grpo.lab.simulate.timings import Timings
+from async_grpo.lab.simulate.world import simulate
 from async_grpo.staleness import RateLimit, ReplayPolicy
 
 

@@ -8,9 +8,9 @@ from functools import cache, partial
 
 import numpy as np
 
-from async_grpo.app.simulate.lengths import NORMAL, LengthModel, tail
-from async_grpo.app.simulate.results import SimulatedFigures
-from async_grpo.app.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings
+from async_grpo.lab.simulate.lengths import NORMAL, LengthModel, tail
+from async_grpo.lab.simulate.results import SimulatedFigures
+from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings
 from benchmarks.published.published import Cell, Study, hindsight, run, settings_like, solve
 
 # Staleness, trainer nodes -> (seconds of training, groups generated a second, staleness, seconds of a step)

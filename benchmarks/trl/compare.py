@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.app.bench.measure import Machine, Spread, in_turns
+from async_grpo.lab.bench.measure import Machine, Spread, in_turns
 from benchmarks.trl.plot import draw
 from benchmarks.trl.policies import make_policies
 from benchmarks.trl.sides import TRL_PYTHON, Pace, SideRun, bind, command, our_side, pace, run_ours, run_trl

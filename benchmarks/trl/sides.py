@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.app.bench.pipeline.observe import Generated, RunRecord, check_one_go, read_record, tokens_within
 from async_grpo.config.load import dump
 from async_grpo.errors import RoleFailed
+from async_grpo.lab.bench.pipeline.observe import Generated, RunRecord, check_one_go, read_record, tokens_within
 from benchmarks.trl.workloads import HERE, WORKLOADS, TrlDials, Workload
 
 TIMEOUT_S = 1800.0

@@ -24,9 +24,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.app.bench.pipeline.setup import run_all
-from async_grpo.app.simulate.calibrate import Measured, measure
-from async_grpo.app.simulate.recorded import read_recorded
+from async_grpo.lab.bench.pipeline.setup import run_all
+from async_grpo.lab.simulate.calibrate import Measured, measure
+from async_grpo.lab.simulate.recorded import read_recorded
 from async_grpo.telemetry.logging import configure_logging
 from benchmarks.tuning.workloads import WORKLOADS, TuningBench
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from async_grpo.app.bench.pipeline.setup import POLICY, PipelineSetup, split_cores
-from async_grpo.app.bench.pipeline.workload import VOCABULARY, FixedWork, StepPlan
-from async_grpo.app.bench.rollout.workload import LogNormal, number_model
 from async_grpo.config import RunConfig, dump, load
+from async_grpo.lab.bench.pipeline.setup import POLICY, PipelineSetup, split_cores
+from async_grpo.lab.bench.pipeline.workload import VOCABULARY, FixedWork, StepPlan
+from async_grpo.lab.bench.rollout.workload import LogNormal, number_model
 from async_grpo.utils.files import write_atomic
 from rollout_server.engines.base import sample_seed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.app.accept.accept import accept
+from async_grpo.lab.accept.accept import accept
 
 
 @pytest.mark.timeout(1800)

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from async_grpo.app.evaluate.policy_source import find_live
 from async_grpo.errors import AsyncGrpoError
+from async_grpo.lab.evaluate.policy_source import find_live
 from tests.support.whole_run import WholeRun, check_books
 
 STEPS = 8

@@ -43,9 +43,9 @@ def dropped_float64() -> None:
 def main(name: str) -> None:
     os.environ[_VARIABLE] = name
     if name == "dropped_float64":
-        from async_grpo.app.accept import rank as program
+        from async_grpo.lab.accept import rank as program
     else:
-        from async_grpo.app.accept import engine as program  # type: ignore[no-redef]
+        from async_grpo.lab.accept import engine as program  # type: ignore[no-redef]
     del sys.argv[1]
     program.main()
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from async_grpo.app.simulate.engine import SimulatedSample
-from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
-from async_grpo.app.simulate.server import SimulatedGroup, SimulatedServer
-from async_grpo.app.simulate.settings import SimulatedSettings
-from async_grpo.app.simulate.timings import Timings
-from async_grpo.app.simulate.world import World
 from async_grpo.config import validate
+from async_grpo.lab.simulate.engine import SimulatedSample
+from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
+from async_grpo.lab.simulate.server import SimulatedGroup, SimulatedServer
+from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.timings import Timings
+from async_grpo.lab.simulate.world import World
 from async_grpo.wire import Batch, Ticket
 
 Row = dict[str, Any]

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_grpo.app.sweep.plan import Point
-from async_grpo.app.sweep.results import FINISHED, Curve, PointMetrics
 from async_grpo.config import RunConfig
+from async_grpo.lab.sweep.plan import Point
+from async_grpo.lab.sweep.results import FINISHED, Curve, PointMetrics
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.timeline import Timeline
 

@@ -9,11 +9,11 @@ from urllib.parse import quote
 
 import pytest
 
-from async_grpo.app.view.vendor import UPLOT, is_there
+from async_grpo.lab.view.vendor import UPLOT, is_there
 from tests.support.view_runs import HOSTILE, write_metrics, write_run
 from tests.view.conftest import HOSTILE_RUN, NARROW, serving, view_of
 
-needs_charts = pytest.mark.skipif(not is_there(UPLOT), reason="needs uPlot: python -m async_grpo.app.view.vendor")
+needs_charts = pytest.mark.skipif(not is_there(UPLOT), reason="needs uPlot: python -m async_grpo.lab.view.vendor")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_without_uplot_the_page_says_how_to_get_it(shown: tuple[str, Path], open
     page = open_page("about:blank")
     page.route("**/api/metrics", lambda route: route.fulfill(json={**route.fetch().json(), "charts": False}))
     page.goto(f"{shown[0]}/#/run/first/curves")
-    page.locator(".note").filter(has_text="python -m async_grpo.app.view.vendor").wait_for()
+    page.locator(".note").filter(has_text="python -m async_grpo.lab.view.vendor").wait_for()
     page.locator(".chart .values").filter(has_text="first").first.wait_for()
 
 

@@ -73,7 +73,7 @@ async def _run(
     platform: str, folder: Path, stages: Sequence[str], devices: str | None, json_file: Path | None, *, scale: bool
 ) -> int:
     """Run the stages until they are done or Ctrl-C; returns the exit code."""
-    from async_grpo.app.accept.accept import accept as run_stages
+    from async_grpo.lab.accept.accept import accept as run_stages
 
     interrupted = asyncio.Event()
     with stop_signals(interrupted.set), Console(stderr=True).status("starting") as status:

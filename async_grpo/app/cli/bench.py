@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from async_grpo.app.bench.rig import Fsync
 from async_grpo.app.cli.common import exit_with, progress_bar
+from async_grpo.lab.bench.rig import Fsync
 
 MODULES = {
-    "buffer": "async_grpo.app.bench.buffer.bench",
-    "control-plane": "async_grpo.app.bench.control_plane.bench",
-    "data": "async_grpo.app.bench.data",
-    "pipeline": "async_grpo.app.bench.pipeline.bench",
-    "rollout": "async_grpo.app.bench.rollout.bench",
-    "trainer": "async_grpo.app.bench.trainer.bench",
-    "weights": "async_grpo.app.bench.weights.bench",
+    "buffer": "async_grpo.lab.bench.buffer.bench",
+    "control-plane": "async_grpo.lab.bench.control_plane.bench",
+    "data": "async_grpo.lab.bench.data",
+    "pipeline": "async_grpo.lab.bench.pipeline.bench",
+    "rollout": "async_grpo.lab.bench.rollout.bench",
+    "trainer": "async_grpo.lab.bench.trainer.bench",
+    "weights": "async_grpo.lab.bench.weights.bench",
 }
 """Bench -> the module whose `measure` makes its figures. It is imported when the command runs."""
 
@@ -188,7 +188,7 @@ def _measure(name: str, json_file: Path | None, plot: Path | None = None, **opti
     """
     import uvloop
 
-    from async_grpo.app.bench.measure import Machine, Picture, make_room, table, write
+    from async_grpo.lab.bench.measure import Machine, Picture, make_room, table, write
 
     def work() -> int:
         for file in (json_file, plot):

@@ -48,8 +48,8 @@ def stats(
 
     Changes nothing. With --watch --json, every refresh prints one line of JSON.
     """
-    from async_grpo.app.inspector.export import plain_overview
-    from async_grpo.app.inspector.views import overview_view
+    from async_grpo.lab.inspector.export import plain_overview
+    from async_grpo.lab.inspector.views import overview_view
 
     async def look(inspector: Inspector) -> None:
         if as_json:
@@ -129,7 +129,7 @@ def drain(
         if resume:
             resumed = await inspector.resume_admission()
             return print_line("admission is open again" if resumed else "admission was not stopped: nothing is changed")
-        from async_grpo.app.inspector.export import wait_until_drained
+        from async_grpo.lab.inspector.export import wait_until_drained
 
         stopped = await inspector.stop_admission()
         print_line("admission is stopped" if stopped else "admission was already stopped")
@@ -166,7 +166,7 @@ def export(
     """
 
     async def move(inspector: Inspector) -> None:
-        from async_grpo.app.inspector.export import export as write
+        from async_grpo.lab.inspector.export import export as write
 
         groups = await inspector.groups(_states(state))
         with progress_bar() as progress:
@@ -214,8 +214,8 @@ def _config_and_id(words: list[str], run_dir: Path | None) -> tuple[Path | None,
 async def _show_groups(inspector: Inspector, limit: int, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from async_grpo.app.inspector.export import to_jsonable
-    from async_grpo.app.inspector.views import groups_view
+    from async_grpo.lab.inspector.export import to_jsonable
+    from async_grpo.lab.inspector.views import groups_view
 
     groups = await inspector.groups()
     if as_json:
@@ -226,8 +226,8 @@ async def _show_groups(inspector: Inspector, limit: int, as_json: bool) -> None:
 
 async def _show(inspector: Inspector, seq: int, characters: int, as_json: bool) -> None:
     """Every record of one group."""
-    from async_grpo.app.inspector.export import decode_untyped, to_jsonable
-    from async_grpo.app.inspector.views import record_view
+    from async_grpo.lab.inspector.export import decode_untyped, to_jsonable
+    from async_grpo.lab.inspector.views import record_view
 
     records = await inspector.records(seq)
     if not records:
@@ -243,7 +243,7 @@ async def _show(inspector: Inspector, seq: int, characters: int, as_json: bool) 
 
 
 def _states(names: list[str] | None) -> Any:
-    from async_grpo.app.inspector.export import EXPORTABLE
+    from async_grpo.lab.inspector.export import EXPORTABLE
 
     known = {state.value: state for state in EXPORTABLE}
     if unknown := sorted(set(names or ()) - known.keys()):

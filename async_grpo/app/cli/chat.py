@@ -32,9 +32,9 @@ from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
 from async_grpo.utils.text import clean_text
 
 if TYPE_CHECKING:
-    from async_grpo.app.chat import ChatSession
-    from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.config import RunConfig
+    from async_grpo.lab.chat import ChatSession
+    from async_grpo.lab.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.rewards.pool import RewardPool
 
 N = TypeVar("N", int, float)
@@ -119,7 +119,7 @@ class ChatTerminal:
     @property
     def most_tokens(self) -> int:
         """The longest reply that the servers of a live run give, in tokens; unlimited for a checkpoint."""
-        from async_grpo.app.evaluate.policy_source import LiveRun
+        from async_grpo.lab.evaluate.policy_source import LiveRun
 
         return self._config.rollout.http.max_tokens if isinstance(self._policy, LiveRun) else sys.maxsize
 
@@ -179,7 +179,7 @@ class ChatTerminal:
 
     def _author(self, tokens_by_version: dict[int, int]) -> str:
         """The policy versions that wrote a reply, in order; without a known version, the checkpoint's path."""
-        from async_grpo.app.evaluate.policy_source import LiveRun
+        from async_grpo.lab.evaluate.policy_source import LiveRun
 
         if isinstance(self._policy, LiveRun):
             versions = sorted(tokens_by_version)
@@ -217,9 +217,9 @@ def _chat(choice: PolicyOptions, options: ChatOptions, prompt: str | None, answe
 
 @asynccontextmanager
 async def _open(config: RunConfig, policy: Checkpoint | LiveRun, options: ChatOptions) -> AsyncIterator[ChatTerminal]:
-    from async_grpo.app.chat import ChatSession, make_prompt
-    from async_grpo.app.evaluate.policy_source import open_policy
     from async_grpo.data.tokenizer import load_tokenizer
+    from async_grpo.lab.chat import ChatSession, make_prompt
+    from async_grpo.lab.evaluate.policy_source import open_policy
 
     async with AsyncExitStack() as stack:
         opening = open_policy(config, policy, "chat", config.eval.timeout_s, note)

@@ -19,8 +19,8 @@ from async_grpo.errors import CONFIG_FAULTS, AsyncGrpoError, ConfigError
 from async_grpo.utils.text import clean_text
 
 if TYPE_CHECKING:
-    from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.config import RunConfig
+    from async_grpo.lab.evaluate.policy_source import Checkpoint, LiveRun
 
 EXAMPLE = "Configuration file, name of a shipped one (quickstart), or folder of a run (runs/quickstart)."
 
@@ -178,7 +178,7 @@ class PolicyOptions:
         Raises ConfigError or DataError if two policies are named or none is found, and BufferFault if the buffer of a
         live run cannot be reached.
         """
-        from async_grpo.app.evaluate.policy_source import chosen_run, differences, find_checkpoint, find_live
+        from async_grpo.lab.evaluate.policy_source import chosen_run, differences, find_checkpoint, find_live
         from async_grpo.models.hub import hub_repo
 
         if self.live and self.checkpoint is not None:

@@ -29,9 +29,9 @@ from async_grpo.errors import ConfigError
 from async_grpo.utils.text import clean_text, figure
 
 if TYPE_CHECKING:
-    from async_grpo.app.evaluate.evaluate import EvalReport
-    from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.config import RunConfig
+    from async_grpo.lab.evaluate.evaluate import EvalReport
+    from async_grpo.lab.evaluate.policy_source import Checkpoint, LiveRun
     from rollout_server.evaluation.eval_runner import EvalPlan
 
 Samples = Annotated[
@@ -76,7 +76,7 @@ def evaluate(
     the run's report. With --live the weights may change during the evaluation; the output then says which versions
     wrote the answers.
     """
-    from async_grpo.app.evaluate.evaluate import plan_of
+    from async_grpo.lab.evaluate.evaluate import plan_of
 
     choice = PolicyOptions(config, override, run_dir, checkpoint, live)
 
@@ -97,7 +97,7 @@ def evaluate(
 async def _with_progress(
     config: RunConfig, policy: Checkpoint | LiveRun, plan: EvalPlan, patience_s: float
 ) -> EvalReport:
-    from async_grpo.app.evaluate.evaluate import evaluate as grade
+    from async_grpo.lab.evaluate.evaluate import evaluate as grade
 
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         bar = progress.add_task("completions", total=None)
@@ -109,7 +109,7 @@ async def _with_progress(
 
 
 def _write(report: EvalReport, save: Path | None, json_file: Path | None) -> None:
-    from async_grpo.app.evaluate.evaluate import facts, rows
+    from async_grpo.lab.evaluate.evaluate import facts, rows
     from async_grpo.telemetry.jsonl import JsonLines
 
     if save is not None:
@@ -141,7 +141,7 @@ def _print(report: EvalReport) -> None:
 
 
 def _title(report: EvalReport) -> str:
-    from async_grpo.app.evaluate.policy_source import LiveRun
+    from async_grpo.lab.evaluate.policy_source import LiveRun
 
     plan, name = report.plan, report.config.name
     how = f"temperature {plan.temperature:g}, seed {report.config.seed}, {report.wall_s:.0f} s"
@@ -152,8 +152,8 @@ def _title(report: EvalReport) -> str:
 
 
 def _remarks(report: EvalReport) -> list[str]:
-    from async_grpo.app.evaluate.policy_source import LiveRun
     from async_grpo.evaluation.summary import left_out, no_vote
+    from async_grpo.lab.evaluate.policy_source import LiveRun
 
     grades, lines = report.grades, []
     if grades.no_majority:

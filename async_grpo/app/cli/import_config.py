@@ -15,11 +15,11 @@ from async_grpo.app.cli.common import exit_with, say
 from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from async_grpo.app.importers.translation import Imported
+    from async_grpo.lab.importers.translation import Imported
 
 
 class SourceName(StrEnum):
-    """The names of `async_grpo.app.importers.SOURCES`."""
+    """The names of `async_grpo.lab.importers.SOURCES`."""
 
     MINDSPEED_RL = "mindspeed-rl"
     MINDRLHF = "mindrlhf"
@@ -46,8 +46,8 @@ def import_config(
     """
 
     def work() -> int:
-        from async_grpo.app.importers import SOURCES
-        from async_grpo.app.importers.translation import import_file
+        from async_grpo.lab.importers import SOURCES
+        from async_grpo.lab.importers.translation import import_file
 
         if out is not None and out.exists():
             raise ConfigError(f"{out} exists and would be overwritten. Name another file with -o, or remove it")

@@ -33,11 +33,11 @@ from async_grpo.app.cli.sweep import sweep
 from async_grpo.app.cli.tune import tune
 from async_grpo.app.cli.view import view
 from async_grpo.app.cli.why import why
-from async_grpo.app.doctor import checks_of, checks_of_run
 from async_grpo.app.launch.preflight import load_named
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
+from async_grpo.lab.doctor import checks_of, checks_of_run
 from async_grpo.utils.requirements import Finding
 
 INSTALLER = Path(__file__).parents[2] / "deploy" / "install"

@@ -21,8 +21,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from async_grpo.app.cli.main import app
-from async_grpo.app.importers import with_tables
 from async_grpo.config import RunConfig
+from async_grpo.lab.importers import with_tables
 from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 
 HEADER = """# Reference

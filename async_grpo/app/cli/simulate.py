@@ -64,10 +64,10 @@ def simulate(
     it says how far it is from runs that it has not seen.
     """
     from async_grpo.app.launch.preflight import resolve
-    from async_grpo.app.simulate import prediction
-    from async_grpo.app.simulate.determined import determined_in_words
-    from async_grpo.app.simulate.recorded import read_recorded
-    from async_grpo.app.simulate.whatif import changes
+    from async_grpo.lab.simulate import prediction
+    from async_grpo.lab.simulate.determined import determined_in_words
+    from async_grpo.lab.simulate.recorded import read_recorded
+    from async_grpo.lab.simulate.whatif import changes
 
     def work() -> int:
         base = resolve(config, override or [], planning=True)

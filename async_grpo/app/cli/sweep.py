@@ -49,9 +49,9 @@ def sweep(
     Ctrl-C stops cleanly. The same command again resumes: it keeps finished runs and retries failed ones. More values or
     seeds extend the existing sweep.
     """
-    from async_grpo.app.sweep.folder import SweepFolder
-    from async_grpo.app.sweep.report import write_report
-    from async_grpo.app.sweep.sweep import SweepOptions, describe_plan, make_plan, print_result, run_sweep
+    from async_grpo.lab.sweep.folder import SweepFolder
+    from async_grpo.lab.sweep.report import write_report
+    from async_grpo.lab.sweep.sweep import SweepOptions, describe_plan, make_plan, print_result, run_sweep
 
     def work() -> int:
         if report is not None:

@@ -82,10 +82,10 @@ def tune(
 
     Writes a configuration with a reason for every line that it changes, all figures, and a plot of speed against age.
     """
-    from async_grpo.app.simulate.prediction import TimingsOptions
-    from async_grpo.app.tune.advice import as_json
-    from async_grpo.app.tune.tune import TuneOptions
-    from async_grpo.app.tune.tune import tune as find
+    from async_grpo.lab.simulate.prediction import TimingsOptions
+    from async_grpo.lab.tune.advice import as_json
+    from async_grpo.lab.tune.tune import TuneOptions
+    from async_grpo.lab.tune.tune import tune as find
 
     def work() -> int:
         options = TuneOptions(

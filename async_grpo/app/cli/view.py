@@ -46,8 +46,8 @@ def view(
 
 def _serve_page(runs: Path, port: int, host: str, localhost_only: bool, open_page: bool) -> int:
     try:
-        from async_grpo.app.view.catalog import RunsRoot
-        from async_grpo.app.view.server import make_app
+        from async_grpo.lab.view.catalog import RunsRoot
+        from async_grpo.lab.view.server import make_app
         from async_grpo.utils.http_server import HttpServer, address_of, listen
     except ImportError as error:
         raise DependencyError(f"the page needs FastAPI and uvicorn ({error}): pip install async-grpo[http]") from error

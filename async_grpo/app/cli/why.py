@@ -19,9 +19,9 @@ from async_grpo.telemetry.weight_updates import UPDATE_PARTS
 from async_grpo.utils.text import figure
 
 if TYPE_CHECKING:
-    from async_grpo.app.simulate.recorded import RecordedRun
-    from async_grpo.app.simulate.whatif import Change
-    from async_grpo.app.simulate.why import Explanation
+    from async_grpo.lab.simulate.recorded import RecordedRun
+    from async_grpo.lab.simulate.whatif import Change
+    from async_grpo.lab.simulate.why import Explanation
 
 FOLLOWED_STEPS, LOOK_EVERY_S = 20, 2.0
 LEAST_SHARE = 0.02
@@ -47,8 +47,8 @@ def why(
     It reads the run's files, also while the run is live. What a change would give comes from a simulation with timings
     that are fitted to the same files.
     """
-    from async_grpo.app.simulate.recorded import read_recorded
-    from async_grpo.app.simulate.why import explain
+    from async_grpo.lab.simulate.recorded import read_recorded
+    from async_grpo.lab.simulate.why import explain
 
     def work() -> int:
         console = Console()
@@ -66,7 +66,7 @@ def why(
 
 
 def _show(found: Explanation, console: Console) -> None:
-    from async_grpo.app.simulate.why import ADVICE, MEANINGS
+    from async_grpo.lab.simulate.why import ADVICE, MEANINGS
 
     console.print(
         f"{found.steps} steps took {found.seconds:.0f} s; the trainer waited for {found.wait_share:.0%} of them.",
@@ -105,9 +105,9 @@ def _show_updates(found: Explanation, console: Console) -> None:
 
 def _simulate(recorded: RecordedRun, console: Console) -> list[Change]:
     """What changes would give, printed and returned."""
-    from async_grpo.app.simulate.prediction import calibrated, table_of_changes
-    from async_grpo.app.simulate.settings import SimulatedSettings
-    from async_grpo.app.simulate.whatif import changes
+    from async_grpo.lab.simulate.prediction import calibrated, table_of_changes
+    from async_grpo.lab.simulate.settings import SimulatedSettings
+    from async_grpo.lab.simulate.whatif import changes
 
     try:
         timings, notes = calibrated([recorded])
@@ -124,8 +124,8 @@ def _simulate(recorded: RecordedRun, console: Console) -> list[Change]:
 def _follow(run: Path, last: int, console: Console) -> None:
     """Explain the last steps after every step, until the run is over."""
     from async_grpo.app.runs.run import Run, RunStatus
-    from async_grpo.app.simulate.recorded import read_recorded
-    from async_grpo.app.simulate.why import explain
+    from async_grpo.lab.simulate.recorded import read_recorded
+    from async_grpo.lab.simulate.why import explain
 
     folder, seen = Run.open(run), 0
     while folder.status() is RunStatus.LIVE:
@@ -143,7 +143,7 @@ def _follow(run: Path, last: int, console: Console) -> None:
 
 def _as_plain(found: Explanation, simulated: list[Change]) -> dict[str, object]:
     """All figures, as JSON takes them. Shares are those of the steps' time, seconds those of a mean step."""
-    from async_grpo.app.simulate.why import ADVICE
+    from async_grpo.lab.simulate.why import ADVICE
 
     return {
         "cause": found.cause.value,

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from async_grpo.app.simulate.lengths import LengthModel
-from async_grpo.app.simulate.settings import SimulatedSettings
-from async_grpo.app.simulate.timings import EngineTimings, Timings, TrainerTimings
-from async_grpo.app.simulate.trainer import SimulatedStep
-from async_grpo.app.simulate.world import World
 from async_grpo.auto_staleness import StalenessController, StalenessDecision, StalenessFigures
 from async_grpo.config.buffer import AutoStalenessConfig
+from async_grpo.lab.simulate.lengths import LengthModel
+from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.timings import EngineTimings, Timings, TrainerTimings
+from async_grpo.lab.simulate.trainer import SimulatedStep
+from async_grpo.lab.simulate.world import World
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
 
 P = 4

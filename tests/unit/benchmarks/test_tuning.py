@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.app.simulate.calibrate import Measured
-from async_grpo.app.tune.space import axes_of, combined
 from async_grpo.config import load
 from async_grpo.errors import ConfigError
+from async_grpo.lab.simulate.calibrate import Measured
+from async_grpo.lab.tune.space import axes_of, combined
 from benchmarks.tuning.__main__ import CALIBRATION, TUNE, Runs, name_of, verdict
 from benchmarks.tuning.workloads import WORKLOADS, TunedWorkload, TuningBench
 

@@ -12,8 +12,8 @@ import pytest
 import typer
 
 from async_grpo.app.cli.main import app
-from async_grpo.app.importers.translation import all_keys
 from async_grpo.config import load
+from async_grpo.lab.importers.translation import all_keys
 from tests.support.doc_commands import NOT_RUN, ROOT, DocCommand, commands, spellings
 
 CLI = typer.main.get_command(app)

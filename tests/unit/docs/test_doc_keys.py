@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from async_grpo.app.importers.translation import all_keys
 from async_grpo.config import RunConfig
+from async_grpo.lab.importers.translation import all_keys
 from tests.support.doc_commands import DOCS, ROOT
 
 KEYS = set(all_keys())

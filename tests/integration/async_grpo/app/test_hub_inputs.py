@@ -11,19 +11,19 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
-from async_grpo.app.doctor import checks_of_run
-from async_grpo.app.evaluate import evaluate as evaluating
-from async_grpo.app.evaluate.policy_source import Checkpoint, chosen_run, differences
 from async_grpo.app.launch import first_policy, single_role
 from async_grpo.app.launch.first_policy import prepare_model
 from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.preflight import describe, resolve
 from async_grpo.app.launch.run_folder import RunFolder, open_run, write_config
-from async_grpo.app.sweep.folder import SweepRecord
-from async_grpo.app.sweep.sweep import SweepOptions, make_plan
 from async_grpo.config import RunConfig, load
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.errors import ConfigError
+from async_grpo.lab.doctor import checks_of_run
+from async_grpo.lab.evaluate import evaluate as evaluating
+from async_grpo.lab.evaluate.policy_source import Checkpoint, chosen_run, differences
+from async_grpo.lab.sweep.folder import SweepRecord
+from async_grpo.lab.sweep.sweep import SweepOptions, make_plan
 from async_grpo.models.random_model import make_random_model
 from tests.support.hub_server import FIRST, SECOND, HubServer, Repo, hub_for_this_process
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
 from async_grpo.app.launch.run_folder import RunFolder, RunState
-from async_grpo.app.sweep.results import from_summary
 from async_grpo.config import dump, validate
+from async_grpo.lab.sweep.results import from_summary
 
 
 def type_in(*words: object) -> Result:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
-from async_grpo.app.simulate.timings import Timings
+from async_grpo.lab.simulate.timings import Timings
 from tests.support.recorded_runs import recorded_run
 
 TIMINGS = """\

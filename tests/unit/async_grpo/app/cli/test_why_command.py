@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
 from async_grpo.app.launch.run_folder import RunFolder
-from async_grpo.app.simulate.timings import EngineTimings, Timings, TrainerTimings
+from async_grpo.lab.simulate.timings import EngineTimings, Timings, TrainerTimings
 from async_grpo.telemetry.jsonl import read_rows
 from tests.support.recorded_runs import recorded_run
 

@@ -1,0 +1,225 @@
+"""What the bench of a training step works on: a policy, a batch, and a slow producer.
+
+The policy exists twice with the same weights: in the trainer, and as the Hugging Face model of the baselines.
+
+The batch has lengths as GSM8K has them, drawn by seed. A prompt has 50 to 200 tokens and G completions, whose lengths
+are log-normal: most are short, a few very long, and a micro-batch that is padded to its longest pays for them. The
+tokens are random, because speed does not depend on them. None is special: the Hugging Face model gives the embedding
+of its padding token no gradient.
+
+The slow producer shows what streaming gains: a step that begins with the groups that are there, beside one that waits
+for all of them.
+
+    producer: a group every `seconds` / P --> groups --> add as soon as there are any  --> close
+                                                     --> sleep until all are there     --> step
+
+The producer is a clock: it costs no computing time, like rollout servers on machines of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+from transformers import AutoModelForCausalLM
+
+from async_grpo.config import RunConfig, validate
+from async_grpo.config.data import DataConfig
+from async_grpo.config.model import RandomModelConfig
+from async_grpo.data.jsonl import usable_rows
+from async_grpo.data.prepare.formats import Rejections
+from async_grpo.data.tokenizer import load_tokenizer
+from async_grpo.lab.bench.trainer.baselines import BenchStep, PlainModel, packed_by_hand
+from async_grpo.models.random_model import make_random_model
+from async_grpo.telemetry.timeline import PhaseTimer
+from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from trainer.batch import sequences as ours
+from trainer.batch.packing import pack_batch
+from trainer.distributed import start_ranks
+from trainer.model.policy import Policy, load_policy
+from trainer.platform import Platform
+from trainer.step.step import train_step, train_step_streamed
+
+STREAMED, WAITED = "streamed", "waited"
+Contestant = Callable[[], BenchStep]
+"""Makes one step over the batch, from the same weights as all contestants."""
+_SPECIAL = 3
+"""Tokens of `make_random_model` that stand for no text: the first ones."""
+_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How long prompts and completions are, in tokens, and how many there are in a batch."""
+
+    groups: int
+    group_size: int = 8
+    prompt: tuple[int, int] = (50, 200)
+    """Evenly between these, both included; not used if the prompts are given."""
+    median: int = 150
+    sigma: float = 0.8
+    """Standard deviation of the logarithm: the longest of 64 completions has about seven times the median."""
+    longest: int = 1024
+    """Longer completions are cut here, as at max_tokens."""
+    seed: int = 1
+
+
+def make_batch(mix: BatchShape, vocab_size: int, prompts: Sequence[list[int]] = ()) -> Batch:
+    """A batch that depends on the arguments alone. `prompts`: token ids to draw from; without them, random ones."""
+    random = np.random.default_rng(mix.seed)
+    groups = []
+    for index in range(mix.groups):
+        if prompts:
+            prompt = np.asarray(prompts[int(random.integers(len(prompts)))])
+        else:
+            prompt = random.integers(_SPECIAL, vocab_size, random.integers(mix.prompt[0], mix.prompt[1] + 1))
+        task = Task(index=index, prompt=f"bench {index}", prompt_tokens=tokens_to_bytes(prompt), answer="")
+        samples = [_sample(mix, vocab_size, random) for _ in range(mix.group_size)]
+        groups.append(Group(seq=index, attempt=1, task=task, samples=samples))
+    return Batch(epoch=1, version=0, groups=groups)
+
+
+def lengths_of(mix: BatchShape, vocab_size: int) -> list[int]:
+    """The positions that the network reads of each sequence of the batch."""
+    groups = make_batch(mix, vocab_size).groups
+    return [len(g.task.prompt_ids()) + sample.length - 1 for g in groups for sample in g.samples]
+
+
+def _sample(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> Sample:
+    length = int(min(max(round(random.lognormal(math.log(mix.median), mix.sigma)), 1), mix.longest))
+    return Sample(
+        tokens=tokens_to_bytes(random.integers(_SPECIAL, vocab_size, length)),
+        logprobs=logprobs_to_bytes(-np.log(vocab_size) + random.normal(0, 0.5, length)),
+        spans=[VersionSpan(0, 0, length)],
+        reward=float(random.random() < 0.5),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SlowProducer:
+    """Hands out the groups of `batch` evenly over `seconds`."""
+
+    batch: Batch
+    seconds: float
+
+    def parts(self) -> Iterator[Batch]:
+        """The groups that have come since the last part, at least one; the clock starts with the first part."""
+        started, have, total = time.perf_counter(), 0, len(self.batch.groups)
+        while have < total:
+            there = int(total * (time.perf_counter() - started) / self.seconds)
+            if there <= have:
+                time.sleep(max(0.0, started + (have + 1) * self.seconds / total - time.perf_counter()))
+                there = have + 1
+            there = min(there, total)
+            yield structs.replace(self.batch, groups=self.batch.groups[have:there])
+            have = there
+
+    def whole(self) -> Batch:
+        """All groups, when the last has come; the clock starts now."""
+        time.sleep(self.seconds)
+        return self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSetup:
+    """What every round works on. The learning rate is 0: a step costs the same and does not change the weights."""
+
+    config: RunConfig
+    policy: Policy
+    plain: PlainModel
+    batch: Batch
+    phases: PhaseTimer
+    """The time of all steps of the trainer so far."""
+
+    def trainer(self) -> BenchStep:
+        """The step that is measured."""
+        return self._step(self.batch, self.phases)
+
+    def plainly(self, step: Callable[[PlainModel, list[ours.TrainingSequence]], BenchStep]) -> Contestant:
+        """A step of the plain model over the whole batch."""
+        return lambda: step(self.plain, self.members())
+
+    def packed_by_hand(self) -> BenchStep:
+        """A step packed by hand, with the trainer's micro-batches."""
+        members = self.members()
+        room = self.config.trainer.micro_batch_tokens
+        (packing,) = pack_batch([member.length for member in members], ranks=1, max_tokens=room)
+        return packed_by_hand(self.plain, [[members[i] for i in chosen] for chosen in packing])
+
+    def streaming(self, seconds: float) -> dict[str, Contestant]:
+        """Steps with a producer that takes so long for the batch: each part trained when it is there, or all of them
+        when the last has come."""
+        producer = SlowProducer(self.batch, seconds)
+
+        def streamed() -> BenchStep:
+            values = train_step_streamed(
+                self.policy,
+                producer.parts(),
+                self.config,
+                version=self.batch.version,
+                lr=0.0,
+                phases=PhaseTimer(),
+            )
+            assert values is not None, "the last part has all missing groups"
+            return _outcome(values)
+
+        return {STREAMED: streamed, WAITED: lambda: self._step(producer.whole(), PhaseTimer())}
+
+    def _step(self, batch: Batch, phases: PhaseTimer) -> BenchStep:
+        return _outcome(train_step(self.policy, batch, self.config, lr=0.0, phases=phases))
+
+    def members(self) -> list[ours.TrainingSequence]:
+        """The batch as sequences, with advantages and weights: part of every step."""
+        return ours.sequences_of(self.batch, self.config.trainer.objective, longest=self.config.sampling.max_tokens)
+
+
+def _outcome(result: Mapping[str, Any]) -> BenchStep:
+    return BenchStep(result["loss"], result["grad_norm"], result["packing_efficiency"])
+
+
+def open_setup(
+    platform: Platform,
+    folder: Path,
+    shape: RandomModelConfig,
+    mix: BatchShape,
+    *,
+    room: int,
+    threads: int,
+    data: Path | None,
+) -> TrainerSetup:
+    """Make the model in `folder` and load it twice. `room`: tokens of a micro-batch; `data`: a file with real prompts.
+    Raises DataError."""
+    model = folder / "model"
+    texts: list[str] = []
+    if data is not None:
+        texts = [row.prompt for row in usable_rows(data, DataConfig(kind="jsonl", path=data), Rejections())]
+    make_random_model(shape, texts, model, seed=1)
+    config = _config(model, mix, room, threads)
+    start_ranks(config.trainer, platform, config.seed, _WAIT_S)
+    policy = load_policy(config, model, platform)
+    plain = PlainModel(AutoModelForCausalLM.from_pretrained(model).float(), config)
+    tokenizer = load_tokenizer(model)
+    prompts = [tokenizer.encode(text) for text in texts]
+    batch = make_batch(mix, shape.vocab_size, prompts)
+    return TrainerSetup(config, policy, plain, batch, PhaseTimer())
+
+
+def _config(model: Path, mix: BatchShape, room: int, threads: int) -> RunConfig:
+    return validate(
+        {
+            "name": "bench-trainer",
+            "model": {"path": str(model)},
+            "group_size": mix.group_size,
+            "groups_per_step": mix.groups,
+            "sampling": {"max_tokens": mix.longest},
+            "rollout": {"vllm": {"max_model_len": room}},
+            "trainer": {"threads": threads, "micro_batch_tokens": room},
+        },
+        "bench",
+    )

@@ -1,0 +1,40 @@
+"""Configurations of other systems, read into this project's YAML.
+
+`SOURCES` names the systems. The tables of docs/coming-from.md are written from theirs (`with_tables`), and a test holds
+them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from async_grpo.lab.importers.mindrlhf import MINDRLHF
+from async_grpo.lab.importers.mindspeed_rl import MINDSPEED_RL
+from async_grpo.lab.importers.translation import SourceSystem
+from async_grpo.lab.importers.trl import TRL
+from async_grpo.lab.importers.verl import VERL
+
+SOURCES: dict[str, SourceSystem] = {source.name: source for source in (MINDSPEED_RL, MINDRLHF, VERL, TRL)}
+"""Every system of `async-grpo import-config --from`."""
+
+MARK = "<!-- The tables below are written by `make reference`. -->"
+
+
+def with_tables(page: str) -> str:
+    """docs/coming-from.md with the tables of all sources after MARK; the text before MARK is written by hand."""
+    tables = "\n".join(line for source in SOURCES.values() for line in _tables(source))
+    return f"{page.partition(MARK)[0]}{MARK}\n\n{tables.rstrip()}\n"
+
+
+def _tables(source: SourceSystem) -> Iterator[str]:
+    yield f"## {source.title}\n\nSource: {source.link}\n"
+    yield f"| {source.title} | here | on the way |\n|---|---|---|"
+    for row in source.rows:
+        if row.ours:
+            ours = ", ".join(f"`{key}`" for key in row.ours.split(", "))
+            yield f"| `{row.theirs}` | {ours} | {row.note} |"
+    yield f"\n### {source.title}: without a counterpart\n\n| {source.title} | reason | nearest |\n|---|---|---|"
+    for row in source.rows:
+        if not row.ours:
+            yield f"| `{row.theirs}` | {row.note} | {f'`{row.near}`' if row.near else ''} |"
+    yield ""

@@ -1,0 +1,190 @@
+"""PointMetrics: the figures of one run, read from its files.
+
+    summary.json, metrics.jsonl, timeline/*.jsonl  -->  PointMetrics
+
+Any file may be missing: a run that was killed has no summary yet. Throughput and idle shares come from the functions
+that the run's own report uses (`telemetry.rows`, `telemetry.idle`), so that both show the same figures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.app.report.drawing import Z_95
+from async_grpo.lab.sweep.plan import Point
+from async_grpo.telemetry.idle import rollout_idle_share, trainer_idle_share
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.rows import (
+    Facts,
+    Row,
+    behind_head_start,
+    last_of_each,
+    mean,
+    number,
+    numbers,
+    rate,
+    rows_of_kind,
+    tokens_per_s,
+)
+
+FINISHED, FAILED, UNFINISHED, NEW = "finished", "failed", "unfinished", "not begun"
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean reward of every step."""
+
+    steps: list[int] = []
+    seconds: list[float] = []
+    """Time of the trainer's steps up to this one, with waits and without starts."""
+    reward: list[float] = []
+
+
+class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one point. Shares are between 0 and 1, ages in optimizer steps; None means not known."""
+
+    name: str
+    values: dict[str, str]
+    """Key of the grid -> its resolved value."""
+    seed: int
+    state: str
+    """`finished`, `failed`, `unfinished` or `not begun`."""
+    error: str = ""
+    at_once: int = 1
+    steps_done: int = 0
+    steps: int = 0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    accuracy_mean: float | None = None
+    """The area under the accuracy over the versions that were evaluated, divided by their distance."""
+    greedy_accuracy_before: float | None = None
+    greedy_accuracy_after: float | None = None
+    eval_prompts: int | None = None
+    held_out_score: str = "accuracy"
+    """"reward" where held-out answers are graded; the accuracies are then mean rewards."""
+    eval_error: float | None = None
+    """Standard error of such a mean reward, from its interval."""
+    reward_first: float | None = None
+    reward_last: float | None = None
+    reward_mean: float | None = None
+    """Mean over all steps: the area under the reward curve, divided by the number of steps."""
+    wall_s: float | None = None
+    """Seconds of all invocations, starts and evaluations included."""
+    steps_s: float | None = None
+    """Seconds of the trainer's steps, their waits included."""
+    tokens_per_s: float | None = None
+    """Trained tokens per second of the steps after the head start (see `behind_head_start`). samples_per_s and both
+    idle shares are of the same steps."""
+    samples_per_s: float | None = None
+    generated_tokens: int | None = None
+    trained_tokens: int | None = None
+    trainer_idle: float | None = None
+    rollout_idle: float | None = None
+    age_mean: float | None = None
+    age_max: int | None = None
+    age_bound: int | None = None
+    ess: float | None = None
+    """Effective sample size of the importance weights, as a share of the tokens; mean over the steps."""
+    clip_fraction: float | None = None
+    kl: float | None = None
+    """KL divergence from the reference model, where the run has one; mean over the last tenth of the steps."""
+    logprob_gap_mean: float | None = None
+    logprob_gap_max: float | None = None
+    balanced: bool | None = None
+    curve: Curve = Curve()
+
+
+WINDOWS = 4
+"""A run with fewer than so many times S + 1 steps mostly trains its head start, and does not reach its usual pace."""
+
+
+def least_steps(point: PointMetrics) -> int:
+    """Number of steps below which the point's speed means little; 0 if its bound on the age is not known."""
+    return 0 if point.age_bound is None else WINDOWS * (point.age_bound + 1)
+
+
+def read_metrics(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> PointMetrics:
+    """The figures of a point's run as its folder is now. `error` is that of the last attempt."""
+    folder = RunFolder(point.config.run_dir)
+    rows = last_of_each(rows_of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
+    servers = [read_rows(path) for path in sorted((folder.path / "timeline").glob("rollout-*.jsonl"))]
+    summary = folder.path / "summary.json"
+    finished = point.is_finished
+    return PointMetrics(
+        name=point.name,
+        values=values,
+        seed=point.seed,
+        state=FINISHED if finished else FAILED if error else UNFINISHED if rows else NEW,
+        error="" if finished else error,
+        at_once=at_once,
+        steps_done=len(rows),
+        steps=point.config.steps,
+        **from_summary(json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}),
+        **from_rows(rows, servers, group_size=point.config.group_size, max_staleness=point.config.max_staleness),
+    )
+
+
+def from_summary(summary: Facts) -> Facts:
+    """The fields of PointMetrics that stand in the run's summary.json."""
+    as_they_are = (
+        *("accuracy_before", "accuracy_after", "greedy_accuracy_before", "greedy_accuracy_after"),
+        *("reward_first", "reward_last", "wall_s", "generated_tokens", "trained_tokens"),
+        *("age_bound", "logprob_gap_mean", "logprob_gap_max", "balanced"),
+    )
+    evaluations = summary.get("evaluations") or []
+    score = summary.get("held_out_score") or "accuracy"
+    interval = (evaluations[-1].get("figures") or {}).get("mean") if evaluations and score == "reward" else None
+    return {
+        **{key: summary.get(key) for key in as_they_are},
+        "accuracy_mean": _area(evaluations),
+        "held_out_score": score,
+        "eval_error": interval and (interval["high"] - interval["low"]) / (2 * Z_95),
+        "age_mean": summary.get("mean_age"),
+        "age_max": summary.get("max_age"),
+        "eval_prompts": evaluations[-1].get("prompts") if evaluations else None,
+    }
+
+
+def _area(evaluations: Sequence[Facts]) -> float | None:
+    measured = [(one["version"], value) for one in evaluations if (value := one.get("sampled_accuracy")) is not None]
+    if len(measured) < 2:
+        return None
+    areas = [(v - u) * (a + b) / 2 for (u, a), (v, b) in itertools.pairwise(measured)]
+    return sum(areas) / (measured[-1][0] - measured[0][0])
+
+
+def from_rows(
+    rows: Sequence[Row], servers: Sequence[Iterable[Row]] = (), *, group_size: int, max_staleness: int
+) -> Facts:
+    """The fields of PointMetrics that follow from the step rows, one for each step, in order, and the timelines of the
+    rollout servers."""
+    steady = behind_head_start(rows, max_staleness)
+    rewards = numbers(rows, "reward_mean")
+    return {
+        "reward_mean": mean(rewards),
+        "steps_s": sum(numbers(rows, "step_s")) if rows else None,
+        "tokens_per_s": tokens_per_s(steady),
+        "samples_per_s": rate(sum(numbers(steady, "groups")) * group_size or None, sum(numbers(steady, "step_s"))),
+        "trainer_idle": trainer_idle_share(steady),
+        "rollout_idle": rollout_idle_share(steady, servers),
+        "ess": mean(numbers(rows, "ess")),
+        "clip_fraction": mean(numbers(rows, "clip_fraction")),
+        "kl": mean(numbers(rows[-max(1, len(rows) // 10) :], "kl")),
+        "curve": _curve(rows),
+    }
+
+
+def _curve(rows: Sequence[Row]) -> Curve:
+    steps, seconds, rewards, spent_s = [], [], [], 0.0
+    for row in rows:
+        spent_s += number(row, "step_s") or 0.0
+        reward = number(row, "reward_mean")
+        if reward is not None:
+            steps.append(int(row["step"]))
+            seconds.append(spent_s)
+            rewards.append(reward)
+    return Curve(steps=steps, seconds=seconds, reward=rewards)

@@ -1,0 +1,196 @@
+"""`async-grpo eval` with a scripted engine: how much is asked, what is waited for, what the report says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.app.cli.evaluate import _remarks
+from async_grpo.config import RunConfig
+from async_grpo.data.base import make_task
+from async_grpo.errors import ConfigError, WaitTimeout
+from async_grpo.lab.evaluate.evaluate import EvalReport, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
+from async_grpo.lab.evaluate.policy_source import Checkpoint, LiveRun
+from async_grpo.rewards.base import RewardInput, RewardResult
+from rollout_server.context import EvalContext
+from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
+from rollout_server.workflows import SingleTurn
+from tests.support.http_fakes import Letters, says, scripted
+from tests.support.rollout_fakes import FakePool, Yes, config_of, leave_run_folder
+
+CONFIG = config_of()
+SOMEWHERE = Checkpoint(Path("hf"), 4)
+PLAN = EvalPlan(4, 2)
+
+
+def test_the_plan_is_the_runs_unless_told_otherwise() -> None:
+    assert plan_of(CONFIG, prompts=None, samples=None, temperature=None) == EvalPlan(4, 2, 1.0, True)
+    assert plan_of(CONFIG, prompts=3, samples=8, temperature=0.5) == EvalPlan(3, 8, 0.5, True)
+    with pytest.raises(ConfigError, match="reported as greedy"):
+        plan_of(CONFIG, prompts=None, samples=None, temperature=0.0)
+
+
+def test_more_prompts_are_held_out_only_where_they_were_not_trained_on(tmp_path: Path) -> None:
+    assert with_prompts(CONFIG, 4) is CONFIG
+    assert with_prompts(CONFIG, 100).eval.prompts == 100
+    data = {"kind": "jsonl", "path": tmp_path / "train.jsonl"}
+    with pytest.raises(ConfigError, match="trains on the others"):
+        with_prompts(config_of(data=data), 5)
+    assert with_prompts(config_of(data={**data, "eval_path": data["path"]}), 5).eval.prompts == 5
+
+
+class Numbered(Yes):
+    """Prompts of the sources a and b."""
+
+    def held_out(self) -> list[Any]:
+        return [make_task(i, f"p{i}", [i], "yes", {"source": "ab"[i // 2]}) for i in range(4)]
+
+
+async def report_of(
+    config: RunConfig = CONFIG, policy: Checkpoint | LiveRun = SOMEWHERE, plan: EvalPlan = PLAN, wrong: bytes = b"no"
+) -> EvalReport:
+    """Of a policy that answers every other prompt wrongly."""
+    engine = await scripted(lambda request: [*(b"yes" if request.prompt[0] % 2 else wrong), 255])
+    pool: Any = FakePool()
+    context = EvalContext(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
+    grades = await EvalRunner(context).grade(plan)
+    stated = stated_by_the_run(config, policy, plan, len(grades.prompts))
+    return EvalReport(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated)
+
+
+async def test_the_facts_and_the_rows_say_everything() -> None:
+    report = await report_of()
+    found = json.loads(json.dumps(facts(report)))
+    assert found["policy"] == {"checkpoint": "hf", "version": 4}
+    assert found["figures"]["mean"]["value"] == found["figures"]["greedy"]["value"] == 0.5
+    assert set(found["by_source"]) == {"a", "b"}
+    written = list(rows(report))
+    assert len(written) == 4 * 2 + 4
+    assert {(row["how"], row["extracted"], row["right"]) for row in written} == {
+        ("sampled", "yes", True),
+        ("sampled", "no", False),
+        ("greedy", None, True),
+        ("greedy", None, False),
+    }
+
+
+async def test_answers_that_could_not_be_looked_for_are_remarked_with_the_reason() -> None:
+    report = await report_of(wrong=b"!")
+    assert facts(report)["figures"]["unextracted"] == 4
+    (remark,) = [line for line in _remarks(report) if "`extract`" in line]
+    assert remark.startswith("In 4 completions") and "(extraction 4; first ValueError: no)" in remark
+    found = {(row["how"], row["completion"]): row["unextracted"] for row in rows(report)}
+    assert found["sampled", "!"] == "extraction: ValueError: no"
+    assert found["sampled", "yes"] == found["greedy", "!"] == ""
+
+
+async def test_prompts_that_are_trained_on_are_left_out_with_a_remark() -> None:
+    report = await report_of(plan=EvalPlan(7, 2))
+    assert "The data hold out 4 prompts, fewer than the 7 requested." in _remarks(report)
+    without = replace(report, trained_on=3)
+    assert [line for line in _remarks(without) if "prompts" in line] == [
+        "3 of the requested prompts were left out, because the run trains on them."
+    ]
+    assert facts(without)["prompts_trained_on"] == 3
+
+
+async def test_a_live_evaluation_says_which_versions_wrote_the_answers() -> None:
+    report = await report_of(policy=LiveRun(CONFIG, {"http://h:1": 4}))
+    assert "3 (25% of the tokens), 4 (75% of the tokens)" in " ".join(_remarks(report))
+    assert facts(report)["policy"] == {"live": ["http://h:1"], "tokens_by_version": {"3": 10, "4": 30}}
+
+
+async def test_it_says_whether_the_run_states_the_same(tmp_path: Path) -> None:
+    config = config_of(runs_dir=tmp_path, eval={"prompts": 10, "samples": 2})
+    folder = leave_run_folder(config)
+    policy = Checkpoint(folder.path / "checkpoints" / "hf", 4)
+    assert (await report_of(config, policy)).agrees is None
+    stated = {"version": 4, "prompts": 4, "samples": 2, "sampled_accuracy": 0.5, "greedy_accuracy": 0.5}
+    summary = folder.path / "summary.json"
+    summary.write_text(json.dumps({"evaluations": [stated]}))
+    report = await report_of(config, policy)
+    assert report.agrees and "Exactly what the run's report states" in " ".join(_remarks(report))
+    assert (await report_of(config, policy, EvalPlan(10, 2))).agrees  # the data hold out 4 in both
+    assert (await report_of(config, policy, EvalPlan(4, 1))).agrees is None
+    assert (await report_of(config, Checkpoint(tmp_path / "stranger", 4))).agrees is None
+    summary.write_text(json.dumps({"evaluations": [{**stated, "greedy_accuracy": 0.25}]}))
+    report = await report_of(config, policy)
+    assert report.agrees is False and "states 0.5 sampled, 0.25 greedy" in " ".join(_remarks(report))
+
+
+class Evaluating:
+    """`evaluate` of a policy that says yes, with an engine, a pool and prompts of the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Any, pool: Any = None, source: Any = None) -> None:
+        self.kept = -1
+
+        @asynccontextmanager
+        async def policy(*_: object) -> Any:
+            yield engine, Path("hf")
+
+        @asynccontextmanager
+        async def context(config: RunConfig, sampler: Any, *_: object, kept: int) -> Any:
+            self.kept = kept
+            yield EvalContext(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or Yes())
+
+        module = "async_grpo.lab.evaluate.evaluate"
+        monkeypatch.setattr(f"{module}.open_policy", policy)
+        monkeypatch.setattr(f"{module}.load_tokenizer", lambda _: Letters())
+        monkeypatch.setattr(f"{module}.LOOK_EVERY_S", 0.01)
+        monkeypatch.setattr(f"{module}.open_context", context)
+
+    async def __call__(self, plan: EvalPlan = PLAN, patience_s: float = 5.0) -> EvalReport:
+        nothing = lambda _: None  # noqa: E731
+        return await evaluate(CONFIG, SOMEWHERE, plan, patience_s=patience_s, say=nothing, on_answer=nothing)
+
+
+async def test_a_policy_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluating = Evaluating(monkeypatch, await scripted(says("never"), tokens_per_s=0.001))
+    with pytest.raises(WaitTimeout, match=r"the next completion \(0 of 12 are there\).*--patience"):
+        await evaluating(patience_s=0.05)
+
+
+async def test_reward_functions_that_never_judge_are_given_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FakePool()
+    pool.gate = asyncio.Event()
+    evaluating = Evaluating(monkeypatch, await scripted(says("yes")), pool)
+    with pytest.raises(WaitTimeout, match=r"the reward functions to judge .*\(12 are there, 0 are judged\)"):
+        await evaluating(patience_s=0.2)
+
+
+async def test_grades_that_come_slowly_one_after_the_other_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = asyncio.Lock()
+
+    class Slow(FakePool):
+        async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
+            async with free:
+                await asyncio.sleep(0.15)
+                return await super().judge(items)
+
+    report = await Evaluating(monkeypatch, await scripted(says("yes")), Slow())(patience_s=0.5)  # four take longer
+    assert report.grades.sampled_accuracy == 1.0
+
+
+async def test_prompts_beyond_those_that_the_run_kept_are_asked_unless_it_trains_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Fewer(Yes):
+        dropped = {"also trained on": 2, "prompt too long": 1}
+
+    evaluating = Evaluating(monkeypatch, await scripted(says("yes")), source=Fewer())
+    report = await evaluating(EvalPlan(6, 1))
+    assert (evaluating.kept, report.trained_on, report.config.eval.prompts) == (4, 2, 6)
+
+
+async def test_a_live_run_that_refuses_such_long_completions_is_not_asked() -> None:
+    config = config_of(sampling={"max_tokens": 200}, rollout={"http": {"max_tokens": 100}})
+    nothing = lambda _: None  # noqa: E731
+    with pytest.raises(ConfigError, match=r"sampling\.max_tokens \(200\) is above rollout\.http\.max_tokens \(100\)"):
+        await evaluate(config, LiveRun(config, {}), PLAN, patience_s=1.0, say=nothing, on_answer=nothing)

@@ -1,0 +1,87 @@
+"""The figures in the comments of the configurations for devices are those that `simulate` and `--dry-run` give."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from async_grpo.app.launch.memory_plan import device_plan
+from async_grpo.app.launch.preflight import resolve
+from async_grpo.config import RunConfig
+from async_grpo.lab.simulate.devices import estimate
+from async_grpo.lab.simulate.prediction import predict
+from async_grpo.lab.simulate.timings import Timings
+from async_grpo.lab.tune.goals import Goal
+from async_grpo.lab.tune.search import TuningSearch
+from async_grpo.lab.tune.space import SPLIT, Overrides, TuningAxis, axes_of
+from async_grpo.utils.text import GIB
+
+CONFIGS = Path(__file__).parents[5] / "configs"
+PREDICTED = re.compile(
+    r"# Predicted, not measured: (?P<speed>[\d,]+) tokens/s, trainer idle (?P<trainer>\d+)%, servers idle "
+    r"(?P<servers>\d+)%, mean age (?P<age>[\d.]+)\n"
+    r"# \(async-grpo simulate configs/(?P<file>\S+) --device (?P<device>\w+)\)"
+)
+MEMORY = re.compile(
+    r"# Device memory \(--dry-run\): trainer (?P<trainer>[\d.]+), engine (?P<engine>[\d.]+) of (?P<all>\d+) GiB"
+)
+FILES = sorted(path.name for path in CONFIGS.glob("qwen*.yaml"))
+WITH_OWN_DEVICES = [name for name in FILES if "one_" not in name]
+near = partial(pytest.approx, rel=0.05)
+
+
+def planned(name: str) -> RunConfig:
+    return resolve(CONFIGS / name, [], planning=True)
+
+
+def stated(name: str, pattern: re.Pattern[str]) -> re.Match[str]:
+    found = pattern.search((CONFIGS / name).read_text())
+    assert found is not None, f"configs/{name} does not state it"
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_memory_in_the_comment_is_that_of_the_plan(name: str) -> None:
+    said, plan = stated(name, MEMORY), device_plan(planned(name))
+    assert plan is not None and plan.trainer is not None and plan.engine is not None and plan.engine_gib is not None
+    assert float(said["trainer"]) == near(plan.trainer.total / GIB)
+    assert float(said["engine"]) == near(plan.engine.awake(plan.engine_gib * GIB) / GIB)
+    assert float(said["all"]) == plan.engine_gib
+
+
+@pytest.mark.parametrize("name", WITH_OWN_DEVICES)
+def test_every_configuration_for_devices_states_how_to_print_its_prediction(name: str) -> None:
+    said = stated(name, PREDICTED)
+    assert said["file"] == name
+    assert said["device"] == ("h100" if "cuda" in name else "910c")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_OWN_DEVICES)
+def test_the_speed_in_the_comment_is_that_of_a_simulation(name: str) -> None:
+    said = stated(name, PREDICTED)
+    timings = estimate(planned(name), said["device"])
+    figures = predict(CONFIGS / name, [], [], timings, steps=None, seed=1)[0].figures
+    assert float(said["speed"].replace(",", "")) == near(figures.tokens_per_s)
+    assert float(said["trainer"]) / 100 == pytest.approx(figures.trainer_idle, abs=0.03)
+    assert float(said["servers"]) / 100 == pytest.approx(figures.rollout_idle, abs=0.03)
+    assert float(said["age"]) == near(figures.age_mean)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", WITH_OWN_DEVICES)
+def test_tune_would_not_split_the_devices_in_another_way(name: str) -> None:
+    config = planned(name)
+    axes = [axis for axis in axes_of(config, [], []) if axis.name == SPLIT]
+    if axes:
+        assert chosen_split(name, axes, estimate(config, stated(name, PREDICTED)["device"])) == axes[0].choices[0]
+
+
+def chosen_split(name: str, axes: list[TuningAxis], timings: Timings) -> Overrides:
+    search = TuningSearch(CONFIGS / name, [], axes, timings, Goal(), 1)
+    search.explore(50)
+    return search.best().overrides

@@ -1,0 +1,185 @@
+"""What --grid and --seeds say, which runs a sweep has, and which it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config import RunConfig, load
+from async_grpo.errors import ConfigError
+from async_grpo.lab.sweep.folder import PointRecord, SweepFolder, SweepRecord
+from async_grpo.lab.sweep.plan import (
+    Axis,
+    Point,
+    SweepPlan,
+    SweepRequest,
+    combinations,
+    lay_out,
+    parse_axes,
+    parse_axis,
+    parse_seeds,
+    point_name,
+)
+
+LayOut = Callable[..., SweepPlan]
+BASE = "name: q\nsteps: 4\nmodel: {random: {}}\n"
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> LayOut:
+    """Lays out a sweep of BASE, or of another text."""
+
+    def laid_out(
+        grid: Sequence[str],
+        *,
+        seeds: Sequence[int] = (1,),
+        known: Sequence[Point] = (),
+        text: str = BASE,
+        overrides: Sequence[str] = (),
+    ) -> SweepPlan:
+        file = tmp_path / "q.yaml"
+        file.write_text(text)
+        ask = SweepRequest("q", overrides, parse_axes(grid, overrides), seeds, tmp_path / "a sweep: mine" / "runs")
+        return lay_out(ask, known, lambda given: load(file, given))
+
+    return laid_out
+
+
+def names(plan: SweepPlan) -> list[str]:
+    return [point.name for point in plan.points]
+
+
+def test_an_axis_is_a_key_and_its_values_as_they_were_typed() -> None:
+    assert parse_axis("max_staleness=0, 2 ,1e1") == Axis("max_staleness", ("0", "2", "1e1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("k=[a,b],[c]", ("[a,b]", "[c]")),
+        ("k={x: 1, y: [2, 3]},null", ("{x: 1, y: [2, 3]}", "null")),
+        ('k="a,b",c', ('"a,b"', "c")),
+        ("k='[',]", ("'['", "]")),
+        ("k=a=b,c", ("a=b", "c")),
+    ],
+)
+def test_a_comma_inside_brackets_or_quotes_belongs_to_its_value(text: str, values: tuple[str, ...]) -> None:
+    assert parse_axis(text).values == values
+
+
+@pytest.mark.parametrize(
+    ("grid", "overrides", "why"),
+    [
+        *[([text], [], "key=value,value") for text in ("s", "=1,2", "s=", "s=0,,2", "s=0,")],
+        *[([f"{key}=1,2"], [], fix) for key, fix in (("seed", "--seeds"), ("name", "-o name="), ("runs_dir", "--out"))],
+        (["s=2,0,2"], [], "value 2 stands twice"),
+        (["a=1", "a=2"], [], "stands twice"),
+        (["a=1"], ["b=1", "a=3"], "both in --grid and in -o"),
+        ([], [], "something to vary"),
+    ],
+)
+def test_what_is_no_grid_is_refused_with_what_to_type(grid: list[str], overrides: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_axes(grid, overrides)
+
+
+def test_what_simulates_is_told_the_option_for_the_seed_that_it_has() -> None:
+    with pytest.raises(ConfigError, match="--seed N"):
+        parse_axis("seed=1,2")
+
+
+def test_the_last_axis_turns_fastest() -> None:
+    axes = parse_axes(["s=0,1", "p=x,y"], [])
+    assert [tuple(choice.values()) for choice in combinations(axes)] == [("0", "x"), ("0", "y"), ("1", "x"), ("1", "y")]
+
+
+def test_seeds_are_whole_numbers_and_differ() -> None:
+    assert parse_seeds("3, 1") == (3, 1)
+    for text in ("", "1,", "a", "-1", "1.5", "1,1"):
+        with pytest.raises(ConfigError, match="--seeds"):
+            parse_seeds(text)
+
+
+def test_every_combination_with_every_seed_is_a_run_of_its_own(plan: LayOut) -> None:
+    made = plan(["max_staleness=0,2", "trainer.objective.preset=grpo,areal"], seeds=(1, 2))
+    assert made.asked == set(names(made)) and len({point.config.run_dir for point in made.points}) == 8
+    assert {point.config.run_dir.parent.parent.name for point in made.points} == {"a sweep: mine"}
+    objectives = [(p.config.max_staleness, p.config.trainer.objective.loss, p.seed) for p in made.points]
+    assert set(objectives) == {(s, loss, seed) for s in (0, 2) for loss in ("ppo_clip", "decoupled") for seed in (1, 2)}
+
+
+def test_names_say_the_point_and_differ_where_they_are_cut_or_leave_a_key_out(plan: LayOut) -> None:
+    assert point_name("q", {"max_staleness": "4", "trainer.objective.preset": "grpo"}, 2) == (
+        "q-max_staleness.4-seed.2-preset.grpo"
+    )
+    values = [{"trainer.optimizer.a_rather_long_key_indeed": "1e-4", "rollout.another_long_key": n} for n in "12"]
+    made = [point_name("quite-a-long-base-name", value, 1) for value in values]
+    assert made[0] != made[1]
+    for name in made:
+        assert len(name) <= 64 and RunConfig.model_validate({"name": name, "model": {"random": {}}}).name == name
+    assert len(set(names(plan(["launch.stop_timeout_s=10,20"])))) == 2
+
+
+def test_a_combination_that_is_not_allowed_is_named_with_the_reason_and_nothing_else_is_laid_out(plan: LayOut) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(["max_staleness=0,1", "buffer.selector.kind=fifo,freshest", "buffer.on_stale=wait,drop"], seeds=(1, 2))
+    text = str(refused.value)
+    assert "2 of the 8 combinations" in text and "=fifo" not in text
+    for staleness in (0, 1):
+        assert f"max_staleness={staleness}, buffer.selector.kind=freshest, buffer.on_stale=wait: " in text
+
+
+def test_two_texts_of_one_value_are_refused_as_one_run(plan: LayOut) -> None:
+    with pytest.raises(ConfigError, match="are the same run"):
+        plan(["trainer.optimizer.lr=1.0e-3,0.001"])
+
+
+def test_more_values_and_seeds_are_added_to_what_is_there(plan: LayOut) -> None:
+    before = plan(["max_staleness=0,2"])
+    after = plan(["max_staleness=2,4"], seeds=(1, 2), known=before.points)
+    assert len(after.points) == 5
+    assert after.asked == set(names(after)) - {"q-max_staleness.0-seed.1"}
+    wider = plan(["max_staleness=0,2", "trainer.objective.preset=areal,grpo"], known=before.points)
+    assert len(wider.points) == 4 and set(names(before)) < set(names(wider))  # areal is what the known points had
+
+
+def test_a_changed_base_is_refused_by_the_key_even_if_only_new_points_are_asked_for(
+    plan: LayOut,
+) -> None:
+    before = plan(["max_staleness=0"])
+    for changed in ({"text": BASE.replace("steps: 4", "steps: 8")}, {"overrides": ["steps=8"]}):
+        with pytest.raises(ConfigError, match=r"another base configuration: steps would differ .*max_staleness=0"):
+            plan(["max_staleness=2"], known=before.points, **changed)
+    patient = plan(["max_staleness=0"], known=before.points, overrides=["launch.stop_timeout_s=77"])
+    assert names(patient) == names(before) and patient.points[0].config.launch.stop_timeout_s == 77
+
+
+def test_the_folder_gives_back_the_points_that_were_written_even_after_it_was_moved(
+    plan: LayOut, tmp_path: Path
+) -> None:
+    points = plan(["max_staleness=0,2"]).points
+    folder = SweepFolder(tmp_path / "first")
+    folder.write_configs(points)
+    folder.write(SweepRecord(points=[PointRecord(name=point.name, values=dict(point.values)) for point in points]))
+    moved = SweepFolder(folder.path.rename(tmp_path / "second"))
+    read = moved.points(moved.read())
+    assert [(point.name, point.values) for point in read] == [(point.name, point.values) for point in points]
+    assert {point.config.runs_dir for point in read} == {tmp_path / "second" / "runs"}
+
+
+def test_a_file_that_is_not_the_record_of_a_sweep_is_refused(tmp_path: Path) -> None:
+    folder = SweepFolder(tmp_path)
+    for text, words in (("[1, 2", "not the record"), ('{"format": 9}', "format 9")):
+        folder.record_file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            folder.read()
+
+
+def test_two_sweeps_never_work_in_one_folder(tmp_path: Path) -> None:
+    folder = SweepFolder(tmp_path / "s")
+    with folder.locked(), pytest.raises(ConfigError, match="another `async-grpo sweep`"), folder.locked():
+        pass
+    with folder.locked():
+        pass
