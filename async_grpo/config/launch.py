@@ -129,6 +129,9 @@ class LaunchConfig(StrictModel):
     devices_per_node: PositiveInt | None = None
     """Accelerators of one machine, by which `--dry-run` plans a run on several machines and reports too many devices.
     None: 16 NPUs or 8 GPUs."""
+    memory_gib_per_node: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Memory of one machine in GiB, with which the plan is compared. None: that of this machine, or the limit of its
+    container or job, if it has all devices of the run; else nothing is compared."""
     ready_timeout_s: Seconds = 300.0
     """Seconds for a role to become ready after its start. Later, a rollout server is given up, and the run goes on with
     the others; without a trainer or without any server it ends."""

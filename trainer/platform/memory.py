@@ -255,6 +255,10 @@ class TrainerHostMemory:
         return self.optimizer + self.checkpoint + self.reference + self.processes
 
 
+NO_TRAINER = TrainerHostMemory(optimizer=0, checkpoint=0, reference=0, processes=0)
+"""That of a machine without ranks."""
+
+
 def trainer_host_memory(config: RunConfig, shape: ModelShape) -> TrainerHostMemory:
     """The host memory of the ranks of one node.
 

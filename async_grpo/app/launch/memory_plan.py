@@ -27,17 +27,21 @@ its graphs.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
+from async_grpo.app.launch.node_plan import plan_nodes
+from async_grpo.app.launch.role_specs import devices_here, devices_needed
 from async_grpo.config import RunConfig
 from async_grpo.config.rollout import EngineLimits
 from async_grpo.errors import ConfigError
 from async_grpo.models.hub import settings_folder
 from async_grpo.models.shapes import ModelShape, named_shape, shape_of
+from async_grpo.utils.memory_limit import cgroup_memory_limit
 from async_grpo.utils.text import GIB, gib
 from async_grpo.weights.shared_memory import SHARED_MEMORY, run_folder
 from rollout_server.engines.model_files import read_settings
@@ -45,6 +49,7 @@ from trainer.platform import select_platform
 from trainer.platform.base import smallest_memory_gib
 from trainer.platform.memory import (
     ELEMENT_BYTES,
+    NO_TRAINER,
     PROCESS_BYTES,
     TrainerHostMemory,
     TrainerMemory,
@@ -56,6 +61,9 @@ RESERVED_BYTES = 1 * GIB
 GRAPH_BYTES = 2 * GIB
 """Captured graphs, an estimate: some 45 sizes of mixed and as many of decoding batches. vLLM's logs show 24 to 28 MiB
 for a large one (vllm-project/vllm, pull request 22897)."""
+
+PUBLISHER_COPIES = 2
+"""Copies of the model in shared memory next to rank 0: the version that is served and the next one."""
 
 TRAINER_FIX = (
     "Raise trainer.tensor_parallel, pipeline_parallel or processes (which share weights and optimizer), set "
@@ -125,16 +133,21 @@ def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """The host memory of the machine that trainer and engines share, in bytes, at worst."""
+    """The host memory of one machine of the run in bytes, at worst."""
 
     trainer: TrainerHostMemory
+    """That of the ranks on this machine; `NO_TRAINER` if it has none."""
     stores: int
     """Copies of the model in shared memory."""
     engines: int
     server: int
     """Memory limit of an embedded Redis server; 0 for one elsewhere."""
     there: int | None
-    """Memory of the machine; None if it is not this one."""
+    """Memory of the machine; None if it is not compared."""
+    source: str
+    """Where `there` is from, or why it is not compared."""
+    node: int | None = None
+    """Number of the machine, None if the run has only one."""
 
     @property
     def total(self) -> int:
@@ -144,18 +157,21 @@ class HostPlan:
     def check(self) -> None:
         """Raise ConfigError, with the arithmetic, for a machine that is too small."""
         if self.there is not None and self.total > self.there:
+            machine = "the machine" if self.node is None else f"node {self.node}"
             raise ConfigError(
-                f"this machine has {gib(self.there)} GiB of memory, but needs {self}: the run would be killed, at its "
-                "first checkpoint at the latest. Place the rollout servers on another machine, train on more nodes "
-                "(trainer.nodes), or set trainer.optimizer.offload: false if the devices have room for the optimizer"
+                f"{machine} has {gib(self.there)} GiB of memory ({self.source}), but needs {self}: the run would be "
+                "killed, at its first checkpoint at the latest. Place the rollout servers on another machine, train on "
+                "more nodes (trainer.nodes), or set trainer.optimizer.offload: false if the devices have room for the "
+                "optimizer"
             )
 
     def row(self) -> tuple[str, str]:
         """The row for the table of a dry run."""
-        free = "the machine's memory is not known"
+        label = "host memory" if self.node is None else f"host memory, node {self.node}"
+        compared = f"not compared: {self.source}"
         if self.there is not None:
-            free = f"of {gib(self.there)} GiB, {gib(self.there - self.total)} stay free"
-        return "host memory", f"{self}; {free}"
+            compared = f"of {gib(self.there)} GiB ({self.source}), {gib(self.there - self.total)} stay free"
+        return label, f"{self}; {compared}"
 
     def __str__(self) -> str:
         parts = {
@@ -187,12 +203,13 @@ class DevicePlan:
     """How the two sides share a device (`launch.share_devices`)."""
     stored_copies: int = 4
     """Copies of the model in the shared memory of a machine that has both sides (`copies_in_shared_memory`)."""
-    host: HostPlan | None = None
+    hosts: Sequence[HostPlan] = ()
+    """One for each machine of the run."""
 
     def check(self) -> None:
         """Raise ConfigError, with the arithmetic, for devices or a host that are too small."""
-        if self.host is not None:
-            self.host.check()
+        for host in self.hosts:
+            host.check()
         if self.trainer is not None and self.trainer_gib is not None:
             self._check_trainer(self.trainer, self.trainer_gib)
         if self.engine is not None and self.engine_gib is not None:
@@ -249,8 +266,7 @@ class DevicePlan:
             found.append(("shared device", f"{sums}; of {self.trainer_gib:g} GiB"))
         size = f"{gib(self.stored_copies * self.model_bytes)} GiB = {self.stored_copies} * {gib(self.model_bytes)}"
         found.append(("shared memory", f"/dev/shm: {size}"))
-        if self.host is not None:
-            found.append(self.host.row())
+        found += [host.row() for host in self.hosts]
         return found
 
     def _together(self) -> dict[str, dict[str, int]]:
@@ -286,7 +302,7 @@ def model_shape(config: RunConfig) -> ModelShape | None:
 def copies_in_shared_memory(config: RunConfig) -> int:
     """Copies of the model where both sides run: two of the publisher, and those of the receiver that all engines of the
     machine share (docs/weights.md)."""
-    return 2 + config.weights.receiver_slots
+    return PUBLISHER_COPIES + config.weights.receiver_slots
 
 
 def model_bytes(config: RunConfig) -> int | None:
@@ -343,24 +359,52 @@ def device_plan(config: RunConfig) -> DevicePlan | None:
         stored_copies=copies_in_shared_memory(config),
         trainer_share=trainer.device_memory_share,
         sharing=config.launch.share_devices,
-        host=_host_plan(config, shape),
+        hosts=host_plans(config, shape),
     )
 
 
-def _host_plan(config: RunConfig, shape: ModelShape) -> HostPlan:
-    """The plan for a machine with a node of the trainer and engines.
+def host_plans(config: RunConfig, shape: ModelShape) -> list[HostPlan]:
+    """The host memory of each machine of the run; of one machine with all roles where no plan of nodes fits them."""
+    try:
+        nodes = [("trainer" in node.roles, node.servers) for node in plan_nodes(config)]
+    except ConfigError:
+        nodes = [(True, config.rollout.servers)]
+    there, source = _machine_memory(config, len(nodes))
+    copy = ELEMENT_BYTES[config.model.precision] * shape.parameters
+    found = []
+    for number, (has_trainer, servers) in enumerate(nodes):
+        # The publisher is on the node of rank 0 alone; a machine's receiver serves all of its engines.
+        copies = (PUBLISHER_COPIES if number == 0 else 0) + (config.weights.receiver_slots if servers else 0)
+        found.append(
+            HostPlan(
+                trainer=trainer_host_memory(config, shape) if has_trainer else NO_TRAINER,
+                stores=copies * copy,
+                engines=PROCESS_BYTES * config.rollout.limits.devices * servers,
+                server=config.redis.max_memory_bytes if number == 0 and config.redis.url is None else 0,
+                there=there,
+                source=source,
+                node=number if len(nodes) > 1 else None,
+            )
+        )
+    return found
 
-    The memory of this machine counts only where all roles run on it: one node, whose devices are here. A dry run on a
-    login node must not refuse what other machines have room for.
+
+def _machine_memory(config: RunConfig, machines: int) -> tuple[int | None, str]:
+    """Bytes of memory of one machine of the run, None if not known, and in words where the number is from.
+
+    This machine counts only if it has all devices of the run: a dry run on a login node must not refuse what other
+    machines have room for.
     """
-    here = config.trainer.nodes == 1 and smallest_memory_gib(select_platform(config.trainer.platform)) is not None
-    return HostPlan(
-        trainer=trainer_host_memory(config, shape),
-        stores=copies_in_shared_memory(config) * ELEMENT_BYTES[config.model.precision] * shape.parameters,
-        engines=PROCESS_BYTES * config.rollout.limits.devices * config.rollout.servers,
-        server=0 if config.redis.url is not None else config.redis.max_memory_bytes,
-        there=psutil.virtual_memory().total if here else None,
-    )
+    if config.launch.memory_gib_per_node is not None:
+        return int(config.launch.memory_gib_per_node * GIB), "launch.memory_gib_per_node"
+    if machines > 1:
+        return None, "launch.memory_gib_per_node does not state the memory of these machines"
+    if (devices_here(config) or 0) < devices_needed(config):
+        return None, "this machine does not have the devices of the run; launch.memory_gib_per_node states the memory"
+    total, limit = psutil.virtual_memory().total, cgroup_memory_limit()
+    if limit is not None and limit < total:
+        return limit, "the limit of this container or job"
+    return total, "this machine"
 
 
 def _sum(summands: dict[str, int]) -> str:

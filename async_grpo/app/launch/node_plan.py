@@ -31,6 +31,11 @@ class PlannedNode:
     used: int = 0
     """Devices that belong to a role, or will not be given to another."""
 
+    @property
+    def servers(self) -> int:
+        """Number of rollout servers on it."""
+        return len(self.roles.keys() - {"trainer"})
+
 
 def devices_of_node(config: RunConfig, platform: Platform) -> int:
     """Devices of one machine of the run."""

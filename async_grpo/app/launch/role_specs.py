@@ -59,7 +59,7 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
     (platform,) = kinds.values()
     ranks, *servers = (count for _, count in wanted.values())
     first = 0 if config.launch.share_devices != "off" else ranks
-    pool = _pool(config, platform, max(ranks, first + sum(servers)), environment, there)
+    pool = _pool(config, platform, devices_needed(config), environment, there)
     starts = (0, *accumulate(servers, initial=first))
     return {
         role: {platform.visible_variable: ",".join(pool[start : start + count])}
@@ -80,7 +80,7 @@ def check_machine(config: RunConfig) -> None:
                 f"{platform.name} says how to mend it. Else start the run where devices are (--dry-run plans it "
                 f"here), or set trainer.platform and {config.rollout.limits.platform_key} to cpu"
             )
-    assign_devices(config, os.environ, _devices_here(config))
+    assign_devices(config, os.environ, devices_here(config))
     _check_packages(next(iter(needed), "cpu"))
 
 
@@ -104,6 +104,18 @@ def devices_by_role(config: RunConfig) -> dict[str, tuple[Platform, int]]:
     workers = config.rollout.limits.devices if generates.visible_variable else 0
     servers = {f"rollout-{index}": (generates, workers) for index in range(config.most_servers)}
     return {"trainer": (trains, ranks), **servers}
+
+
+def devices_needed(config: RunConfig) -> int:
+    """Devices of all roles together; those that both sides share count once."""
+    ranks, *servers = (count for _, count in devices_by_role(config).values())
+    return ranks + sum(servers) if config.launch.share_devices == "off" else max(ranks, sum(servers))
+
+
+def devices_here(config: RunConfig) -> int | None:
+    """Number of devices that the vendor's tool lists; None if it lists none: then the roles find out."""
+    wanted = {platform.name: platform for platform, _ in devices_by_role(config).values()}
+    return sum(len(platform.devices()) for platform in wanted.values()) or None
 
 
 def _pool(
@@ -159,7 +171,7 @@ def stoppable(command: str) -> str:
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
     """Every role of a run on this machine, the trainer first and spare servers last, each with the devices that are its
     own. Raises ConfigError."""
-    devices = assign_devices(config, os.environ, _devices_here(config))
+    devices = assign_devices(config, os.environ, devices_here(config))
     trainer_cores, rollout_cores = role_cores(config, cores_here())
     restarts = config.launch.restarts
     trainer = RoleSpec(
@@ -186,9 +198,3 @@ def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSp
 
 def _files(config_file: Path, model: Path) -> list[str]:
     return ["--config", str(config_file), "--model", str(model)]
-
-
-def _devices_here(config: RunConfig) -> int | None:
-    """The number of devices that the vendor's tool lists; None if it lists none: then the roles find out."""
-    wanted = {platform.name: platform for platform, _ in devices_by_role(config).values()}
-    return sum(len(platform.devices()) for platform in wanted.values()) or None

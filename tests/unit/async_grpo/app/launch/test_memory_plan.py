@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from async_grpo.app.launch.memory_plan import GRAPH_BYTES, DevicePlan, HostPlan, device_plan, engine_memory
+from async_grpo.app.launch import memory_plan
+from async_grpo.app.launch.memory_plan import (
+    GRAPH_BYTES,
+    DevicePlan,
+    HostPlan,
+    device_plan,
+    engine_memory,
+    host_plans,
+)
 from async_grpo.app.launch.memory_plan import RESERVED_BYTES as ENGINE_RESERVED
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
 from async_grpo.models.shapes import SHAPES, ModelShape, named_shape, shape_of
+from async_grpo.utils.memory_limit import cgroup_memory_limit
 from async_grpo.utils.text import GIB
 from trainer.platform import base
 from trainer.platform.memory import (
+    PROCESS_BYTES,
     RESERVED_BYTES,
     TrainerMemory,
     layer_bytes,
@@ -343,10 +356,69 @@ def test_a_checkpoint_copies_weights_and_the_optimizer_that_is_not_in_host_memor
     assert memory.checkpoint == checkpoint_bytes * QWEN_7B.parameters
 
 
-def test_a_machine_whose_memory_is_too_small_is_refused_and_an_unknown_one_is_not() -> None:
+def test_a_machine_whose_memory_is_too_small_is_refused_and_one_that_is_not_compared_is_not() -> None:
     trainer = trainer_host_memory(run_config({"optimizer": {"offload": True}}), QWEN_7B)
-    plan = HostPlan(trainer=trainer, stores=GIB, engines=GIB, server=GIB, there=None)
+    plan = HostPlan(trainer=trainer, stores=GIB, engines=GIB, server=GIB, there=None, source="not here")
     plan.check()
     replace(plan, there=plan.total).check()
     with pytest.raises(ConfigError, match="checkpoint"):
         replace(plan, there=plan.total - 1).check()
+
+
+def smi_that_lists(count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nvidia-smi that lists so many devices of 80 GB, first on the PATH."""
+    rows = "".join(f"{index}, NVIDIA H100 80GB HBM3, 81559, 550.54.15\n" for index in range(count))
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{rows}'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def host_of(devices: int, **changes: Any) -> HostPlan:
+    """The host plan of a trainer on one device fewer, and one engine."""
+    trainer = {"processes": devices - 1, "nodes": changes.pop("nodes", 1), "rendezvous": {"address": "10.0.0.5"}}
+    return host_plans(run_config(trainer, **changes), QWEN_7B)[0]
+
+
+def test_this_machine_is_compared_only_if_it_has_the_devices_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi_that_lists(2, tmp_path, monkeypatch)
+    own = host_of(2)
+    limit = cgroup_memory_limit() or psutil.virtual_memory().total
+    assert own.there == min(limit, psutil.virtual_memory().total)
+    elsewhere = host_of(4)
+    assert elsewhere.there is None
+    assert "not compared: this machine does not have the devices" in elsewhere.row()[1]
+
+
+def test_the_limit_of_a_container_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi_that_lists(2, tmp_path, monkeypatch)
+    monkeypatch.setattr(memory_plan, "cgroup_memory_limit", lambda: GIB)
+    assert host_of(2).there == GIB
+    with pytest.raises(ConfigError, match=r"has 1\.0 GiB of memory \(the limit of this container or job\)"):
+        host_of(2).check()
+    monkeypatch.setattr(memory_plan, "cgroup_memory_limit", lambda: 2**63 - 4096)
+    assert host_of(2).there == psutil.virtual_memory().total
+
+
+def test_the_memory_that_the_configuration_states_is_compared_anywhere() -> None:
+    needed = host_of(4).total
+    stated = host_of(4, launch={"memory_gib_per_node": needed / GIB + 1})
+    stated.check()
+    assert "(launch.memory_gib_per_node), 1.0 stay free" in stated.row()[1]
+    with pytest.raises(ConfigError, match=r"launch\.memory_gib_per_node"):
+        host_of(4, launch={"memory_gib_per_node": needed / GIB - 1}).check()
+
+
+def test_every_machine_has_the_host_memory_of_its_roles() -> None:
+    trainer = {"processes": 16, "nodes": 2, "rendezvous": {"address": "10.0.0.5"}, "optimizer": {"offload": True}}
+    config = run_config(trainer, redis={"url": "redis://10.0.0.5:6379"}, launch={"devices_per_node": 8})
+    first, second, third = host_plans(config, QWEN_7B)
+    copy = 2 * QWEN_7B.parameters
+    assert (first.stores, second.stores, third.stores) == (2 * copy, 0, 2 * copy)
+    assert first.trainer == second.trainer == trainer_host_memory(config, QWEN_7B)
+    assert third.trainer.total == 0
+    assert [plan.engines for plan in (first, second, third)] == [0, 0, PROCESS_BYTES]
+    assert [plan.row()[0] for plan in (first, second, third)] == [f"host memory, node {node}" for node in range(3)]
+    together = host_plans(run_config({"optimizer": {"offload": True}}), QWEN_7B)
+    assert [(plan.stores, plan.row()[0]) for plan in together] == [(4 * copy, "host memory")]

@@ -26,7 +26,8 @@ PREDICTED = re.compile(
     r"# \(async-grpo simulate configs/(?P<file>\S+) --device (?P<device>\w+)\)"
 )
 MEMORY = re.compile(
-    r"# Device memory \(--dry-run\): trainer (?P<trainer>[\d.]+), engine (?P<engine>[\d.]+) of (?P<all>\d+) GiB"
+    r"# Device memory \(--dry-run\): trainer (?P<trainer>[\d.]+), engine (?P<engine>[\d.]+) of (?P<all>\d+) GiB\. "
+    r"Host memory: (?P<host>[\d.]+) GiB\."
 )
 FILES = sorted(path.name for path in CONFIGS.glob("qwen*.yaml"))
 WITH_OWN_DEVICES = [name for name in FILES if "one_" not in name]
@@ -50,6 +51,22 @@ def test_the_memory_in_the_comment_is_that_of_the_plan(name: str) -> None:
     assert float(said["trainer"]) == near(plan.trainer.total / GIB)
     assert float(said["engine"]) == near(plan.engine.awake(plan.engine_gib * GIB) / GIB)
     assert float(said["all"]) == plan.engine_gib
+    [host] = plan.hosts
+    assert float(said["host"]) == near(host.total / GIB)
+
+
+@pytest.mark.parametrize("page", ["docs/platforms.md", "docs/zh/platforms.md"])
+def test_the_table_of_predictions_has_what_every_configuration_states(page: str) -> None:
+    rows = re.findall(r"^\| `(qwen[^`]*)` \| ([-\d].*) \|$", (CONFIGS.parent / page).read_text(), re.MULTILINE)
+    expected = []
+    for name in FILES:
+        memory, predicted = stated(name, MEMORY), PREDICTED.search((CONFIGS / name).read_text())
+        speed = ["-"] * 4
+        if predicted is not None:
+            speed = [predicted["speed"], f"{predicted['trainer']}%", f"{predicted['servers']}%", predicted["age"]]
+        device = ", ".join(memory[key] for key in ("trainer", "engine", "all"))
+        expected.append((name.removesuffix(".yaml"), " | ".join([*speed, device, memory["host"]])))
+    assert rows == expected
 
 
 @pytest.mark.parametrize("name", WITH_OWN_DEVICES)

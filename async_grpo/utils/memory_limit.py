@@ -1,0 +1,34 @@
+"""Memory limit of this process's cgroup: that of its container, its Slurm job or its systemd unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process and its siblings may use together; None without a limit.
+
+    psutil shows the memory of the whole machine in a container too, whose kernel kills what exceeds the limit. Limits
+    of all parents hold as well. cgroup v1 has a number near 2**63 where there is no limit.
+    """
+    file = root / "proc/self/cgroup"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return min((limit for line in lines for limit in _limits(line, root / "sys/fs/cgroup")), default=None)
+
+
+def _limits(line: str, folder: Path) -> Iterator[int]:
+    """Limits of one line of /proc/self/cgroup (NUMBER:CONTROLLERS:PATH; no controllers: cgroup v2) and its parents."""
+    _, controllers, path = line.split(":", 2)
+    if controllers and "memory" not in controllers.split(","):
+        return
+    if controllers:
+        folder /= "memory"
+    own = folder / path.lstrip("/")
+    for group in (own, *own.parents):
+        if not group.is_relative_to(folder):
+            return
+        file = group / ("memory.limit_in_bytes" if controllers else "memory.max")
+        text = file.read_text().strip() if file.is_file() else "max"
+        if text != "max":
+            yield int(text)
