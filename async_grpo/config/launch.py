@@ -67,9 +67,9 @@ class RayConfig(StrictModel):
     address: str | None = None
     """HOST:PORT of the head. None: that of RAY_ADDRESS, which `ray job submit` sets."""
     trainer: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {"CPU": 1}
-    """What each node of the trainer asks of Ray besides its GPUs, such as `{CPU: 32, NPU: 8}`."""
+    """What each node of the trainer asks of Ray besides its GPUs or NPUs, such as `{CPU: 32}`."""
     rollout: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {"CPU": 1}
-    """What a rollout server asks of Ray besides its GPUs."""
+    """What a rollout server asks of Ray besides its GPUs or NPUs."""
     wait_s: Seconds = 3600.0
     """Seconds to wait until Ray has room for a role; then it is given up."""
 
@@ -77,8 +77,12 @@ class RayConfig(StrictModel):
 class KubernetesConfig(StrictModel):
     """The objects of `async-grpo launch kubernetes`."""
 
-    image: str = "async-grpo:cuda"
-    """Image of all roles: one of those in deploy/, in a registry that the cluster reaches."""
+    image: str | None = None
+    """Image of all roles, in a registry that the cluster reaches. None: the name of the image in deploy/ for the
+    platform of each role: `async-grpo:cpu`, `:cuda` or `:ascend`."""
+    npu_resource: str = Field(default="huawei.com/Ascend910", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")
+    """Resource by which pods request Ascend NPUs. The default is that of MindCluster's Ascend Device Plugin on Atlas A2
+    and A3, where it counts each of a module's two dies; Huawei Cloud CCE and HAMi have other names."""
     redis_image: str = "valkey/valkey:8.1.3-bookworm"
     """Image of the server of the replay buffer, unless redis.url names one."""
     secret: str = "async-grpo"

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ class Nodes:
         self.trainers = [self.add("trainer") for _ in range(2)]
         self.servers = [self.add("server") for _ in range(2)]
 
-    def add(self, kind: str) -> Any:
-        return self._cluster.add_node(**HERE, num_cpus=2, resources={kind: 2})
+    def add(self, kind: str, count: int = 2) -> Any:
+        return self._cluster.add_node(**HERE, num_cpus=2, resources={kind: count})
 
     def lose(self, node: Any) -> None:
         """Every process of the node is killed."""
@@ -91,6 +92,16 @@ def launch(config: Path, *options: str, log: str = "launch.log") -> subprocess.P
     with (config.parent / log).open("ab") as said:
         command = [*COMMAND, "launch", "ray", str(config), *options]
         return subprocess.Popen(command, cwd=config.parent, env=environment, stdout=said, stderr=said)
+
+
+def test_roles_see_the_npus_that_ray_has_reserved_for_them(nodes: Nodes) -> None:
+    nodes.add("NPU", 6)
+    command = [sys.executable, "-m", "tests.support.ray_npus", nodes.address]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    seen = json.loads(ended.stdout.splitlines()[-1])
+    assert [len(seen[role]) for role in ("trainer", "rollout-0")] == [4, 2]
+    assert sorted(seen["trainer"] + seen["rollout-0"]) == [*"012345"]
 
 
 def newest(run: Path, key: str) -> int:

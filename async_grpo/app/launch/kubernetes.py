@@ -30,6 +30,7 @@ from async_grpo.app.launch.role_specs import EXIT_STOPPED, stoppable
 from async_grpo.config import RunConfig, dump
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
 from async_grpo.utils.text import short_digest
+from trainer.platform import select_platform
 
 Object = dict[str, Any]
 
@@ -38,8 +39,10 @@ CONFIG_FILE = f"{CONFIG_FOLDER}/config.yaml"
 HTTP, METRICS, REDIS, WEIGHTS, RELAY = 8000, 8090, 6379, 5600, 5610
 LIVENESS_FAILURES = 12
 """Least number of failed probes, ten seconds apart, after which a rollout server is restarted."""
-DEVICES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
-"""Platform -> the resource that its device plug-in offers."""
+GPU_RESOURCE = "nvidia.com/gpu"
+"""The resource that NVIDIA's device plug-in offers; that of NPUs is launch.kubernetes.npu_resource."""
+IMAGES = {"cpu": "async-grpo:cpu", "cuda": "async-grpo:cuda", "npu": "async-grpo:ascend"}
+"""Platform -> the image of deploy/ for it."""
 USER = 1000
 """User of the images in deploy/."""
 _NAME_LENGTH = 40
@@ -194,7 +197,8 @@ def _trainer(config: RunConfig, name: str) -> Object:
         config,
         "trainer",
         ["bash", "-c", stoppable(f"async-grpo trainer {CONFIG_FILE}")],
-        devices=_devices(config.trainer.platform, config.trainer.processes_per_node),
+        platform=config.trainer.platform,
+        devices=config.trainer.processes_per_node,
         resources=config.launch.kubernetes.trainer,
         environment={"ASYNC_GRPO_NODE_RANK": {"fieldRef": {"fieldPath": index}}},
     )
@@ -227,7 +231,8 @@ def _rollout(config: RunConfig, name: str) -> Object:
         config,
         "rollout",
         ["async-grpo", "rollout", CONFIG_FILE, "--name", "$(POD_NAME)"],
-        devices=_devices(config.rollout.limits.platform, config.rollout.limits.devices),
+        platform=config.rollout.limits.platform,
+        devices=config.rollout.limits.devices,
         resources=config.launch.kubernetes.rollout,
         environment={"POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}}},
     )
@@ -252,7 +257,8 @@ def _rollout(config: RunConfig, name: str) -> Object:
 
 
 def _report(config: RunConfig, name: str) -> Object:
-    container = _container(config, "report", ["async-grpo", "runs", "report", CONFIG_FILE, "--wait"])
+    argv = ["async-grpo", "runs", "report", CONFIG_FILE, "--wait"]
+    container = _container(config, "report", argv, platform=config.trainer.platform)
     pod = _pod(config, "report", container) | {"restartPolicy": "OnFailure"}
     template = {"metadata": {"labels": _labels(config, "report")}, "spec": pod}
     return _object(config, "batch/v1", "Job", f"{name}-report", spec={"backoffLimit": 20, "template": template})
@@ -261,23 +267,28 @@ def _report(config: RunConfig, name: str) -> Object:
 def _container(
     config: RunConfig,
     role: str,
-    command: list[str],
+    argv: list[str],
     *,
-    devices: Mapping[str, str] | None = None,
+    platform: str,
+    devices: int = 0,
     resources: Mapping[str, str] | None = None,
     environment: Mapping[str, Object] | None = None,
 ) -> Object:
-    wanted = {**(resources or {}), **(devices or {})}
+    kind = select_platform(platform).name
+    wanted = {**(resources or {}), **_devices(config, kind, devices)}
     places = {"config": CONFIG_FOLDER, "runs": RUNS, "shm": "/dev/shm", "tmp": "/tmp"}
     mounts: list[Object] = [{"name": name, "mountPath": place} for name, place in places.items()]
     claims = config.launch.kubernetes.claims
     mounts += [{"name": claim, "mountPath": place, "readOnly": True} for claim, place in claims.items()]
     told = [{"name": name, "valueFrom": source} for name, source in (environment or {}).items()]
     own = {"HOME": "/tmp", "ASYNC_GRPO_CACHE": f"{RUNS}/.cache", "ASYNC_GRPO_LOG_FORMAT": "json"}
+    if kind == "npu" and not devices:
+        own["ASCEND_VISIBLE_DEVICES"] = "void"  # Ascend Docker Runtime wants it where no NPU is requested
     return {
         "name": role,
-        "image": config.launch.kubernetes.image,
-        "command": command,
+        "image": config.launch.kubernetes.image or IMAGES[kind],
+        # As `command` it would replace the image's entrypoint, which sets up CANN (deploy/scripts/with-cann.sh).
+        "args": argv,
         "env": [*told, *({"name": name, "value": value} for name, value in own.items())],
         "envFrom": _secrets(config),
         "resources": {"requests": wanted, "limits": wanted} if wanted else {},
@@ -309,8 +320,9 @@ def _pod(config: RunConfig, role: str, container: Object) -> Object:
     }
 
 
-def _devices(platform: str, count: int) -> dict[str, str]:
-    return {DEVICES[platform]: str(count)} if platform in DEVICES else {}
+def _devices(config: RunConfig, platform: str, count: int) -> dict[str, str]:
+    resource = {"cuda": GPU_RESOURCE, "npu": config.launch.kubernetes.npu_resource}.get(platform)
+    return {resource: str(count)} if resource and count else {}
 
 
 def _secrets(config: RunConfig) -> list[Object]:

@@ -39,6 +39,7 @@ from async_grpo.utils.addresses import is_loopback
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.private_names import check_private_names
+from trainer.platform import select_platform
 
 NAMESPACE = "async-grpo"
 LOOK_EVERY_S = 2.0
@@ -57,10 +58,17 @@ def plan(config: RunConfig, servers: int) -> dict[str, Bundles]:
     """Role -> the bundles of its placement group. Raises ConfigError without redis.url."""
     check_reachable(config, one_machine=True)
     asked, trainer, limits = config.launch.ray, config.trainer, config.rollout.limits
-    ranks = {"GPU": trainer.processes_per_node} if trainer.platform == "cuda" else {}
-    workers = {"GPU": limits.devices} if limits.platform == "cuda" else {}
+    ranks = _devices(trainer.platform, trainer.processes_per_node)
+    workers = _devices(limits.platform, limits.devices)
     groups: dict[str, Bundles] = {TRAINER: [{**ranks, **asked.trainer}] * trainer.nodes}
     return groups | {f"rollout-{index}": [{**workers, **asked.rollout}] for index in range(servers)}
+
+
+def _devices(platform: str, count: int) -> dict[str, float]:
+    """The resource for which Ray shows an actor the devices that it has reserved: it sets CUDA_VISIBLE_DEVICES for GPU,
+    ASCEND_RT_VISIBLE_DEVICES for NPU."""
+    resource = {"cuda": "GPU", "npu": "NPU"}.get(select_platform(platform).name)
+    return {} if resource is None else {resource: count}
 
 
 def launch(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> int:

@@ -151,14 +151,61 @@ def test_a_name_that_fits_is_left_as_it_is() -> None:
     assert instance(config("quickstart")) == "quickstart"
 
 
-def test_devices_are_those_of_the_plug_ins() -> None:
-    for name, resource in (
-        ("qwen2.5_7b_gsm8k_cuda", "nvidia.com/gpu"),
-        ("qwen2.5_7b_gsm8k_ascend", "huawei.com/Ascend910"),
-    ):
-        job = kinds(config(name))["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
-        assert job["completions"] == 2
-        assert job["template"]["spec"]["containers"][0]["resources"]["limits"] == {resource: "4"}
+def containers(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Role -> its container."""
+    found = kinds(config)
+    pods = {
+        "trainer": found["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"],
+        "rollout": found["Deployment"]["spec"]["template"],
+        "report": found["Job"]["spec"]["template"],
+    }
+    return {role: pod["spec"]["containers"][0] for role, pod in pods.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "resource", "engine"),
+    [("qwen2.5_7b_gsm8k_cuda", "nvidia.com/gpu", "1"), ("qwen2.5_7b_gsm8k_ascend", "huawei.com/Ascend910", "4")],
+)
+def test_devices_are_those_of_the_plug_ins(name: str, resource: str, engine: str) -> None:
+    found = containers(config(name))
+    assert kinds(config(name))["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"] == 2
+    assert found["trainer"]["resources"] == {"requests": {resource: "4"}, "limits": {resource: "4"}}
+    assert found["rollout"]["resources"] == {"requests": {resource: engine}, "limits": {resource: engine}}
+    assert found["report"]["resources"] == {}
+
+
+def test_npus_go_by_the_name_that_the_site_gives_them() -> None:
+    found = containers(config("qwen2.5_7b_gsm8k_ascend", "launch.kubernetes.npu_resource=huawei.com/ascend-1980"))
+    assert found["rollout"]["resources"]["limits"] == {"huawei.com/ascend-1980": "4"}
+
+
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [
+        ("quickstart", "async-grpo:cpu"),
+        ("qwen2.5_7b_gsm8k_cuda", "async-grpo:cuda"),
+        ("qwen2.5_7b_gsm8k_ascend", "async-grpo:ascend"),
+    ],
+)
+def test_the_image_is_that_of_the_platform_unless_one_is_named(name: str, image: str) -> None:
+    assert {container["image"] for container in containers(config(name)).values()} == {image}
+    named = containers(config(name, "launch.kubernetes.image=registry/own:1")).values()
+    assert {container["image"] for container in named} == {"registry/own:1"}
+
+
+def test_pods_keep_the_entrypoint_of_the_image_which_sets_up_cann() -> None:
+    for container in containers(config("qwen2.5_7b_gsm8k_ascend")).values():
+        assert "command" not in container
+        assert "async-grpo" in " ".join(container["args"])
+
+
+def test_the_ascend_runtime_shows_no_npu_to_a_pod_that_has_requested_none() -> None:
+    environments = {
+        role: {entry["name"]: entry.get("value") for entry in container["env"]}
+        for role, container in containers(config("qwen2.5_7b_gsm8k_ascend")).items()
+    }
+    assert environments["report"]["ASCEND_VISIBLE_DEVICES"] == "void"
+    assert "ASCEND_VISIBLE_DEVICES" not in {**environments["trainer"], **environments["rollout"]}
 
 
 def test_a_server_of_the_users_own_is_not_started_again() -> None:
@@ -184,10 +231,12 @@ def test_what_the_cluster_refuses_is_passed_on_with_what_it_may_lack(
 
 
 @pytest.mark.parametrize(("at_the_end", "code"), [("exit 0", 75), ("exit 1", 75), ("exit 78", 78)])
-def test_a_role_that_was_stopped_is_told_from_one_that_is_done(at_the_end: str, code: int) -> None:
-    line = stoppable(f"bash -c \"trap '{at_the_end}' TERM; sleep 9 & wait\"")
-    line = line.replace("& role=$!", "& role=$!; sleep 0.1; kill -TERM $$")
-    assert subprocess.run(["bash", "-c", line], timeout=5).returncode == code
+def test_a_role_that_was_stopped_is_told_from_one_that_is_done(tmp_path: Path, at_the_end: str, code: int) -> None:
+    ready = tmp_path / "ready"
+    line = stoppable(f"bash -c \"trap '{at_the_end}' TERM; touch {ready}; sleep 9 & wait\"")
+    stop = f"until [ -e {ready} ]; do sleep 0.02; done; kill -TERM $$"
+    line = line.replace("& role=$!", f"& role=$!; {stop}")
+    assert subprocess.run(["bash", "-c", line], timeout=30).returncode == code
 
 
 @pytest.mark.parametrize("code", [0, 1, 78])

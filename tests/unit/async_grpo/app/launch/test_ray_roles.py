@@ -27,15 +27,24 @@ def config(**changes: Any) -> RunConfig:
     return validate(raw | changes, "test")
 
 
-def test_every_node_of_the_trainer_and_every_server_is_a_bundle_with_its_gpus() -> None:
-    trainer = {"platform": "cuda", "nodes": 2, "processes": 16}
-    rollout = {"servers": 2, "vllm": {"platform": "cuda", "tensor_parallel": 2}}
+@pytest.mark.parametrize(("trains", "generates", "resource"), [("cuda", "cuda", "GPU"), ("npu", "ascend", "NPU")])
+def test_every_node_of_the_trainer_and_every_server_is_a_bundle_with_its_devices(
+    trains: str, generates: str, resource: str
+) -> None:
+    trainer = {"platform": trains, "nodes": 2, "processes": 16}
+    rollout = {"servers": 2, "vllm": {"platform": generates, "tensor_parallel": 2}}
     asked = {"launch": {"ray": {"trainer": {"CPU": 32}, "rollout": {"CPU": 8}}}}
     assert plan(config(trainer=trainer, rollout=rollout, **asked), 2) == {
-        "trainer": [{"GPU": 8, "CPU": 32}] * 2,
-        "rollout-0": [{"GPU": 2, "CPU": 8}],
-        "rollout-1": [{"GPU": 2, "CPU": 8}],
+        "trainer": [{resource: 8, "CPU": 32}] * 2,
+        "rollout-0": [{resource: 2, "CPU": 8}],
+        "rollout-1": [{resource: 2, "CPU": 8}],
     }
+
+
+def test_what_the_site_asks_for_replaces_the_count_of_the_configuration() -> None:
+    asked = {"launch": {"ray": {"trainer": {"CPU": 1, "NPU": 0, "ascend": 4}}}}
+    found = plan(config(trainer={"platform": "npu", "processes": 4}, **asked), 0)
+    assert found["trainer"] == [{"CPU": 1, "NPU": 0, "ascend": 4}]
 
 
 def test_a_run_that_no_cluster_is_named_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
