@@ -265,6 +265,8 @@ class DevicePlan:
             sums = "; ".join(f"{_sum(summands)} GiB {phase}" for phase, summands in together.items())
             found.append(("shared device", f"{sums}; of {self.trainer_gib:g} GiB"))
         size = f"{gib(self.stored_copies * self.model_bytes)} GiB = {self.stored_copies} * {gib(self.model_bytes)}"
+        if len(self.hosts) > 1:
+            size = "; ".join(f"node {host.node} {gib(host.stores)} GiB" for host in self.hosts)
         found.append(("shared memory", f"/dev/shm: {size}"))
         found += [host.row() for host in self.hosts]
         return found

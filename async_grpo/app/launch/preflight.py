@@ -21,6 +21,7 @@ from async_grpo.app.launch.node_plan import needs_more_nodes, node_rows
 from async_grpo.app.launch.role_process import cores_here, role_cores
 from async_grpo.app.launch.role_specs import assign_devices, check_machine
 from async_grpo.app.launch.run_folder import run_name
+from async_grpo.app.launch.slurm import check_reachable
 from async_grpo.app.launch.trials import ROWS, check_rewards, check_workflow, first_rows
 from async_grpo.config import RunConfig, load
 from async_grpo.config.data import DataConfig
@@ -150,6 +151,13 @@ def _numbers(config: RunConfig) -> str:
     return "" if quantization == "none" else f" of {quantization} matrices"
 
 
+def _eager(config: RunConfig) -> str:
+    limits = config.rollout.limits
+    if limits.platform == "cpu" or limits.captures_graphs:
+        return ""
+    return "; without captured graphs (enforce_eager), which is slower than the default"
+
+
 def _check_devices(config: RunConfig) -> None:
     if plan := device_plan(config):
         plan.check()
@@ -201,7 +209,7 @@ def describe(config: RunConfig) -> Table:
     table.add_row(
         "rollout servers",
         f"{rollout.servers} x {rollout.limits.engine}{_numbers(config)}, {rollout.max_concurrency} samples in flight "
-        "for training",
+        f"for training{_eager(config)}",
     )
     table.add_row("trainer", f"{_ranks(config)} on {config.trainer.platform}, {config.steps} steps")
     table.add_row("objective", config.trainer.objective.summary)
@@ -291,6 +299,10 @@ def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
         rows.append(("too many devices", excess))
     if excess or config.trainer.nodes > 1:
         rows += node_rows(config)
+        try:
+            check_reachable(config)
+        except ConfigError as error:
+            rows.append(("set before", str(error)))
     else:
         shares = assign_devices(config, {})
         dealt = {role: ",".join(shown.values()) for role, shown in shares.items() if any(shown.values())}

@@ -15,14 +15,23 @@ from async_grpo.errors import ConfigError
 
 
 def npus(processes: int, servers: int, *, nodes: int = 1, width: int = 4, **launch: Any) -> RunConfig:
-    raw = {
+    return validate(raw_npus(processes, servers, nodes, width) | {"launch": launch}, "test")
+
+
+def raw_npus(processes: int, servers: int, nodes: int = 1, width: int = 4, **vllm: Any) -> dict[str, Any]:
+    return {
         "name": "nodes",
         "model": {"random": {}},
         "trainer": {"platform": "npu", "processes": processes, "nodes": nodes, "rendezvous": {"address": "10.0.0.5"}},
-        "rollout": {"servers": servers, "vllm": {"platform": "ascend", "tensor_parallel": width}},
-        "launch": launch,
+        "rollout": {"servers": servers, "vllm": {"platform": "ascend", "tensor_parallel": width, **vllm}},
     }
-    return validate(raw, "test")
+
+
+def printed(config: RunConfig, width: int) -> str:
+    """The table of a dry run in a terminal of that width."""
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(describe(config))
+    return console.export_text()
 
 
 def test_more_devices_than_a_node_has_are_reported_with_the_machines_that_they_take() -> None:
@@ -59,7 +68,20 @@ def test_a_role_that_fits_on_no_node_is_refused() -> None:
 
 
 def test_commands_are_printed_whole_in_a_narrow_terminal() -> None:
-    console = Console(width=60, record=True, file=StringIO())
-    console.print(describe(npus(24, 1, nodes=2)))
-    joined = "".join(line.strip("│ ").split("│")[-1].strip() for line in console.export_text().splitlines())
+    lines = printed(npus(24, 1, nodes=2), 60).splitlines()
+    joined = "".join(line.strip("│ ").split("│")[-1].strip() for line in lines)
     assert "ASCEND_RT_VISIBLE_DEVICES=0,1,2,3,4,5,6,7,8,9,10,11" in joined
+
+
+def test_a_run_on_several_machines_names_what_its_roles_cannot_reach() -> None:
+    raw = raw_npus(24, 1, nodes=2)
+    assert "redis.url is not set" in dict(placement(validate(raw, "test")))["set before"]
+    raw |= {"redis": {"url": "redis://10.0.0.5:6379"}, "weights": {"bind": "tcp://10.0.0.5:5600", "encrypt": "control"}}
+    assert "set before" not in dict(placement(validate(raw, "test")))
+
+
+def test_an_engine_without_captured_graphs_is_mentioned() -> None:
+    assert "without captured graphs (enforce_eager)" in printed(
+        validate(raw_npus(8, 1, enforce_eager=True), "test"), 200
+    )
+    assert "enforce_eager" not in printed(npus(8, 1), 200)

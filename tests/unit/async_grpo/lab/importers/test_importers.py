@@ -423,6 +423,13 @@ def test_a_file_of_mindspeed_rl_needs_no_more_devices_than_it_has(tmp_path: Path
     assert len(assign_devices(config, {}, 16)) == 1 + config.rollout.servers == 17
 
 
+def test_an_engine_that_runs_eager_in_the_file_says_what_that_costs() -> None:
+    settings = {setting.key: setting for setting in imported("mindspeed_rl_grpo_qwen25_7b.yaml").settings}
+    eager = settings["rollout.vllm.enforce_eager"]
+    assert eager.value is True  # MindSpeed-RL's default
+    assert "false captures graphs" in eager.comment
+
+
 def test_values_that_are_the_default_are_listed_too(tmp_path: Path) -> None:
     result = imported("mindspeed_rl_grpo_qwen25_7b.yaml")
     given = SOURCES["mindspeed-rl"].read(PUBLISHED / "mindspeed_rl_grpo_qwen25_7b.yaml", {}).values
