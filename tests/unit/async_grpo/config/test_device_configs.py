@@ -108,6 +108,19 @@ def test_a_node_is_used_up(name: str) -> None:
     assert used == (16 if name.endswith("ascend") else 8)
 
 
+def test_two_nodes_are_planned_as_their_recipe_says() -> None:
+    output = plan("qwen2.5_32b_deepscaler_ascend_two_nodes").output
+    for node, servers in enumerate((("rollout-0", "rollout-1"), ("rollout-2", "rollout-3"))):
+        dealt = f"trainer: 0,1,2,3,4,5,6,7; {servers[0]}: 8,9,10,11; {servers[1]}: 12,13,14,15"
+        assert re.search(rf"devices, node {node} +│ {dealt} ", output), output
+    recipe = (CONFIGS.parent / "docs/operations.md").read_text()
+    commands = re.findall(r"ASCEND_RT_VISIBLE_DEVICES=[\d,]+ async-grpo \w+ CONFIG --[\w-]+ [\w-]+", output)
+    assert len(commands) == 6
+    for command in commands:
+        assert command.replace("CONFIG", "run.yaml") in recipe
+    assert "set before" not in output
+
+
 ON_DEVICES = sorted(path.stem for path in CONFIGS.glob("qwen*.yaml"))
 
 

@@ -66,10 +66,16 @@ def test_the_devices_of_one_machine_are_split_in_every_way_that_uses_all_of_them
     ]
 
 
-def test_the_devices_of_an_ascend_machine_are_split_too() -> None:
-    given = load(Path("configs/qwen2.5_7b_gsm8k_ascend.yaml"), [])
-    splits = next(axis for axis in axes_of(given, [], []) if axis.name == "split")
-    assert len(splits.choices) > 1
+def test_what_is_varied_does_not_depend_on_the_kind_of_device() -> None:
+    found = []
+    for trains, generates in (("cuda", "cuda"), ("npu", "ascend")):
+        trainer = {"platform": trains, "processes": 8, "tensor_parallel": 4}
+        rollout = {"servers": 2, "vllm": {"platform": generates, "tensor_parallel": 4}}
+        found.append(values_of(config(trainer=trainer, rollout=rollout)))
+    cuda, ascend = found
+    assert ascend == cuda
+    assert ascend["split"] == ["2 8", "3 4", "1 12"]
+    assert {"max_staleness", "rollout.max_concurrency", "buffer.selector"} < ascend.keys()
 
 
 @pytest.mark.parametrize(
