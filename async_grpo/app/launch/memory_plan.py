@@ -400,9 +400,9 @@ def _machine_memory(config: RunConfig, machines: int) -> tuple[int | None, str]:
     if config.launch.memory_gib_per_node is not None:
         return int(config.launch.memory_gib_per_node * GIB), "launch.memory_gib_per_node"
     if machines > 1:
-        return None, "launch.memory_gib_per_node does not state the memory of these machines"
+        return None, "launch.memory_gib_per_node is not set"
     if (devices_here(config) or 0) < devices_needed(config):
-        return None, "this machine does not have the devices of the run; launch.memory_gib_per_node states the memory"
+        return None, "this machine does not have the run's devices, and launch.memory_gib_per_node is not set"
     total, limit = psutil.virtual_memory().total, cgroup_memory_limit()
     if limit is not None and limit < total:
         return limit, "the limit of this container or job"

@@ -388,7 +388,7 @@ def test_this_machine_is_compared_only_if_it_has_the_devices_of_the_run(
     assert own.there == min(limit, psutil.virtual_memory().total)
     elsewhere = host_of(4)
     assert elsewhere.there is None
-    assert "not compared: this machine does not have the devices" in elsewhere.row()[1]
+    assert "not compared: this machine does not have the run's devices" in elsewhere.row()[1]
 
 
 def test_the_limit_of_a_container_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
