@@ -110,6 +110,16 @@ class StoreSource(Record, frozen=True, kw_only=True, tag="store_source"):
     path: str
 
 
+class CheckpointSource(Record, frozen=True, kw_only=True, tag="checkpoint_source"):
+    """Weights of a Hugging Face folder of this machine, read from its files."""
+
+    folder: str
+    dtype: str
+    """Of every tensor that is read, "bfloat16" or "float32"."""
+    flipped: bool = False
+    """True for another policy with weights of the same magnitudes: the sign of every second row is changed."""
+
+
 class MergeBase(Record, frozen=True, kw_only=True, tag="merge_base"):
     """What held adapters (`model.lora`) are added to: the weights of a Hugging Face folder of this machine."""
 
@@ -122,7 +132,7 @@ class MergeBase(Record, frozen=True, kw_only=True, tag="merge_base"):
 class HeldWeights(Versioned, frozen=True, kw_only=True, tag="held_weights"):
     """One version that stays readable while it is held; crosses into the engine's workers."""
 
-    source: StoreSource
+    source: StoreSource | CheckpointSource
     base: MergeBase | None = None
     """Set by an engine for weights that are adapters. None: they are the whole model."""
 
@@ -193,6 +203,10 @@ class SourceReader:
     def open(self, held: HeldWeights) -> TensorReader:
         """The tensors of exactly that version, adapters already added to their base. Raises WeightsError if there is no
         store, WeightsReplaced if the store does not hold the version, WeightsCorrupt for adapters of another base."""
+        if isinstance(held.source, CheckpointSource):
+            from async_grpo.weights.checkpoint_folder import CheckpointReader  # it imports torch, as below
+
+            return CheckpointReader(held.source)
         path = Path(held.source.path)
         file = (path, path.stat().st_ino) if path.exists() else None
         if self._store is None or file != self._file:
