@@ -157,6 +157,11 @@ class Engine(Sampler, Protocol):
         ...
 
     @property
+    def note(self) -> str:
+        """Why the engine does not run as configured, for the report of the run; "" if it does."""
+        ...
+
+    @property
     def version(self) -> int:
         """Policy version that the next token will be sampled from (-1: the weights of the checkpoint)."""
         ...

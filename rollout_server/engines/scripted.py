@@ -198,6 +198,11 @@ class ScriptedEngine:
         """It has no release."""
         return "a scripted engine"
 
+    @property
+    def note(self) -> str:
+        """Nothing: it runs as configured."""
+        return ""
+
     def fail(self, reason: str = "the engine died.") -> None:
         """Simulate the death of the engine: every request, now and later, raises EngineError."""
         self._failure = EngineError(reason)

@@ -126,6 +126,7 @@ class FakeEngine:
         return None
 
     description = "a fake engine"
+    note = ""
 
     def load(self) -> EngineLoad:
         return EngineLoad(self.running, 0, self.tokens, streamed_tokens=self.streamed)

@@ -7,6 +7,9 @@ Only vLLM's worker imports this module.
 
 from __future__ import annotations
 
+import torch
+
+from rollout_server.engines.vllm import reload
 from rollout_server.engines.vllm.worker import WorkerExtension
 
 
@@ -25,3 +28,18 @@ class RawLogprobs(AnyLogprobs):
 
     def report_sampled_logprobs(self) -> None:
         self.report("raw_logprobs")
+
+
+class MovesNorm(WorkerExtension):
+    """Every update puts one parameter into other memory, as processing outside of vLLM's reload does."""
+
+    def report_sampled_logprobs(self) -> None:
+        super().report_sampled_logprobs()
+        renew_packed = reload.renew_packed
+
+        def renew_and_move(model: torch.nn.Module) -> None:
+            renew_packed(model)
+            norm = model.get_parameter("model.norm.weight")
+            norm.data = norm.data.clone()
+
+        reload.renew_packed = renew_and_move

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -69,6 +70,7 @@ from rollout_server.engines.vllm.requests import (
     wait_for_outputs,
 )
 from rollout_server.engines.vllm.transfer import WeightTransfer
+from rollout_server.engines.vllm.update_check import NEW_TOKENS, UpdateCheck, check_updates
 
 _WORKER_EXTENSION = "rollout_server.engines.vllm.worker.WorkerExtension"
 ENGINE_PROCESS = "EngineCore"
@@ -120,6 +122,9 @@ class VllmEngine:
         self._streamed_tokens = 0
         self.disputed_spans = 0
         """Requests for which vLLM reported other spans than were kept here: always 0, or one of the two is wrong."""
+        self.update_check: UpdateCheck | None = None
+        """How updates were checked at the start; None for an engine without captured graphs."""
+        self._note = ""
         self._vocabulary: int | None = None
         """Token ids are below it; None before `start`."""
         self._gate = asyncio.Event()
@@ -133,10 +138,23 @@ class VllmEngine:
     async def start(self) -> None:
         """Load the model and be ready to generate. Raises EngineError, DependencyError.
 
+        An engine that captures graphs loads two versions and is compared with itself (`update_check`). If its graphs do
+        not follow, it is started again without any, and `note` says so.
+
         Starts vLLM's processes with the spawn method: the main module must be importable without side effects. The
         event loop goes on meanwhile, so that the server answers /healthz and SIGTERM during minutes of loading. If this
         is cancelled, `aclose` ends what was started.
         """
+        await self._start_vllm()
+        if self._config.is_eager or self._adapters.in_engine:  # which replaces no weights
+            return
+        try:
+            self.update_check = await self._check_updates()
+            log.info("decoding follows weight updates", engine=self.description, **asdict(self.update_check))
+        except EngineError as error:
+            await self._start_eagerly(error)
+
+    async def _start_vllm(self) -> None:
         set_environment(self._config)
         become_owner()
         self._children_before = {process.pid for process in multiprocessing.active_children()}
@@ -149,6 +167,36 @@ class VllmEngine:
             raise self._not_started(error) from error
         check_limits(self._limits, self._llm.vllm_config.scheduler_config)
         self._gate.set()
+
+    async def _check_updates(self) -> UpdateCheck:
+        """Raises EngineError if captured graphs do not follow an update."""
+        assert self._vocabulary is not None
+        captured = getattr(self._llm.vllm_config.compilation_config, "max_cudagraph_capture_size", None)
+        room = min(self._config.max_model_len, self._limits.batched_tokens) - NEW_TOKENS
+        return await check_updates(
+            self,
+            self._model_dir,
+            self._precision,
+            vocabulary=self._vocabulary,
+            prompt_tokens=min(room, (captured or self._limits.requests) + 1),
+        )
+
+    async def _start_eagerly(self, reason: EngineError) -> None:
+        """Start vLLM again without captured graphs, because they do not follow updates."""
+        self._note = (
+            f"{self.description} runs without captured graphs (enforce_eager), and generates more slowly, because they "
+            f"do not follow weight updates: {reason}"
+        )
+        log.warning(self._note)
+        self._llm.shutdown()
+        self._llm = None
+        self._failure = None
+        self._identity = _BEFORE_ANY_UPDATE
+        self._config = self._config.model_copy(update={"enforce_eager": True})
+        self._limits = replace(self._limits, captures_graphs=False)
+        self._transfer = WeightTransfer(self._config, self._precision, self._adapters)
+        self._gate.clear()
+        await self._start_vllm()
 
     def _load(self) -> None:
         """Import vLLM and start its processes; takes seconds to minutes. Runs in the loader's thread."""
@@ -251,6 +299,11 @@ class VllmEngine:
         return f"{self._name} ({', '.join(f'{name} {version}' for name, version in builds.items() if version)})"
 
     @property
+    def note(self) -> str:
+        """Why captured graphs were given up; "" if they were not."""
+        return self._note
+
+    @property
     def version(self) -> int:
         """Policy version that the next token will be sampled from (-1: the checkpoint's)."""
         return self._identity.version
@@ -335,7 +388,8 @@ class VllmEngine:
 
         prompt = TokensPrompt(
             prompt_token_ids=[*request.prompt, *request.prefix],
-            cache_salt=f"{self._identity.epoch}:{self._identity.version}",
+            # Whoever asks for the vocabulary wants the prompt to be read, not found in the cache of what was decoded.
+            cache_salt=f"{self._identity.epoch}:{self._identity.version}{active.vllm_id if active.vocabulary else ''}",
         )
         self._active[request.request_id] = active
         try:

@@ -143,10 +143,11 @@ def check_addresses(before: Mapping[str, int], after: Mapping[str, int]) -> None
     """Raise EngineError if a tensor is no longer where captured graphs read it."""
     moved = [name for name, address in before.items() if after.get(name) != address]
     if moved:
+        first = moved[0]
         raise EngineError(
-            f"the update moved {len(moved)} of the model's {len(before)} tensors in memory, the first is {moved[0]}. "
-            "Captured graphs go on reading the old ones, so decoded tokens would come from old weights. Set "
-            "rollout.vllm.enforce_eager: true"
+            f"the update moved {len(moved)} of the model's {len(before)} tensors in memory, the first is {first} "
+            f"({before[first]:#x} -> {after.get(first, 0):#x}). Captured graphs go on reading the old ones, so decoded "
+            "tokens would come from old weights. Set rollout.vllm.enforce_eager: true"
         )
 
 

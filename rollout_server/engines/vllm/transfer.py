@@ -66,5 +66,5 @@ class WeightTransfer:
             "held": msgspec.json.encode(weights).decode(),
             "dtype": self._dtype,
             "quantization": self._config.quantization,
-            "captured_graphs": self._config.platform != "cpu" and not self._config.is_eager,
+            "captured_graphs": not self._config.is_eager,
         }

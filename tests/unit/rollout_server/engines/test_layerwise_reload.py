@@ -264,7 +264,7 @@ def test_a_tensor_that_moves_under_captured_graphs_is_refused_by_its_name() -> N
     bench = Bench(model, captured_graphs=True)
     bench.update(1, None)
     model.after_finalize = allocate_anew(model)
-    with pytest.raises(EngineError, match=r"1 of the model's 1 tensors.* weight\. .*enforce_eager: true"):
+    with pytest.raises(EngineError, match=r"1 of the model's 1 tensors.* weight \(0x.* -> 0x.*enforce_eager: true"):
         bench.update(2, None)
 
 

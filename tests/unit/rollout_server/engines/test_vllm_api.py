@@ -217,7 +217,7 @@ def test_registering_twice_keeps_the_first(new: FakeVllm) -> None:
 
 @pytest.mark.parametrize(
     ("platform", "enforce_eager", "captured"),
-    [("cuda", None, True), ("cuda", True, False), ("ascend", False, True), ("cpu", False, False)],
+    [("cuda", None, True), ("cuda", True, False), ("ascend", False, True), ("cpu", None, False)],
 )
 def test_workers_know_whether_graphs_are_captured(platform: str, enforce_eager: bool | None, captured: bool) -> None:
     config = VllmConfig.model_validate({"platform": platform, "enforce_eager": enforce_eager})
