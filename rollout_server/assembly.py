@@ -139,6 +139,8 @@ async def _assemble(
     logger = RolloutLogger(config.run_dir, name, samples_every=every, tokenizer=tokenizer)
     stack.callback(logger.close)
     engine, proof = await start_engine(stack, config, model, name)
+    if engine.note:
+        logger.engine_note(engine.note)
     workflow = make_workflow(config.rollout, tokenizer)
     return ServerContext(
         config,

@@ -16,7 +16,7 @@ from async_grpo.data.tokenizer import Tokenizer, TokenPieces
 from async_grpo.telemetry.contention import Contention
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.rows import is_sampled
-from async_grpo.telemetry.timeline import CPU_TRACK, PROCESS_TRACK, STARTED, Timeline
+from async_grpo.telemetry.timeline import CPU_TRACK, ENGINE_NOTE, PROCESS_TRACK, STARTED, Timeline
 from async_grpo.wire import Group, Sample
 from async_grpo.wire.board import Evaluation
 
@@ -81,6 +81,10 @@ class RolloutLogger:
     def wait(self, reason: str, started_s: float, ended_s: float) -> None:
         """Write to the timeline that the engine had room and waited. Both times are Unix seconds."""
         self._timeline.span("wait", reason, started_s, ended_s)
+
+    def engine_note(self, note: str) -> None:
+        """Write to the timeline, for the run's report, why the engine does not run as configured."""
+        self._timeline.instant(PROCESS_TRACK, ENGINE_NOTE, time.time(), note=note)
 
     def contention(self, found: Contention) -> None:
         """Write to the timeline that this server's processes waited for processors."""

@@ -27,6 +27,8 @@ TRACK, CPU_TRACK, PROCESS_TRACK = "trainer", "cpu", "process"
 STARTED = "started"
 """Instant on PROCESS_TRACK: a rollout server's process began. Between it and what the one before wrote last, the server
 was away (`idle.outages`)."""
+ENGINE_NOTE = "engine"
+"""Instant on PROCESS_TRACK, with `note`: why a server's engine does not run as configured."""
 START, WAIT = "start", "wait"
 """Spans of waiting for a batch: `start` for the first batch of a process, while engines load; `wait` for later ones."""
 _FIRST_ROLES = ("supervisor", "trainer", "publisher")

@@ -83,6 +83,7 @@ def headline(summary: dict[str, Any], folder: RunFolder) -> str:
     if not summary["steps"]:
         return f"nothing was trained: no step was finished\nreport: {folder.path / 'report.md'}"
     groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
+    noted = ", ".join(summary["engine_notes"])
     lines = [
         f"steps {summary['steps']}, tokens: {summary['generated_tokens']} made, {summary['trained_tokens']} trained",
         learned(summary),
@@ -90,6 +91,7 @@ def headline(summary: dict[str, Any], folder: RunFolder) -> str:
         f"age of trained tokens: max {summary['max_age']} (bound {summary['age_bound']})",
         f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",
         f"went on without {', '.join(summary['given_up'])}: the report says why" if summary["given_up"] else "",
+        f"without captured graphs: {noted}; the report says why" if noted else "",
         f"report: {folder.path / 'report.md'}",
     ]
     return "\n".join(line for line in lines if line)

@@ -184,6 +184,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
         _gap(summary),
         _time(summary),
         _given_up(summary),
+        _engine_notes(summary),
         _weight_updates(summary),
         _warnings(rows_of_kind(rows, "warning")),
         samples_section(run_dir),
@@ -314,6 +315,15 @@ def _given_up(summary: Facts) -> str:
         return ""
     shown = fenced("\n".join(map(str, reasons)), limit=4000)
     return f"## Rollout servers that were given up\n\nThe run went on without them:\n\n{shown}"
+
+
+def _engine_notes(summary: Facts) -> str:
+    """Why engines did not run as configured."""
+    notes = (summary.get("engine_notes") or {}).values()
+    if not notes:
+        return ""
+    shown = fenced("\n".join(map(str, notes)), limit=4000)
+    return f"## Engines that did not run as configured\n\n{shown}"
 
 
 def _weight_updates(summary: Facts) -> str:

@@ -32,6 +32,7 @@ from async_grpo.telemetry.rows import (
     seconds_by_part,
     tokens_per_s,
 )
+from async_grpo.telemetry.timeline import ENGINE_NOTE, PROCESS_TRACK
 from async_grpo.telemetry.weight_updates import update_seconds
 from async_grpo.utils.text import figure
 from async_grpo.wire.board import Evaluation
@@ -77,6 +78,7 @@ def summarize(
         **_groups(stats),
         "restarts": _counters_of(counters, RESTARTS_PREFIX),
         "given_up": dict(given_up),
+        "engine_notes": _engine_notes(row for rows in servers for row in rows),
         "reward_failures": _counters_of(counters, REWARD_FAILURES_PREFIX),
         "evaluations": [_facts(evaluation) for evaluation in _by_version(evaluations)],
     }
@@ -224,6 +226,12 @@ def _groups(stats: Mapping[str, Any]) -> Facts:
     admitted = stats.get("admitted")
     balanced = admitted == sum(released.values()) + active if admitted else None  # nothing to balance without groups
     return {"groups": {"admitted": admitted, **ended, "active": active}, "balanced": balanced}
+
+
+def _engine_notes(rows: Iterable[Row]) -> dict[str, str]:
+    """Rollout server -> why its engine did not run as configured."""
+    notes = [row for row in rows if (row.get("track"), row.get("name")) == (PROCESS_TRACK, ENGINE_NOTE)]
+    return {str(row.get("role")): str((row.get("args") or {}).get("note", "")) for row in notes}
 
 
 def _counters_of(counters: Mapping[str, int], prefix: str) -> dict[str, int]:

@@ -19,6 +19,7 @@ from async_grpo.telemetry.jsonl import JsonLines, read_rows
 from async_grpo.telemetry.rows import rows_of_kind
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
 from async_grpo.wire.board import Estimate, EvalMetrics, Evaluation
+from rollout_server.run_logger import RolloutLogger
 
 STEPS = 120
 PLOTS = ("held_out", "reward", "optimization", "staleness", "time_split", "throughput")
@@ -191,6 +192,17 @@ def test_the_report_says_without_which_servers_the_run_went_on(tmp_path: Path) -
     why = "rollout-1 has not been ready for 300 s"
     summary = summarize(config(), [], [], [], {}, {}, 1.0, given_up={"rollout-1": why})
     assert why in write_report(tmp_path, summary).read_text()
+
+
+def test_the_report_says_which_engines_gave_captured_graphs_up_and_why(tmp_path: Path) -> None:
+    logger = RolloutLogger(tmp_path, "rollout-1", samples_every=1)
+    logger.engine_note("rollout-1 runs without captured graphs")
+    logger.close()
+    rows = read_rows(tmp_path / "timeline" / "rollout-1.jsonl")
+    summary = summarize(config(), [], [], [], {}, {}, 1.0, servers=[rows])
+    assert summary["engine_notes"] == {"rollout-1": "rollout-1 runs without captured graphs"}
+    assert "rollout-1 runs without captured graphs" in write_report(tmp_path, summary).read_text()
+    assert "without captured graphs: rollout-1" in headline({**summary, "steps": 1}, RunFolder(tmp_path))
 
 
 def test_the_counters_balance_and_restarts_go_by_role(summary: dict[str, Any]) -> None:
