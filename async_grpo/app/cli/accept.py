@@ -52,17 +52,17 @@ def accept(
     """Check a machine before its first run: every part on its devices, with a small random model.
 
     The stages: `doctor`; `collectives` over all devices; `numbers` (attention, log-probabilities and gradients against
-    the CPU in float64); `behaviour` (the engine's log-probabilities at temperature 0.8 against the trainer's);
-    `weights` (bit for bit into the engine, its tied output layer included); `publish` (one, timed); `resume` (save,
-    SIGKILL, load); `run` (ten steps, with the staleness bound). Each has a limit, and a failed one does not stop those
-    that do not need it.
+    the CPU in float64); `graphs` (captured graphs follow weight updates, and an engine whose do not runs without);
+    `behaviour` (the engine's log-probabilities at temperature 0.8 against the trainer's); `weights` (bit for bit into
+    the engine, its tied output layer included); `publish` (one, timed); `resume` (save, SIGKILL, load); `run` (ten
+    steps, with the staleness bound). Each has a limit, and a failed one does not stop those that do not need it.
 
     With --scale: models of 4B (four devices) and 8B (eight), with random weights, for about half an hour; on a CPU a
     tiny one, whose figures are printed but not judged.
 
-    Takes about ten minutes on a device. Nothing is downloaded. Send report.txt and report.json back with a question:
-    they hold versions, devices and figures, no secrets. Exits with 1 if a stage failed, with 78 if there is no such
-    device.
+    Takes about a quarter of an hour on a device. Nothing is downloaded. Send report.txt and report.json back with a
+    question: they hold versions, devices and figures, no secrets. Exits with 1 if a stage failed, with 78 if there is
+    no such device.
     """
     folder = out or Path("runs") / f"accept-{platform}{'-scale' if scale else ''}"
     running = partial(_run, platform, folder, stage or (), devices, json_file, scale=scale)

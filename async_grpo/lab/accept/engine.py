@@ -31,6 +31,8 @@ from rollout_server.engines.base import GenerationRequest
 NAME = "accept"
 UPDATE_TIMEOUT_S = 120.0
 NOTHING = WeightVersion(-1, -1)
+STALE_LAYER = "rollout_server.engines.vllm.stale_layer.StaleLayer"
+"""Only vLLM's worker imports it."""
 
 
 def main() -> None:
@@ -61,6 +63,22 @@ class EngineSide:
             self._engine, proof = await start_engine(self._stack, self._config, self._model, NAME)
             self._proof = {} if proof is None else asdict(proof)
         return self._proof
+
+    async def answer_graphs(self, planted: bool) -> dict[str, Any]:
+        """Start and end an engine with captured graphs, `planted`: with a layer that they do not follow. Returns the
+        engine's note, and what its check of updates has measured."""
+        vllm = self._config.rollout.vllm
+        changes: dict[str, Any] = {"enforce_eager": False}
+        if planted:
+            changes["extra"] = {**vllm.extra, "worker_extension_cls": STALE_LAYER}
+        if vllm.platform == "cpu":  # which captures nothing, and would compile for a minute
+            changes["extra"] = {**changes.get("extra", {}), "compilation_config": {"mode": 0}}
+        rollout = self._config.rollout.model_copy(update={"vllm": vllm.model_copy(update=changes)})
+        async with AsyncExitStack() as stack:
+            config = self._config.model_copy(update={"rollout": rollout})
+            engine: Any = (await start_engine(stack, config, self._model, NAME))[0]
+            check = engine.update_check
+            return {"note": engine.note, "check": None if check is None else asdict(check)}
 
     async def answer_generate(
         self, prompts: list[list[int]], max_tokens: int, temperature: float

@@ -1,6 +1,6 @@
 """The stages of `async-grpo accept`: what each asks of the two sides, and what must come out.
 
-    doctor -> collectives -> numbers -> behaviour -> weights -> publish -> resume -> run
+    doctor -> collectives -> numbers -> graphs -> behaviour -> weights -> publish -> resume -> run
 
 Each is a function of the lab that returns figures. A figure with a limit fails the stage when it is above it. Whatever
 a stage raises is its error.
@@ -137,6 +137,29 @@ async def numbers(lab: Lab) -> list[Figure]:
     ]
 
 
+async def graphs(lab: Lab) -> list[Figure]:
+    """An engine with captured graphs loads two versions, and decodes what each of them does; one with a planted layer
+    that graphs do not follow must be found, and run without graphs."""
+    await lab.end("engine")
+    right = await lab.ask("engine", "graphs", planted=False)
+    wrong = await lab.ask("engine", "graphs", planted=True)
+    await lab.end("engine")
+    figures = [] if lab.devices else [Figure("graphs", "none on a CPU; the planted layer imitates one")]
+    if check := right["check"]:
+        figures += [
+            bounded("decoded tokens after an update, mean gap", check["gap"], check["allowed"]),
+            Figure("distance of the two versions", check["distance"]),
+            Figure("two loads", check["load_s"], "s"),
+            Figure("the whole check", check["check_s"], "s"),
+        ]
+    return [
+        confirmed("captured graphs follow an update", not right["note"], right["note"]),
+        confirmed("a planted layer that stays behind is found", "decoded tokens differ" in wrong["note"]),
+        *figures,
+        Figure("the planted engine", wrong["note"] or "runs with captured graphs"),
+    ]
+
+
 async def behaviour(lab: Lab) -> list[Figure]:
     """The engine's log-probabilities against the trainer's, of completions sampled at T = 0.8."""
     proof = await lab.ask("engine", "start")
@@ -260,6 +283,11 @@ STAGES = {
             240.0,
             "the platform's layers do not compute what they should. On CUDA uninstall transformer-engine and repeat: "
             "if that mends it, its version is at fault; else send this report",
+        ),
+        Stage(
+            graphs,
+            900.0,
+            "engines run without captured graphs, or would not notice that graphs keep old weights. Send this report",
         ),
         Stage(behaviour, 420.0, RAW_LOGPROBS),
         Stage(weights, 420.0, STALE_WEIGHTS, needs=("behaviour",)),

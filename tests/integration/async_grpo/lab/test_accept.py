@@ -81,6 +81,11 @@ def test_log_probabilities_of_another_temperature_are_named(tmp_path: Path) -> N
     assert result.advice == RAW_LOGPROBS
 
 
+def test_a_check_that_does_not_see_stale_graphs_is_named(tmp_path: Path) -> None:
+    result = with_fault(tmp_path, "graphs", engine=f"{FAULTS} blind_check")
+    assert wrong(result) == ["a planted layer that stays behind is found"]
+
+
 def test_a_stale_output_layer_is_named(tmp_path: Path) -> None:
     result = with_fault(tmp_path, "weights", engine=f"{FAULTS} stale_head")
     assert "tensors that the engine does not multiply with: lm_head.weight" in wrong(result)
