@@ -36,9 +36,10 @@ SEPARABLE = 4.0
 FRESH_GAPS = 4.0
 """How many times the gap may grow that decoding and reading have before any update, with one set of weights."""
 ROUNDING: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.03}
-"""Gap that rounding explains, as a share of the standard deviation of the logits. bfloat16: half a unit in the last
-place is 2^-9, and some 200 roundings in a row give sqrt(200) of them. float32: matrix units may round its factors to
-10 bits, and add in another order."""
+"""Gap that rounding explains, as a share of the standard deviation of the logits. In random models of 8 to 64 layers
+bfloat16 is 0.8% to 1.3% away from float32, with flipped weights too, so that two ways of rounding are up to 1.8% apart.
+A single matrix of their last layer that keeps old weights makes 4% to 26%. float32 has 16 bits more, but sums over
+other orders, and matrix units may round its factors."""
 
 
 @dataclass(frozen=True, slots=True)
