@@ -64,6 +64,7 @@ async def test_updates_leave_every_tensor_where_captured_graphs_read_it(lab: Lab
 @pytest.mark.slow
 async def test_a_compiled_engine_computes_with_the_new_weights(tmp_path: Path) -> None:
     async with started_lab(tmp_path, tied=False, enforce_eager=False) as compiled:
+        assert compiled.engine.note == ""
         for how in ("keep", "recompute"):
             await compiled.update(how)
             generation = await compiled.generate(prompt_of(10, 1), 40)
