@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.app.accept.engine import STALE_LAYER
+from async_grpo.lab.accept.engine import STALE_LAYER
 from tests.support.vllm_lab import EXACT, FAR, FIRST_PROMPT, PROBE, Lab, prompt_of, started_lab
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
