@@ -22,11 +22,10 @@ from async_grpo.models.shapes import SHAPES
 from async_grpo.utils.network import card_environment
 from async_grpo.utils.text import gib
 from tests.support.imitated_devices import NPU, NVIDIA, TWO_CHIPS, Event, imitate_devices, says
-from trainer.platform import Platform, cuda, npu, platforms, select_platform
+from trainer.platform import Platform, platforms, select_platform
 from trainer.platform.base import Device, LayerRole, smallest_memory_gib, visible
 
 NAMES: tuple[str, ...] = get_args(PlatformName)
-ENVIRONMENTS = {"cuda": cuda.ENVIRONMENT, "npu": npu.ENVIRONMENT}
 WITHOUT_TORCH = """
 import sys
 from trainer.platform import base, platforms, probes
@@ -160,13 +159,16 @@ def test_another_megatron_is_refused(platform: Platform, events: list[Event], mo
 def test_a_rank_takes_the_device_of_its_number_and_leaves_the_users_environment(
     accelerator: Platform, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, *others = ENVIRONMENTS[accelerator.name]
+    layout = TrainerConfig(processes=2, tensor_parallel=2)
+    defaults = accelerator.rank_environment(layout)
+    first, *others = defaults
     monkeypatch.setenv(first, "mine")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    accelerator.activate(TrainerConfig())
+    accelerator.activate(layout)
     assert [event for event in events if event[0] == "device"] == [("device", 1)]
     assert os.environ[first] == "mine"
-    assert {name: os.environ[name] for name in others}.items() <= ENVIRONMENTS[accelerator.name].items()
+    assert others
+    assert {name: os.environ[name] for name in others}.items() <= defaults.items()
 
 
 def test_the_allocator_of_a_rank_gets_its_share_less_what_is_reserved_for_the_rest(

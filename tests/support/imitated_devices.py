@@ -65,7 +65,13 @@ def imitate_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Event
     """
     events: list[Event] = []
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
-    for name in {*cuda.ENVIRONMENT, *npu.ENVIRONMENT, "LOCAL_RANK", "ASCEND_RT_VISIBLE_DEVICES"}:
+    for name in {
+        *cuda.ENVIRONMENT,
+        *cuda.TENSOR_PARALLEL_ENVIRONMENT,
+        *npu.ENVIRONMENT,
+        "LOCAL_RANK",
+        "ASCEND_RT_VISIBLE_DEVICES",
+    }:
         monkeypatch.setenv(name, "")  # so that it is taken away again
         del os.environ[name]
     for name, function in _torch_device("NVIDIA H100 80GB HBM3", events).items():

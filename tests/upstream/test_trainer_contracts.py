@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from async_grpo.config.trainer import TrainerConfig
 from tests.support import npu_operators
 from tests.support.mindspeed import unpacked_source
 from tests.support.trainer_programs.launching import Run, adamw, run_all
@@ -56,7 +57,7 @@ def test_the_environment_of_an_npu_rank_is_read_by_torch_npu_or_mindspeed(tmp_pa
     release = unpacked("torch-npu")
     mindspeed = Unpacked("MindSpeed", "", unpacked_source(tmp_path), pinned=True)
     platform = NpuPlatform()
-    ours = {*platform.environment, *platform.network_variables, platform.visible_variable}
+    ours = {*platform.rank_environment(TrainerConfig()), *platform.network_variables, platform.visible_variable}
     moved(
         [release, mindspeed],
         [f"nothing reads {each}" for each in sorted(ours - READ_BY_CANN - release.words() - mindspeed.words())],

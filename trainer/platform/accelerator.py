@@ -47,7 +47,7 @@ class Accelerator(Platform, Protocol):
         its own; DependencyError if a package does not load.
         """
         require_megatron(self.name, unimported=self.unimported)
-        set_defaults(self.environment)
+        set_defaults(self.rank_environment(config))
         for module, fix in self.packages.items():
             import_package(self.name, module, fix)
         import torch

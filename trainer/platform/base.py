@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from async_grpo.config import RunConfig
@@ -104,8 +103,6 @@ class Platform(Protocol):
     """Environment variable that says which devices a process may use; "" for the CPU."""
     network_variables: tuple[str, ...] = ()
     """Environment variables that name the network card of its collectives, beside gloo's."""
-    environment: Mapping[str, str] = MappingProxyType({})
-    """Environment variables of a rank, where the user does not set them."""
     tool: str = ""
     """The vendor's tool that lists the devices; "" for the CPU."""
     device_files: tuple[str, ...] = ()
@@ -114,6 +111,10 @@ class Platform(Protocol):
     """Which attention `layer_replacements` has chosen, and why; for the log."""
     experts: str = "one product for each expert and matrix (Megatron's SequentialMLP)"
     """How `layer_replacements` has chosen to compute a mixture of experts; for the log."""
+
+    def rank_environment(self, config: TrainerConfig) -> Mapping[str, str]:
+        """Environment variables of a rank, where the user does not set them."""
+        ...
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """All devices of this machine, visible to this process or not; [] without the vendor's tool."""

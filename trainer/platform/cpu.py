@@ -12,7 +12,6 @@ import resource
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -35,7 +34,10 @@ class CpuPlatform(Platform):
     name = "cpu"
     device = "cpu"
     backend = "gloo"
-    environment = MappingProxyType({"GLIBC_TUNABLES": KEEP_MEMORY})
+
+    def rank_environment(self, config: TrainerConfig) -> Mapping[str, str]:
+        """Settings of the memory allocator."""
+        return {"GLIBC_TUNABLES": KEEP_MEMORY}
 
     def probes(self) -> Sequence[Check]:
         """The installation for CPUs."""

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.requirements import (
     INSTALL_CUDA,
@@ -47,13 +48,18 @@ from trainer.platform.base import Device, LayerRole, Platform, Run, import_packa
 from trainer.platform.probes import check_torch_sees
 
 ENVIRONMENT: Mapping[str, str] = {
-    # Kernels start in the order in which they are launched: Megatron overlaps communication by relying on it.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # Micro-batches differ in length; without it the allocator's fixed blocks fragment until memory runs out.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 """Set only where the user's environment does not."""
 
+TENSOR_PARALLEL_ENVIRONMENT: Mapping[str, str] = {
+    # Kernels start in the order in which they are launched. Megatron overlaps the communication of tensor-parallel
+    # ranks by relying on it, and nothing else of Megatron asks for it (megatron/core/tensor_parallel/layers.py). With
+    # one queue for all streams, copies of new weights to the host hold up the kernels of the next step behind them.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+"""The same, with `tensor_parallel` above 1 alone."""
 
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
     "B200": {"bfloat16": 2250, "float32": 75},
@@ -89,12 +95,15 @@ class CudaPlatform(Accelerator):
     network_variables = ("NCCL_SOCKET_IFNAME",)
     tool = "nvidia-smi"
     device_files = ("nvidia[0-9]*", "dxg", "nvgpu", "nvhost-gpu")  # the last three: WSL, and boards of the Jetson kind
-    environment = ENVIRONMENT
     packages = MappingProxyType({"torch": INSTALL_CUDA})
     driver_fix = "install the NVIDIA driver; in a container: docker run --gpus all"
     device_fix = (
         "Check nvidia-smi and CUDA_VISIBLE_DEVICES, and that torch is a CUDA build (async-grpo doctor --platform cuda)"
     )
+
+    def rank_environment(self, config: TrainerConfig) -> Mapping[str, str]:
+        """One hardware queue for all streams only where ranks are tensor-parallel."""
+        return {**ENVIRONMENT, **(TENSOR_PARALLEL_ENVIRONMENT if config.tensor_parallel > 1 else {})}
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """The GPUs that nvidia-smi lists."""

@@ -87,7 +87,6 @@ class NpuPlatform(Accelerator):
     network_variables = ("HCCL_SOCKET_IFNAME",)
     tool = "npu-smi"
     device_files = ("davinci[0-9]*",)
-    environment = ENVIRONMENT
     packages = MappingProxyType({"torch": INSTALL_TORCH_NPU, "torch_npu": INSTALL_TORCH_NPU})
     unimported = "MindSpeed could not adapt it any more"
     driver_fix = (
@@ -96,6 +95,10 @@ class NpuPlatform(Accelerator):
         "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
     )
     device_fix = f"Check npu-smi info and ASCEND_RT_VISIBLE_DEVICES, and that CANN's environment is set: {SOURCE_CANN}"
+
+    def rank_environment(self, config: TrainerConfig) -> Mapping[str, str]:
+        """The same for all layouts."""
+        return ENVIRONMENT
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """The NPUs that `npu-smi info` lists."""

@@ -151,7 +151,7 @@ def rank_argv(config_file: Path, model: Path) -> list[str]:
 
 def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of the ranks, beside the environment that is given, which comes first."""
-    defaults = select_platform(config.trainer.platform).environment
+    defaults = select_platform(config.trainer.platform).rank_environment(config.trainer)
     return {"OMP_NUM_THREADS": str(config.trainer.threads)} | {
         name: given.get(name, defaults[name]) for name in defaults
     }

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import TrainingError
 from async_grpo.lab.bench.measure import Measurement
 from async_grpo.lab.bench.rig import LineChild
@@ -32,7 +33,7 @@ async def measure(progress: Progress, *, quick: bool, data: Path | None = None) 
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
         out, log = Path(folder) / "figures.json", Path(folder) / "log"
         arguments = ["--out", str(out), *(["--quick"] if quick else []), *(["--data", str(data)] if data else [])]
-        environment = {**select_platform("cpu").environment, **os.environ}  # as a trainer has it
+        environment = {**select_platform("cpu").rank_environment(TrainerConfig()), **os.environ}  # as a trainer has it
         task = progress.add_task("training steps", total=None)
         with log.open("w") as stderr:
             child = LineChild("async_grpo.lab.bench.trainer.main", *arguments, env=environment, stderr=stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import types
@@ -32,6 +33,15 @@ def test_a_tool_that_is_not_installed_or_fails_is_no_error() -> None:
     assert run_tool(["no-such-tool-anywhere"]) is None
     assert run_tool(["false"]) is None
     assert run_tool(["echo", "here"]) == "here\n"
+
+
+@pytest.mark.usefixtures("events")
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_streams_of_a_gpu_share_one_hardware_queue_only_where_ranks_are_tensor_parallel(tensor_parallel: int) -> None:
+    config = TrainerConfig(platform="cuda", processes=2, tensor_parallel=tensor_parallel)
+    select_platform("cuda").activate(config)
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == (None if tensor_parallel == 1 else "1")
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
 @pytest.mark.parametrize("name", ["cpu", "npu"])
