@@ -129,6 +129,8 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             "megatron.core.models.gpt:GPTModel._postprocess",
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._get_main_param_and_optimizer_states",
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._get_model_param_range_map",
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params",
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
         ),
     ),

@@ -67,8 +67,8 @@ def update(optimizer: Any, lr: float, weight_decay: float, offload: StateOffload
 class StateOffload:
     """Keeps fp32 masters and moments (12 bytes a parameter of this rank) in the host's memory.
 
-    The device holds those of one parameter at a time, while it is updated; the numbers are the same. Weights that are
-    their own masters (float32) stay where they are. Megatron's own offload computes AdamW on the CPU, whose rounding is
+    The device holds those of one parameter at a time, while it is updated, and writes the weights from there; the
+    numbers are the same. Weights that are their own masters (float32) stay where they are. Megatron's own offload computes AdamW on the CPU, whose rounding is
     another.
 
     A checkpoint reads them where they are, because a copy would double them: the update after it waits until they are
@@ -81,11 +81,15 @@ class StateOffload:
         self._homes: dict[tuple[int, str], Tensor] = {}
         self._lent_until: tuple[threading.Event, float] | None = None
         parts = distributed_parts(optimizer)
-        self._masters = [master for part in parts for group in part.shard_fp32_from_float16_groups for master in group]
-        self._of_masters = {id(master) for master in self._masters}
+        pairs = [pair for part in parts for pair in _masters_and_weights(part)]
+        self._masters = [master for master, _ in pairs]
+        self._weights = {id(master): weights for master, weights in pairs}
         self.store()
         for part in parts:
             part.optimizer.step = partial(self._step, part.optimizer)
+            # Megatron would bring every master to the device once more, to write the weights that `_fetched` has
+            # written. Weights without a master are updated in place.
+            part._copy_main_params_to_model_params = _nothing_left_to_copy
 
     def store(self) -> None:
         """Move masters and moments to the host, wherever they are: at first, and after a checkpoint was loaded."""
@@ -149,14 +153,15 @@ class StateOffload:
 
     @contextmanager
     def _fetched(self, parameter: Tensor, state: dict[str, Tensor]) -> Iterator[None]:
-        """Master and moments of one parameter are on the device within the block."""
-        home = self._homes[id(parameter), "master"] if id(parameter) in self._of_masters else None
+        """Master and moments of one parameter are on the device within the block; its weights follow them."""
+        home = self._homes[id(parameter), "master"] if id(parameter) in self._weights else None
         if home is not None:
             parameter.data = self._at_device(home)
         state.update({name: self._at_device(state[name]) for name in _MOMENTS if name in state})
         yield
         self._store_moments(parameter, state)
         if home is not None:
+            self._weights[id(parameter)].copy_(parameter.data)
             parameter.grad = None
             parameter.data = home.copy_(parameter.data)
 
@@ -175,6 +180,18 @@ class StateOffload:
         if home is not tensor:
             home.copy_(tensor)
         return home
+
+
+def _masters_and_weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (fp32 master, the part of the model's weights that it is the master of), both of one dimension."""
+    for masters, parameters in zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True):
+        for master, parameter in zip(masters, parameters, strict=True):
+            of_rank = part._get_model_param_range_map(parameter)["param"]
+            yield master, parameter.detach().view(-1)[of_rank.start : of_rank.end]
+
+
+def _nothing_left_to_copy() -> None:
+    """Takes the place of Megatron's copy of masters into weights."""
 
 
 def distributed_parts(optimizer: Any) -> list[Any]:

@@ -156,6 +156,10 @@ def test_steps_with_offload_are_the_same_to_the_last_bit_also_after_a_resumption
     assert found[f"{precision}-True-state"] == found[f"{precision}-False-state"]
 
 
+def test_an_update_brings_each_offloaded_master_to_the_device_once(facts: Facts) -> None:
+    assert facts["brought"] == [1]
+
+
 def test_the_optimizer_is_saved_and_loaded_in_its_own_memory(facts: Facts) -> None:
     assert facts["in_place"] == {"save": [], "load": []}
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def main() -> None:
     }
     start_ranks(config.trainer, platform, config.seed, 60.0)
     written = (background, full_disk, overtaken, damaged, fallback, copies, stuck, kept, order)
-    for fact in (decay, *written, offload, in_place, lent):
+    for fact in (decay, *written, offload, brought, in_place, lent):
         found[fact.__name__] = fact(config, model, platform, out.parent / fact.__name__)
     found["other_rank"] = other_rank(out.parent / "other")
     found["replay"] = replay(config)
@@ -330,6 +331,31 @@ def lent(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[st
     busy.poll_saved(wait=True)
     files = [hashes(folder / name / "00000001") for name in ("still", "busy")]
     return {"copied": len(homes - set(held)), "still": files[0], "busy": files[1]}
+
+
+def brought(config: RunConfig, model: Path, platform: Any, _folder: Path) -> list[int]:
+    """How often a step reads the master of a parameter from its home: all numbers that occur."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from trainer.model.optimizer import parameter_states
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copied_to = args[:1] if function is torch.ops.aten.copy_.default else ()
+            if function in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+                for tensor in tree_leaves(args[len(copied_to) :]):
+                    if isinstance(tensor, torch.Tensor):
+                        counts[tensor.untyped_storage().data_ptr()] += 1
+            return function(*args, **(kwargs or {}))
+
+    policy = make(reconfigured(config, "bfloat16", True), model, platform)
+    masters = [master.untyped_storage().data_ptr() for master, _ in parameter_states(policy.optimizer)]
+    counts: Counter[int] = Counter()
+    with Reads():
+        step(policy, config, 0)
+    return sorted({counts[home] for home in masters})
 
 
 def in_place(config: RunConfig, model: Path, platform: Any, _folder: Path) -> dict[str, list[str]]:

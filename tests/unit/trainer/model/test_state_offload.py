@@ -31,8 +31,15 @@ def masters() -> list[Tensor]:
 
 
 def megatron(inner: torch.optim.AdamW, of: list[Tensor]) -> Any:
-    """A distributed optimizer, as far as the offload looks at it."""
-    return SimpleNamespace(optimizer=inner, shard_fp32_from_float16_groups=[of])
+    """A distributed optimizer, as far as the offload looks at it; every master is that of a whole parameter."""
+    weights = [master.detach().bfloat16() for master in of]
+    ranges = {id(each): {"param": SimpleNamespace(start=0, end=each.numel())} for each in weights}
+    return SimpleNamespace(
+        optimizer=inner,
+        shard_fp32_from_float16_groups=[of],
+        model_float16_groups=[weights],
+        _get_model_param_range_map=lambda parameter: ranges[id(parameter)],
+    )
 
 
 def give_gradients(to: list[Tensor], step: int) -> None:
@@ -47,7 +54,8 @@ def in_two_groups(of: list[Tensor], kind: type[torch.optim.AdamW] = torch.optim.
 def test_steps_are_those_of_adamw_and_only_one_master_is_fetched_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, kept = masters(), masters()
     reference, inner = in_two_groups(plain), in_two_groups(kept)
-    offload = StateOffload(megatron(inner, kept), "cpu")
+    distributed = megatron(inner, kept)
+    offload = StateOffload(distributed, "cpu")
     homes = [master.data_ptr() for master in kept]
     fetched: list[list[int]] = []
     step_of_torch = torch.optim.AdamW.step
@@ -65,6 +73,8 @@ def test_steps_are_those_of_adamw_and_only_one_master_is_fetched_at_a_time(monke
             give_gradients(kept, step)
             inner.step()
         assert [one.tolist() for one in kept] == [one.tolist() for one in plain]
+        (weights,) = distributed.model_float16_groups
+        assert all(torch.equal(one, other.bfloat16()) for one, other in zip(weights, plain, strict=True))
     assert [master.data_ptr() for master in kept] == homes
     # A parameter that was updated is at home again, with the memory of its own.
     assert fetched == 3 * [[0], [0, 1], [0, 1, 2]]
