@@ -68,8 +68,8 @@ class StateOffload:
     """Keeps fp32 masters and moments (12 bytes a parameter of this rank) in the host's memory.
 
     The device holds those of one parameter at a time, while it is updated, and writes the weights from there; the
-    numbers are the same. Weights that are their own masters (float32) stay where they are. Megatron's own offload computes AdamW on the CPU, whose rounding is
-    another.
+    numbers are the same. Weights that are their own masters (float32) stay where they are. Megatron's own offload
+    computes AdamW on the CPU, whose rounding is another.
 
     A checkpoint reads them where they are, because a copy would double them: the update after it waits until they are
     written.

@@ -12,6 +12,10 @@ The entropy H of the next-token distribution is computed where every tensor-para
 
     H = log Z - sum_v p_v l_v      with three small reductions: of the peak, of Z and of the sum
     dH / dl_v = -p_v (log p_v + H) needs only this rank's slice
+
+Where ranks have different tokens, gradients are summed bucket by bucket while the last backward pass of a step still
+computes. Megatron's counterpart for weights, `overlap_param_gather`, is not used: it gathers a layer's new weights when
+the next forward pass comes to it, but a version is published, and a reference synced, as soon as it is made.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -198,8 +203,12 @@ class Policy:
         scaling. `loss` sees the whole micro-batch even where ranks share its sequences.
         Without `total` each rank keeps adding up its own, until `total_gradients`.
         """
-        self.model.config.finalize_model_grads_func = _finalize if total else None
-        with torch.set_grad_enabled(train):
+        config = self.model.config
+        config.finalize_model_grads_func = _finalize if total else None
+        # Within `no_sync` no sum over ranks begins. The schedule leaves it for its last backward pass. If that were not
+        # the last one of the step, gradients would be added to a bucket whose sum has begun.
+        config.no_sync_func = self.wrapped.no_sync if train and total else None
+        with torch.set_grad_enabled(train), self.wrapped.no_sync() if train and not total else nullcontext():
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=lambda iterator, model: self._forward(iterator, model, loss, entropy),
                 data_iterator=iter(batches),
@@ -213,6 +222,8 @@ class Policy:
 
     def total_gradients(self, scale: float) -> None:
         """Sum the gradients over the ranks and multiply them by `scale`. To be called once, after the last pass."""
+        if self.wrapped.ddp_config.overlap_grad_reduce:
+            self.wrapped.start_grad_sync()  # no backward pass has: none was known to be the last one
         _finalize([self.wrapped])
         self.wrapped.scale_gradients(scale)
 
@@ -284,11 +295,12 @@ def build_policy(
     if adapters is not None:
         attach_adapters(model, hf, adapters.config, seed)
     inner = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
-    wrapped = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-        inner,
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1,
     )
+    wrapped = DistributedDataParallel(model.config, ddp_config, inner)
     settings = optimizer_settings(config.optimizer, dtype)
     optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=get_standard_config_overrides(settings))
     model.config.grad_scale_func = optimizer.scale_loss

@@ -47,6 +47,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
 
 FOUR: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor-pipeline": ("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "data-pipeline": ("qwen2", {"pipeline_parallel": 2}),
     "tensor-context": ("qwen2", {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2}),
     "context-pipeline": ("llama3", {"context_parallel": 2, "pipeline_parallel": 2, "recompute": "selective"}),
     "context-data": ("qwen2-untied", {"context_parallel": 2}),
