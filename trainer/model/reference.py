@@ -5,10 +5,10 @@
 
 Where its weights are (`placement`):
 
-    swap     in CPU memory, exchanged with the policy's, tensor by tensor, for each pass and back after it. The
-             policy's weights come back bit for bit. The optimizer's fp32 masters are not touched where they are tensors
-             of their own; where the weights are their own masters (float32) they are exchanged with them, and no update
-             happens in between
+    swap     in CPU memory, exchanged with the policy's, piece by piece, for each pass and back after it
+             (`host_exchange`). The policy's weights come back bit for bit. The optimizer's fp32 masters are not touched
+             where they are tensors of their own; where the weights are their own masters (float32) they are exchanged
+             with them, and no update happens in between
     model    in a second model of the same layout, beside the policy, built from the reference's own config.json
 
 Where adapters are trained (`model.lora`), `swap` holds and exchanges them alone. The first ones add nothing, so a
@@ -20,7 +20,7 @@ it from where it came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from trainer.model.builder import build_model
 from trainer.model.checks import check_reference_config
 from trainer.model.hf_folder import SafetensorsFolder, read_config
 from trainer.model.hf_weights import load_hf
+from trainer.model.host_exchange import HostExchange
 from trainer.model.policy import Policy
 from trainer.platform import Platform
 
@@ -123,7 +124,7 @@ class SwappedWeights:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
-        self._held = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+        self._held = HostExchange(self._parameters, policy.device)
 
     @contextmanager
     def active(self) -> Iterator[Policy]:
@@ -134,24 +135,20 @@ class SwappedWeights:
             self._exchange()
 
     def follow(self, policy: Policy) -> None:
-        for held, parameter in zip(self._held, self._parameters, strict=True):
-            held.copy_(parameter.detach())
+        self._held.store()
 
     def state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        places = {parameter.data_ptr(): held for parameter, held in zip(self._parameters, self._held, strict=True)}
-        return _with_data(self._policy.sharded_state(metadata, PREFIX), places)
+        numbers = {parameter.data_ptr(): number for number, parameter in enumerate(self._parameters)}
+        state = self._policy.sharded_state(metadata, PREFIX)
+        return _with_data(state, lambda parameter: self._held.copy_of(numbers[parameter.data_ptr()]))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self.active() as policy:
             policy.load_sharded_state(_without_prefix(state))
 
-    @torch.no_grad()
     def _exchange(self) -> None:
         self._policy.reading.wait()
-        for held, parameter in zip(self._held, self._parameters, strict=True):
-            present = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(held)
-            held.copy_(present)
+        self._held.exchange()
 
 
 class SecondModel:
@@ -170,19 +167,18 @@ class SecondModel:
             mine.copy_(theirs)
 
     def state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        places = {parameter.data_ptr(): parameter.detach() for parameter in self.policy.model.parameters()}
-        return _with_data(self.policy.model.sharded_state_dict(prefix=PREFIX, metadata=metadata), places)
+        return _with_data(self.policy.model.sharded_state_dict(prefix=PREFIX, metadata=metadata), Tensor.clone)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.policy.model.load_state_dict(_without_prefix(state))
 
 
-def _with_data(state: dict[str, Any], places: dict[int, Tensor]) -> dict[str, Any]:
-    """Sharded tensors of parameters, with copies of other data in their place: what is written in the background must
-    not change with the next exchange."""
+def _with_data(state: dict[str, Any], copy_of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Sharded tensors of parameters, with a copy in the place of each: what is written in the background must not
+    change with the next exchange."""
     for sharded in state.values():
         if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and sharded.data is not None:
-            sharded.data = places[sharded.data.data_ptr()].clone()
+            sharded.data = copy_of(sharded.data.detach())
     return state
 
 

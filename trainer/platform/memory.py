@@ -62,6 +62,11 @@ RESERVED_BYTES = 3 * GIB
 PROCESS_BYTES = 2 * GIB
 """Host memory of one rank or engine process besides tensors: libraries, buffers of the collectives. An estimate."""
 
+EXCHANGE_PAGE_BYTES = 64 << 20
+EXCHANGE_BUFFERS = 2
+"""A reference that is swapped with the policy: bytes of a page of host memory, and number of buffers of that size on
+the device."""
+
 SLACK = 1.05
 """Factor on everything else, for what an allocator cannot use."""
 
@@ -124,7 +129,11 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
     largest = _largest_parameter(shape, layout, lora)
     tokens = layout.micro_batch_tokens // layout.context_parallel
     in_flight = layout.pipeline_parallel if stage == "first" else 1
-    holds_reference = layout.reference.source != "none" and layout.reference.placement == "model"
+    reference = 0
+    if layout.reference.source != "none":
+        second_model = element * (frozen or dense + experts)
+        swapped = layout.reference.placement == "swap"
+        reference = EXCHANGE_BUFFERS * EXCHANGE_PAGE_BYTES if swapped else second_model
     work = backward_bytes(shape, layout, element)
     if stage != "first":
         work = max(work, logit_bytes(shape, layout, element))
@@ -136,7 +145,7 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
         optimizer=0 if offload else kept * shard,
         activations=tokens * activation_bytes(shape, layout, element, in_flight),
         work_space=tokens * work,
-        reference=element * (frozen or dense + experts) if holds_reference else 0,
+        reference=reference,
         fetched=(kept + UPDATE_BYTES) * min(shard, largest) if offload else 0,
     )
 
@@ -246,7 +255,7 @@ class TrainerHostMemory:
     checkpoint: int
     """Copies of weights and optimizer until a checkpoint is on disk."""
     reference: int
-    """A reference model that is swapped with the policy."""
+    """A reference model that is swapped with the policy, page-locked."""
     processes: int
 
     @property

@@ -213,8 +213,9 @@ def test_a_reference_model_on_the_device_is_counted() -> None:
     assert trainer_memory(run_config(kept), QWEN_7B).reference == 2 * 7_615_616_512
     measured_only = {"reference": {"source": "frozen", "placement": "model"}}
     assert trainer_memory(run_config(measured_only), QWEN_7B).reference == 2 * 7_615_616_512
-    swapped = {"objective": {"kl_beta": 0.1}, "reference": {"source": "frozen"}}
-    assert trainer_memory(run_config(swapped), QWEN_7B).reference == 0
+    swapped = run_config({"objective": {"kl_beta": 0.1}, "reference": {"source": "frozen"}})
+    assert trainer_memory(swapped, QWEN_7B).reference == 2 * (64 << 20)  # buffers of the exchange
+    assert trainer_host_memory(swapped, QWEN_7B).reference == 2 * 7_615_616_512
 
 
 def test_the_total_is_everything_with_its_slack_and_what_is_reserved() -> None:
