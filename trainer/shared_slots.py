@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,15 @@ from trainer.shard_stream import ShardStream
 class SharedSlots:
     """The slots, and this rank's part in filling them. All ranks make it together."""
 
-    def __init__(self, policy: Policy, sender: WeightSender | None, timeout_s: float) -> None:
-        """`sender`: on rank 0, whose store it is."""
+    def __init__(self, policy: Policy, sender: WeightSender | None, timeout_s: float, stream: Any) -> None:
+        """`sender`: on rank 0, whose store it is. `stream`: `Platform.background_stream`."""
         self._policy, self._sender = policy, sender
         store = Path(broadcast_bytes(bytes(sender.store) if sender else None).decode())
         self._local, self._link = connect_local_ranks(store.parent, timeout_s)
         self._shards = assign_shards(policy.hf, find_positions(), self._local)
         self._apart = [rank for rank, shards in enumerate(self._shards) if shards and rank not in self._local]
         self._stream = ShardStream(self._apart, timeout_s) if self._apart else None
-        self._copy = HostCopy(policy.device)
+        self._copy = HostCopy(policy.device, stream)
         self._parameters = dict(policy.model.named_parameters())
         if dist.get_rank() in self._local:
             self._tensors = _slots_of(store, policy.dtype)

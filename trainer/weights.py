@@ -1,7 +1,8 @@
 """Exports new weights from the trainer, to the weight sender of rank 0.
 
 weights     every rank --its own shards--> slot of the sender's store --when all are there--> commit
-            in a thread, beside the next step; whoever changes the weights waits for it (`Policy.reading`)
+            in a background thread, overlapping the next step; weight updates wait for it (`Policy.reading`). The
+            first version is copied before its address is announced
 adapters    all ranks --gathered--> rank 0 --> publish, with the digest of the weights that they are for
 """
 
@@ -25,6 +26,7 @@ from trainer.distributed import is_leader
 from trainer.model.lora import adapter_shapes
 from trainer.model.policy import Policy
 from trainer.model.weight_map import model_tensors
+from trainer.platform import select_platform
 from trainer.shared_slots import SharedSlots
 
 
@@ -43,7 +45,8 @@ class WeightExporter:
         self._shards: SharedSlots | None = None
         if policy.adapters is None:
             try:
-                self._shards = SharedSlots(policy, self._sender, config.weights.update_timeout_s)
+                stream = select_platform(config.trainer.platform).background_stream()
+                self._shards = SharedSlots(policy, self._sender, config.weights.update_timeout_s, stream)
             except BaseException:
                 self._close_sender()  # its store has the size of two models, and nobody else would remove it
                 raise
@@ -94,7 +97,7 @@ class WeightExporter:
     def _publish_shards(self, shards: SharedSlots, version: int) -> None:
         self._policy.reading.wait()
         shards.allow()
-        if self._announced and self._policy.device.type in ("cpu", "cuda"):
+        if self._announced:
             self._policy.reading.start(lambda: shards.publish(version))
         else:
             shards.publish(version)

@@ -171,6 +171,16 @@ def test_a_rank_takes_the_device_of_its_number_and_leaves_the_users_environment(
     assert {name: os.environ[name] for name in others}.items() <= defaults.items()
 
 
+def test_copies_in_the_background_have_a_stream_of_their_own_on_every_accelerator(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = SimpleNamespace(Stream=lambda: "queued with the training's operators", SyncLaunchStream=lambda: "launched")
+    monkeypatch.setattr(torch, "npu", queued, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "on a queue of the device")
+    expected = {"cpu": None, "cuda": "on a queue of the device", "npu": "launched"}
+    assert platform.background_stream() == expected[platform.name]
+
+
 def test_the_allocator_of_a_rank_gets_its_share_less_what_is_reserved_for_the_rest(
     accelerator: Platform, events: list[Event]
 ) -> None:

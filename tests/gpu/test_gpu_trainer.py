@@ -106,7 +106,7 @@ def test_the_trainers_bench_runs_beside_a_gpu(tmp_path: Path) -> None:
 def test_weights_come_to_the_host_while_the_stream_of_the_training_is_busy() -> None:
     weights = torch.randn(1024, 4096, device="cuda").bfloat16()
     matrix = torch.randn(8192, 8192, device="cuda")
-    copy = HostCopy(weights.device, buffer_bytes=1 << 20)
+    copy = HostCopy(weights.device, torch.cuda.Stream(), buffer_bytes=1 << 20)
     target = torch.zeros(4096, 1024, dtype=torch.bfloat16)
     weights.mul_(2)
     copy.allow()

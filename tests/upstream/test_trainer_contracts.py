@@ -64,6 +64,25 @@ def test_the_environment_of_an_npu_rank_is_read_by_torch_npu_or_mindspeed(tmp_pa
     )
 
 
+def test_torch_npu_has_the_streams_that_the_trainer_copies_on() -> None:
+    release = unpacked("torch-npu")
+    tree = ast.parse(release.read("torch_npu/npu/streams.py"))
+    methods = {
+        node.name: {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    wanted = {
+        "Stream": {"record_event", "wait_event", "wait_stream", "synchronize"},
+        "SyncLaunchStream": {"record_event"},
+        "Event": {"query"},
+    }
+    moved(
+        [release],
+        [f"{name} has no {each}" for name in wanted for each in sorted(wanted[name] - methods.get(name, set()))],
+    )
+
+
 def _function(release: Unpacked, file: str, name: str) -> ast.FunctionDef:
     """A function, or the method CLASS.NAME, of a file."""
     node: Any = ast.parse(release.read(file))

@@ -5,10 +5,15 @@
 A copy that goes straight into memory that is not page-locked goes through the driver's own small buffers, and keeps its
 stream busy until it has ended: on the stream of the training, the next step's kernels would wait for it. Only the
 buffers are page-locked, not the memory that all ranks share, which would take each of them seconds.
+
+Events are queried, not waited for by the device or by `synchronize`. The stream of an NPU is one whose copies are
+launched at once (`NpuPlatform.background_stream`): a wait in it could be launched before the event that the training
+has queued, and `synchronize` would first empty the queue of the training's operators.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,19 +22,22 @@ import torch
 from torch import Tensor
 
 BUFFER_BYTES = 64 << 20
+POLL_S = 2e-4
+"""Seconds between two queries of an event. A buffer takes some 3 ms to fill, at 25 GB/s."""
 CopyPair = tuple[Tensor, Tensor]
 """Target on the host, and source."""
 
 
 class HostCopy:
-    """Copies tensors of one device; on the CPU plainly. `allow` and `run` may be called by different threads."""
+    """Copies tensors of one device. `allow` and `run` may be called by different threads."""
 
-    def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, stream: Any, buffer_bytes: int = BUFFER_BYTES) -> None:
+        """`stream`: `Platform.background_stream`; None copies plainly, on the CPU."""
+        self._stream = stream
         self._buffer_bytes = buffer_bytes
-        self._torch: Any = None if device.type == "cpu" else getattr(torch, device.type)
+        self._torch: Any = None if stream is None else getattr(torch, device.type)
         if self._torch is not None:
-            self._index, self._stream = self._torch.current_device(), self._torch.Stream()
+            self._index = self._torch.current_device()
             self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._settled: Any = None
 
@@ -46,8 +54,8 @@ class HostCopy:
                 target.copy_(source)
             return
         self._torch.set_device(self._index)  # of this thread, which would use device 0
+        _wait_for(self._settled)
         with self._torch.stream(self._stream):
-            self._stream.wait_event(self._settled)
             self._through_buffers(piece for pair in pairs for piece in pieces(*pair, self._buffer_bytes))
 
     def _through_buffers(self, found: Iterable[CopyPair]) -> None:
@@ -75,5 +83,10 @@ def pieces(target: Tensor, source: Tensor, most_bytes: int) -> Iterator[CopyPair
 
 
 def _empty(target: Tensor, staged: Tensor, filled: Any) -> None:
-    filled.synchronize()
+    _wait_for(filled)
     target.copy_(staged)
+
+
+def _wait_for(event: Any) -> None:
+    while not event.query():
+        time.sleep(POLL_S)

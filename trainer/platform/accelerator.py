@@ -79,6 +79,10 @@ class Accelerator(Platform, Protocol):
         """Wait for all streams."""
         self._torch().synchronize()
 
+    def background_stream(self) -> Any:
+        """A stream of torch."""
+        return self._torch().Stream()
+
     def memory(self) -> MemoryUse:
         """What torch's allocator counts; the context and the buffers of the collectives are not included."""
         torch_device = self._torch()

@@ -155,6 +155,11 @@ class Platform(Protocol):
         """Wait until the device has finished its work, so that a clock measures it."""
         return
 
+    def background_stream(self) -> Any:
+        """Return a stream for the copies of a background thread, which do not queue behind the training's operators;
+        None for the CPU."""
+        return None
+
     def memory(self) -> MemoryUse:
         """Memory of this rank's device, now."""
         ...

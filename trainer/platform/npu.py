@@ -137,6 +137,14 @@ class NpuPlatform(Accelerator):
         with empty_command_line():
             adaptor.repatch(mindspeed_arguments(config))
 
+    def background_stream(self) -> Any:
+        """A stream whose operators the calling thread launches itself.
+
+        torch_npu queues the operators of all other streams in one queue of the host. A copy would wait there until the
+        operators that the training has queued before it are launched, up to a whole micro-batch.
+        """
+        return self._torch().SyncLaunchStream()
+
     def model_options(self, *, experts: bool) -> Mapping[str, Any]:
         """Megatron's fused SwiGLU, which MindSpeed replaces by the NPU's. Its form for experts MindSpeed replaces only
         together with grouped matrix products, and torch.compile, which Megatron would use, has no NPU."""

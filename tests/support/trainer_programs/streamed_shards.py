@@ -37,7 +37,7 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     trainer.shard_stream.BUFFER_BYTES = PIECE_BYTES
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    stream, sent, copy = ShardStream([1], TIMEOUT_S), tensors(), HostCopy(torch.device("cpu"))
+    stream, sent, copy = ShardStream([1], TIMEOUT_S), tensors(), HostCopy(torch.device("cpu"), None)
     if rank == 1:
         stream.send(sent, copy)
         stream.send(sent[:2], copy)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from async_grpo.errors import PublisherLost
 from trainer.model.policy import BackgroundReading
+from trainer.weights import WeightExporter
 
 
 def test_waiting_ends_when_the_reader_has_ended() -> None:
@@ -37,3 +40,24 @@ def test_what_the_reader_raised_is_raised_once() -> None:
     reading.wait()
     reading.start(lambda: None)
     reading.wait()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_a_version_is_copied_while_the_next_step_computes_on_every_device(device: str) -> None:
+    computing, copied = threading.Event(), list[int]()
+
+    class Shards:
+        def allow(self) -> None: ...
+
+        def publish(self, version: int) -> None:
+            assert computing.wait(10), "the training thread waits for the copy"
+            copied.append(version)
+
+    policy: Any = SimpleNamespace(reading=BackgroundReading(), device=SimpleNamespace(type=device))
+    exporter: Any = object.__new__(WeightExporter)
+    exporter._policy, exporter._announced = policy, True
+    exporter._publish_shards(Shards(), 3)
+    assert not copied
+    computing.set()
+    policy.reading.wait()
+    assert copied == [3]

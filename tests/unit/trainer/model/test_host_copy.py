@@ -18,15 +18,11 @@ NOT_YET = 0xAB
 
 
 class LateStream:
-    """What is copied on it is in the buffer only after its event was waited for."""
+    """What is copied on it is in the buffer only when its event has happened, which takes two queries."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.buffers: list[Tensor] = []
-        self.events = 0
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"after {event}")
         self.events = 0
 
     def record_event(self) -> LateEvent:
@@ -40,10 +36,29 @@ class LateStream:
 class LateEvent:
     def __init__(self, buffer: Tensor, content: Tensor) -> None:
         self._buffer, self._content = buffer, content
+        self._queries = 0
 
-    def synchronize(self) -> None:
-        assert bool((self._buffer == NOT_YET).all()), "the buffer was filled again before it was emptied"
-        self._buffer.copy_(self._content)
+    def query(self) -> bool:
+        self._queries += 1
+        if self._queries == 2:
+            assert bool((self._buffer == NOT_YET).all()), "the buffer was filled again before it was emptied"
+            self._buffer.copy_(self._content)
+        return self._queries > 1
+
+
+class Update:
+    """The event of the training's stream after its update of the weights."""
+
+    def __init__(self, stream: LateStream) -> None:
+        self._stream = stream
+        self._queries = 0
+
+    def query(self) -> bool:
+        self._queries += 1
+        if self._queries == 2:
+            self._stream.log.append("after the update")
+            self._stream.events = 0
+        return self._queries > 1
 
 
 @pytest.fixture
@@ -52,8 +67,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> LateStream:
     stream = LateStream()
 
     class Training:
-        def record_event(self) -> str:
-            return "the update"
+        def record_event(self) -> Update:
+            return Update(stream)
 
     @contextlib.contextmanager
     def entered(of: LateStream) -> Iterator[None]:
@@ -67,7 +82,6 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> LateStream:
         return made
 
     functions: dict[str, Any] = {
-        "Stream": lambda: stream,
         "stream": entered,
         "current_stream": Training,
         "current_device": lambda: 3,
@@ -80,8 +94,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> LateStream:
 
 
 def test_torch_streams_have_the_methods_that_are_called() -> None:
-    assert {"record_event", "wait_event"} <= set(dir(torch.cuda.Stream))
-    assert "synchronize" in dir(torch.cuda.Event)
+    assert "record_event" in dir(torch.cuda.Stream)
+    assert "query" in dir(torch.cuda.Event)
 
 
 @pytest.mark.parametrize("buffer_bytes", [16, 100, 1 << 20])
@@ -89,7 +103,7 @@ def test_every_tensor_arrives_whole_through_small_buffers(stream: LateStream, bu
     sources = [torch.randn(7, 5), torch.randn(3), torch.randn(4, 6, 5).bfloat16(), torch.randn(9, 8)[:, 2:5]]
     full = torch.zeros(12, 5)
     targets = [full[2:9], torch.zeros(3), torch.zeros(4, 6, 5).bfloat16(), torch.zeros(9, 3)]
-    copy = HostCopy(DEVICE, buffer_bytes)
+    copy = HostCopy(DEVICE, stream, buffer_bytes)
     for _ in range(2):
         copy.allow()
         copy.run(zip(targets, sources, strict=True))
@@ -97,13 +111,13 @@ def test_every_tensor_arrives_whole_through_small_buffers(stream: LateStream, bu
             assert torch.equal(target, source)
             target.zero_()
     assert not full.any(), "rows of others"
-    assert stream.log == ["device 3", "on the side stream", "after the update"] * 2
+    assert stream.log == ["device 3", "after the update", "on the side stream"] * 2
     assert [each.nbytes for each in stream.buffers] == [buffer_bytes] * 2
 
 
 def test_on_the_cpu_nothing_is_in_between(stream: LateStream) -> None:
     target, source = torch.zeros(2, 3), torch.randn(2, 3)
-    copy = HostCopy(torch.device("cpu"))
+    copy = HostCopy(torch.device("cpu"), None)
     copy.allow()
     copy.run([(target, source)])
     assert torch.equal(target, source) and not stream.buffers and not stream.log
