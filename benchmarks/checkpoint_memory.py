@@ -5,8 +5,10 @@ figure of a save is the peak of the rank's resident memory (VmHWM of /proc, rese
 load likewise, and beside it what is still there afterwards: the moments, which a fresh optimizer does not have yet.
 
 The baseline is Megatron's own path in the same ranks: its optimizer's `fully_reshardable` state, given to
-`dist_checkpointing.save` and taken from `dist_checkpointing.load`. Its files are written by child processes, whose
-memory is not counted.
+`dist_checkpointing.save` and read by `dist_checkpointing.load`. Its files are written by child processes, whose memory
+is not counted.
+
+With offload, the memory of the device is that of the host here, and counts as well.
 """
 
 from __future__ import annotations
@@ -191,8 +193,8 @@ def use_megatron(policy: Any, folder: Path, loads: bool) -> None:
     folder.mkdir(exist_ok=True)
     if loads:
         loaded = dist_checkpointing.load({"model": model, "optimizer": optimizer}, str(folder))
+        # Its optimizer does not take the state from there: it looks for the `step` of torch's AdamW in it.
         policy.load_sharded_state(loaded["model"])
-        policy.optimizer.load_state_dict(loaded["optimizer"])
     else:
         dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(folder))
 
