@@ -161,6 +161,7 @@ def examine(kind: str, model_dir: str, rollout: str) -> None:
         "names": missing_names,
         "effective": lambda: effective(engine),
         "calls": lambda: refused_calls(engine),
+        "outputs": lambda: asyncio.run(uncounted_outputs()),
         "worker": lambda: worker_conflicts(kind),
         "update": lambda: unfinished_update(kind),
         "logprobs": lambda: sampled_logprobs(kind),
@@ -259,6 +260,33 @@ async def _take_outputs(queue: asyncio.Queue[Any]) -> None:
 
 async def _outputs() -> Any:
     yield None
+
+
+async def uncounted_outputs() -> list[str]:
+    """Does `wait_for_outputs` return only after this release's own output handler has processed what was queued?"""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    from rollout_server.engines.vllm.requests import wait_for_outputs
+
+    llm, client, processor = object.__new__(AsyncLLM), object.__new__(AsyncMPClient), MagicMock()
+    processed: list[Any] = []
+    processor.process_outputs.side_effect = lambda outputs, *_, **__: (
+        processed.extend(outputs) or SimpleNamespace(request_outputs=[], reqs_to_abort=[])
+    )
+    for owner in (llm, client):
+        vars(owner)["shutdown"] = lambda *_, **__: None  # which their __del__ calls
+    vars(client).update(outputs_queue=asyncio.Queue(), _ensure_output_queue_task=lambda: None)
+    vars(llm).update(engine_core=client, output_processor=processor, output_handler=None)
+    vars(llm).update(log_stats=False, logger_manager=None, renderer=MagicMock())
+    llm._run_output_handler()
+    made = [EngineCoreOutput(request_id=str(number), new_token_ids=[1]) for number in range(600)]
+    for start in (0, 300):  # the handler yields to the event loop within each: it takes 128 at a time
+        client.outputs_queue.put_nowait(EngineCoreOutputs(outputs=made[start : start + 300]))
+    await wait_for_outputs(llm)
+    llm.output_handler.cancel()
+    return [] if processed == made else [f"{len(processed)} of {len(made)} outputs had been processed after the wait"]
 
 
 def worker_conflicts(kind: str) -> list[str]:

@@ -24,7 +24,10 @@ RELEASES = {
     "ascend": ("ascend", lambda: [unpacked("vllm-ascend"), unpacked("vllm")]),
 }
 """The kind of device, and the packages that its engine imports, each by itself."""
-PARTS = ("names", "calls", "worker", "update", "reload", "reload int8", "reload fp8", "logprobs", "proof", "device")
+PARTS = (
+    *("names", "calls", "outputs", "worker", "update", "reload", "reload int8", "reload fp8", "logprobs", "proof"),
+    "device",
+)
 
 
 @pytest.fixture(scope="module")
