@@ -84,14 +84,18 @@ def weights(
         str | None,
         typer.Option(metavar="URL", help="Also send versions through this bucket: s3://BUCKET/PREFIX, gs://, az://."),
     ] = None,
+    engine: Annotated[
+        Literal["cpu", "cuda", "ascend", "none"],
+        typer.Option(help="Platform of the engine that is updated; none: leave it out, as without vLLM."),
+    ] = "cpu",
 ) -> None:
-    """Measure the weight plane: a whole model beside a TCP loop, gloo and a file; patches; a folder, a bucket; relays;
-    the trainer's stall with two ranks and four.
+    """Measure the weight plane: transfer, pause and load of an engine that generates; a whole model beside a TCP loop,
+    gloo and a file; patches; a folder, a bucket; relays; the trainer's stall with two ranks and four.
 
-    Sends 1.08 GB in the shapes of Qwen2.5-0.5B, and 3.09 GB from several ranks to two engines. Needs 21 GB of free
-    memory and takes about eight minutes.
+    Updates a vLLM with 56 million random parameters, sends 1.08 GB in the shapes of Qwen2.5-0.5B, and 3.09 GB from
+    several ranks to two engines. Needs 21 GB of free memory and takes about ten minutes.
     """
-    _measure("weights", json_file, quick=quick, bucket=bucket)
+    _measure("weights", json_file, quick=quick, bucket=bucket, engine=engine)
 
 
 @app.command()

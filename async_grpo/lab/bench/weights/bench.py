@@ -6,6 +6,7 @@
              bytes of the whole chunks by CPU time. A memcpy of the same chunks is timed in the same way
 - locations  versions through a folder, and a bucket if one is given, dense and as differences (`locations`)
 - ranks      a model that several ranks publish to two engines, and the trainer's stall (`ranks`)
+- engine     transfer, pause and load of a real engine, beside a checkpoint folder (`engine_updates`)
 - fanout     four and eight receivers, through relays and straight from the trainer: what the trainer sends, and how
              long it takes until all of them have it. Both planes are up at once and publish in turns, so that a busy
              moment of the machine hits both
@@ -36,14 +37,18 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress
 
-from async_grpo.config.weights import WeightsConfig
-from async_grpo.errors import WeightsCorrupt
 from async_grpo.lab.bench.measure import Measurement, Step, Stopwatch, progress_bar
+from async_grpo.lab.bench.rollout.bench import LARGE, TINY
 from async_grpo.lab.bench.weights.baselines import TransferBaseline, disk, gloo, tcp
+from async_grpo.lab.bench.weights.engine_updates import EnginePlatform, update_engine
 from async_grpo.lab.bench.weights.locations import through_locations
 from async_grpo.lab.bench.weights.plane import WARM_UPS, BenchPlane, Moved, TinyModelSize, Weights, bench_plane
 from async_grpo.lab.bench.weights.ranks import publish_from_ranks
 from async_grpo.lab.bench.weights.training import TIMED_LR, Training
+from async_grpo.config.model import TinyQwen2Config
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import WeightsCorrupt
+from async_grpo.telemetry.logging import configure_logging
 from async_grpo.weights import delta
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import WeightVersion
@@ -80,20 +85,32 @@ class WeightsBenchSize:
     layers: int
     """Of the Qwen2.5-1.5B that several ranks publish."""
     ranks_rounds: int
+    engine: TinyQwen2Config
+    engine_rounds: int
 
 
-FULL = WeightsBenchSize(TinyModelSize(layers=27, vocab=151_936), 7, TinyModelSize(layers=4, vocab=8192), 5, 28, 5)
-"""1.08 GB, the shapes of Qwen2.5-0.5B with three layers more; 134 MB; 3.09 GB, Qwen2.5-1.5B."""
+FULL = WeightsBenchSize(
+    TinyModelSize(layers=27, vocab=151_936), 7, TinyModelSize(layers=4, vocab=8192), 5, 28, 5, LARGE, 5
+)
+"""1.08 GB, the shapes of Qwen2.5-0.5B with three layers more; 134 MB; 3.09 GB, Qwen2.5-1.5B; 111 MB."""
 QUICK = WeightsBenchSize(
-    TinyModelSize(layers=1, vocab=512, hidden=448), 1, TinyModelSize(layers=1, vocab=512, hidden=448), 1, 2, 1
+    TinyModelSize(layers=1, vocab=512, hidden=448), 1, TinyModelSize(layers=1, vocab=512, hidden=448), 1, 2, 1, TINY, 1
 )
 
 
-async def measure(progress: Progress, *, quick: bool, bucket: str | None = None) -> list[Measurement]:
-    """All figures; `quick` only shows that the bench works. `bucket`: its URL, to send versions through it, too."""
+async def measure(
+    progress: Progress, *, quick: bool, engine: EnginePlatform = "cpu", bucket: str | None = None
+) -> list[Measurement]:
+    """All figures; `quick` only shows that the bench works. `engine`: the platform of the engine that is updated;
+    none: without one. `bucket`: its URL, to send versions through it, too."""
+    configure_logging("bench")
     effort = QUICK if quick else FULL
+    figures: list[Measurement] = []
+    if engine != "none":  # first, so that a missing vLLM is noticed before minutes of other figures
+        step = progress_bar(progress, "an engine that generates", WARM_UPS + effort.engine_rounds)
+        figures += await update_engine(effort.engine, engine, effort.engine_rounds, step)
     step = progress_bar(progress, "a whole model to one receiver", WARM_UPS + effort.rounds)
-    figures = await transfer(effort.whole, effort.rounds, step)
+    figures += await transfer(effort.whole, effort.rounds, step)
     step = progress_bar(progress, "patches", WARM_UP_STEPS + effort.part_rounds)
     figures += await patches(effort.part, effort.part_rounds, step)
     step = progress_bar(progress, "through a folder or a bucket", (1 + bool(bucket)) * (WARM_UPS + effort.part_rounds))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from async_grpo.config.model import Precision
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WaitTimeout
 from async_grpo.lab.bench.weights.baselines import WAIT_S
@@ -27,7 +28,7 @@ from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire.board import PublisherAddress
 
-DTYPE = "bfloat16"
+DTYPE: Precision = "bfloat16"
 WARM_UPS = 2
 """Versions before the first that is timed: one for each slot."""
 _LOOK_EVERY_S = 0.02

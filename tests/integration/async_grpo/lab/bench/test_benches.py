@@ -33,6 +33,15 @@ COMPARED = [
         for how in ("dense", "AdamW, lr 1e-06, as differences")
     ),
     *(
+        f"an engine with 16 requests in flight, 2 MB: {what}"
+        for what in (
+            "update, from publish until it generates again",
+            "of it, transfer",
+            "of it, pause",
+            "of the pause, load",
+        )
+    ),
+    *(
         f"0.01 GB to {n} receivers, fanout 2: {what}"
         for n in (4, 8)
         for what in ("the trainer sends", "until all have it")
@@ -108,6 +117,11 @@ def test_bench_weights_measures_every_figure(tmp_path: Path) -> None:
     for name in COMPARED:
         figure = done.by_name[name]
         assert figure["value"] > 0 and figure["baseline"] > 0 and figure["ratio"] > 0
+    update, transfer, pause, load = (
+        done.by_name[name] for name in COMPARED if name.startswith("an engine with 16 requests in flight")
+    )
+    for which in ("value", "baseline"):  # one round, so these are the parts of one update and not medians
+        assert load[which] < pause[which] and transfer[which] + pause[which] < update[which] * 1.001
     assert all(name in done.shown for name in done.by_name)
     assert done.by_name["0.01 GB to 8 receivers, fanout 2: the trainer sends"]["value"] <= 2.1
     assert done.by_name["AdamW, lr 1e-06: patches are smaller than dense"]["value"] > 30
