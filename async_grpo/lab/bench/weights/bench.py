@@ -37,6 +37,9 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress
 
+from async_grpo.config.model import TinyQwen2Config
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import WeightsCorrupt
 from async_grpo.lab.bench.measure import Measurement, Step, Stopwatch, progress_bar
 from async_grpo.lab.bench.rollout.bench import LARGE, TINY
 from async_grpo.lab.bench.weights.baselines import TransferBaseline, disk, gloo, tcp
@@ -45,9 +48,6 @@ from async_grpo.lab.bench.weights.locations import through_locations
 from async_grpo.lab.bench.weights.plane import WARM_UPS, BenchPlane, Moved, TinyModelSize, Weights, bench_plane
 from async_grpo.lab.bench.weights.ranks import publish_from_ranks
 from async_grpo.lab.bench.weights.training import TIMED_LR, Training
-from async_grpo.config.model import TinyQwen2Config
-from async_grpo.config.weights import WeightsConfig
-from async_grpo.errors import WeightsCorrupt
 from async_grpo.telemetry.logging import configure_logging
 from async_grpo.weights import delta
 from async_grpo.weights.chunks import cut

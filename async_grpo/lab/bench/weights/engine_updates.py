@@ -22,14 +22,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from async_grpo.app.bench.measure import Measurement, Step, paired_rounds
-from async_grpo.app.bench.rollout.workload import number_model
-from async_grpo.app.bench.weights.baselines import WAIT_S
-from async_grpo.app.bench.weights.plane import DTYPE, WARM_UPS, BenchPlane, Weights, bench_plane
 from async_grpo.config.model import TinyQwen2Config
 from async_grpo.config.rollout import RolloutConfig, VllmConfig
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import EngineError, WaitTimeout
+from async_grpo.lab.bench.measure import Measurement, Step, paired_rounds
+from async_grpo.lab.bench.rollout.workload import number_model
+from async_grpo.lab.bench.weights.baselines import WAIT_S
+from async_grpo.lab.bench.weights.plane import DTYPE, WARM_UPS, BenchPlane, Weights, bench_plane
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.store import WeightStore
