@@ -33,7 +33,8 @@ from async_grpo.lab.accept.stages import (
 from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
 
 LEAST_GAIN = 1.7
-"""Tokens/s of S = 2 over those of S = 0; published for asynchronous training of a 4B model: 1.72."""
+"""Tokens/s of S = 2 over those of S = 0; 1.72 for Qwen3-4B on 2 + 2 NPUs of an A3 (github.com/vllm-project/vime,
+issue 358)."""
 MOST_UPDATE_S = 1.6
 """Maximum seconds of a 4B weight update, from the trainer's call until the last engine resumes."""
 LEAST_TOKENS_PER_DEVICE = 378.0
