@@ -125,7 +125,7 @@ def measure_rank(case: Case, rank: int, loads: bool, precision: str, layers: int
     gc.collect()
     kept = resident_bytes("VmRSS")
 
-    from trainer.distributed import stop_ranks
+    from trainer.ranks.distributed import stop_ranks
 
     stop_ranks()
     return {"parameters": parameters, "peak": (peak - before) / parameters, "kept": (kept - before) / parameters}
@@ -147,9 +147,9 @@ def make_policy(config: RunConfig, rank: int, layers: int, meeting: Path) -> Any
     import torch.distributed as dist
     from transformers import Qwen2Config
 
-    from trainer.distributed import lay_out
     from trainer.model.builder import DTYPES
     from trainer.model.policy import build_policy
+    from trainer.ranks.distributed import lay_out
 
     store = dist.FileStore(str(meeting), config.trainer.processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=config.trainer.processes)

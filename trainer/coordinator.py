@@ -27,7 +27,7 @@ from async_grpo.wire.board import PROTOCOL, Evaluation, PublisherAddress, Replay
 from buffer import connect_board, open_run
 from buffer.base import BufferStats, ReplayBuffer, Resume, RunBoard
 from buffer.capacity import memory_plan
-from trainer.distributed import broadcast_batch, broadcast_ints, is_leader, sum_over_ranks
+from trainer.ranks.distributed import broadcast_batch, broadcast_ints, is_leader, sum_over_ranks
 
 R = TypeVar("R")
 Call = Callable[[], Coroutine[Any, Any, R]]

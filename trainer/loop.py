@@ -30,10 +30,10 @@ from async_grpo.wire.board import Evaluation
 from buffer.base import BufferStats
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.coordinator import Coordinator
-from trainer.distributed import is_leader, max_over_ranks
 from trainer.model.optimizer import learning_rate
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
+from trainer.ranks.distributed import is_leader, max_over_ranks
 from trainer.run_logger import TrainerLogger
 from trainer.step.incoming import IncomingBatch
 from trainer.step.results import StepValues, step_row, trained_row

@@ -51,14 +51,14 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     with uncollected():
         check_private_names("trainer", "trainer, torch")
         from async_grpo.algorithms import check_objective
-        from trainer.agreement import Claim
         from trainer.checkpoint.folder import CheckpointFolder
         from trainer.checkpoint.store import RunStore
         from trainer.coordinator import Coordinator, SharedDevices, turn_timeout_s
-        from trainer.distributed import start_ranks, stop_ranks
         from trainer.loop import TrainerRun, train
         from trainer.model.policy import load_policy
         from trainer.model.reference import load_reference
+        from trainer.ranks.agreement import Claim
+        from trainer.ranks.distributed import start_ranks, stop_ranks
         from trainer.run_logger import TrainerLogger
 
     check_objective(config.trainer.objective)

@@ -42,10 +42,10 @@ from async_grpo.telemetry.role_history import record_end
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.network import LOOPBACK
 from async_grpo.weights.shared_memory import remove_trainer_files
-from trainer.peers import Ended, Hello, Peers, Start, Stop, Stopped, StoppedEarly
-from trainer.rank_store import RankStore, listen
-from trainer.ranks import LocalRanks, RankFailed, Terminated, network_environment, rank_environments
-from trainer.rendezvous import Host, Invitation, hosted, join
+from trainer.ranks.local_ranks import LocalRanks, RankFailed, Terminated, network_environment, rank_environments
+from trainer.ranks.peers import Ended, Hello, Peers, Start, Stop, Stopped, StoppedEarly
+from trainer.ranks.rendezvous import Host, Invitation, hosted, join
+from trainer.ranks.store import RankStore, listen
 
 CAUSE_S = 2.0
 """Seconds to wait for the reason from another node: a rank ends as soon as its connection to another breaks."""

@@ -12,8 +12,8 @@ from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.logging import configure_logging
 from async_grpo.telemetry.timeline import PhaseTimer, Timeline
 from async_grpo.telemetry.trackers import make_trackers
-from trainer.distributed import is_leader
 from trainer.metrics_server import MetricsServer
+from trainer.ranks.distributed import is_leader
 
 ROLE = "trainer"
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from async_grpo.weights.base import WeightSender
 from async_grpo.weights.store import WeightStore
-from trainer.distributed import broadcast_bytes, gather_ints, is_leader
 from trainer.model.hf_weights import find_positions
 from trainer.model.host_copy import HostCopy
 from trainer.model.policy import Policy
 from trainer.model.shards import RankShard, assign_shards
-from trainer.rank_link import RankLink, RankListener, try_connect
+from trainer.ranks.distributed import broadcast_bytes, gather_ints, is_leader
+from trainer.ranks.link import RankLink, RankListener, try_connect
 from trainer.shard_stream import ShardStream
 
 

@@ -22,11 +22,11 @@ from async_grpo.weights.base import WeightSender
 from async_grpo.weights.lora import DIGEST
 from async_grpo.weights.manifest import layout_of
 from trainer.coordinator import Coordinator
-from trainer.distributed import is_leader
 from trainer.model.lora import adapter_shapes
 from trainer.model.policy import Policy
 from trainer.model.weight_map import model_tensors
 from trainer.platform import select_platform
+from trainer.ranks.distributed import is_leader
 from trainer.shared_slots import SharedSlots
 
 

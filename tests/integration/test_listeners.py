@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from tests.support.listening import ListenerWatch, can_be_exposed, in_exposed_machine
 from tests.support.whole_run import CONFIG
-from trainer.rank_store import RankStore, listen
+from trainer.ranks.store import RankStore, listen
 
 ROOT = Path(__file__).parents[2]
 TCP_STORE = """

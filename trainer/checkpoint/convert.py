@@ -136,7 +136,7 @@ def _alone() -> Iterator[Platform]:
     platform = select_platform("cpu")
     config = TrainerConfig(threads=os.cpu_count() or 1)
     platform.activate(config)
-    from trainer.distributed import start_ranks, stop_ranks
+    from trainer.ranks.distributed import start_ranks, stop_ranks
 
     start_ranks(config, platform, seed=1, longest_wait_s=_WRITTEN_TIMEOUT_S)
     yield platform

@@ -44,10 +44,10 @@ from trainer.checkpoint.manifest import CheckpointManifest, changed, check_fits,
 from trainer.checkpoint.snapshot import BackgroundJob, RankSnapshot, draft_of, drafts, read_part, write_part
 from trainer.checkpoint.state import fill, layout_of_ranks, live_tensors, metadata, state_of, traits_of
 from trainer.checkpoint.store import CHOSEN, RunStore, StoredCheckpoint
-from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader, max_over_ranks
 from trainer.model.hf_folder import write_folder
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
+from trainer.ranks.distributed import broadcast_bytes, broadcast_ints, is_leader, max_over_ranks
 
 _LATEST, _BEST = "latest", "best"
 _REFERENCE = "reference"

@@ -37,9 +37,9 @@ from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch
 from trainer.batch.packing import PackedBatch, pack, sequences_in
 from trainer.batch.sequences import TrainedTokens, TrainingSequence, trained_tokens, with_columns
-from trainer.distributed import is_counting_rank, sum_over_ranks
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
+from trainer.ranks.distributed import is_counting_rank, sum_over_ranks
 from trainer.step.results import model_cost
 
 

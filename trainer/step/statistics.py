@@ -15,7 +15,7 @@ from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.telemetry.metrics import MAXIMA, SUMS
 from async_grpo.wire import Batch
 from trainer.batch.sequences import TrainedTokens
-from trainer.distributed import is_counting_rank, max_over_ranks, sum_over_ranks
+from trainer.ranks.distributed import is_counting_rank, max_over_ranks, sum_over_ranks
 
 NO_VERSION = -2
 """Neither a version nor MIXED."""

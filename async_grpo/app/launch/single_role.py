@@ -32,7 +32,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import say_as
 from async_grpo.utils.network import LOOPBACK, address_towards
 from buffer import connect_board
-from trainer.ranks import network_environment
+from trainer.ranks.local_ranks import network_environment
 
 _STARTERS = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID"),

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from trainer.batch.packed import PackedSequences, Rotation
 from trainer.batch.sequences import MicroBatch
-from trainer.distributed import broadcast_bytes, max_over_ranks, sum_over_ranks
 from trainer.model.hf_weights import export_hf
 from trainer.model.policy import Policy, to_device
+from trainer.ranks.distributed import broadcast_bytes, max_over_ranks, sum_over_ranks
 
 HOST = "host"
 _ITEMS = 8

@@ -47,7 +47,7 @@ def main() -> None:
     try:
         platform = select_platform(config.trainer.platform)
         platform.activate(config.trainer)
-        from trainer.distributed import start_ranks, stop_ranks
+        from trainer.ranks.distributed import start_ranks, stop_ranks
 
         start_ranks(config.trainer, platform, config.seed, LONGEST_WAIT_S)
     except CONFIG_FAULTS as error:

@@ -16,9 +16,9 @@ import yaml
 from torch.distributed import TCPStore
 
 from async_grpo.errors import ConfigError, NodeLost, WaitTimeout
-from trainer import agreement
-from trainer.agreement import Agreement, Claim
-from trainer.rank_store import OPENED, join_store
+from trainer.ranks import agreement
+from trainer.ranks.agreement import Agreement, Claim
+from trainer.ranks.store import OPENED, join_store
 
 HERE = "127.0.0.2"
 PATIENCE_S = 60.0

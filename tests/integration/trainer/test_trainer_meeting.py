@@ -15,8 +15,8 @@ import structlog
 from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
 from async_grpo.utils.frames import pack_frame
-from trainer.peers import Ended, Hello, PeerConnection, Peers, Start, Stop
-from trainer.rendezvous import Host, Invitation, hosted, join
+from trainer.ranks.peers import Ended, Hello, PeerConnection, Peers, Start, Stop
+from trainer.ranks.rendezvous import Host, Invitation, hosted, join
 
 HERE = "127.0.0.2"
 PATIENCE_S = 60.0

@@ -19,9 +19,9 @@ from async_grpo.config import validate
 from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, TrainingError
 from async_grpo.weights.shared_memory import remove_stores, run_folder
 from tests.support.ports import two_free_ports
-from trainer import ranks
 from trainer.node_main import Node
-from trainer.ranks import RankFailed
+from trainer.ranks import local_ranks
+from trainer.ranks.local_ranks import RankFailed
 
 PATIENCE_S = 120.0
 ENDS_WELL = "pass"
@@ -115,7 +115,7 @@ class ScriptedNode(Node):
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ranks, "GRACE_S", 1.0)
+    monkeypatch.setattr(local_ranks, "GRACE_S", 1.0)
     (tmp_path / "model").mkdir()
     return tmp_path
 

@@ -35,7 +35,7 @@ def main() -> None:
     platform = select_platform("cpu")
     platform.activate(config.trainer)
     from tests.support.trainer_programs import checkpoint_kills, checkpoint_rivals
-    from trainer.distributed import start_ranks, stop_ranks
+    from trainer.ranks.distributed import start_ranks, stop_ranks
 
     found: dict[str, Any] = {
         "lives": checkpoint_kills.lives(config, model, platform),

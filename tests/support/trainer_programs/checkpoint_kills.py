@@ -51,8 +51,8 @@ def life(config: RunConfig, model: Path, platform: Any, dice: random.Random) -> 
 def write_for_ever(config: RunConfig, model: Path, platform: Any, say: Any) -> None:
     """Raises what `load` raises: then nothing is said, and the test sees it."""
     from trainer.checkpoint.folder import CheckpointFolder
-    from trainer.distributed import start_ranks
     from trainer.model.policy import load_policy
+    from trainer.ranks.distributed import start_ranks
 
     start_ranks(config.trainer, platform, config.seed, 60.0)
     policy = load_policy(config, model, platform)

@@ -63,7 +63,7 @@ class Rival:
 
 
 def write(config: RunConfig, model: Path, platform: Any, folder: Path, epoch: int, channel: Connection) -> None:
-    from trainer.distributed import start_ranks
+    from trainer.ranks.distributed import start_ranks
 
     start_ranks(config.trainer, platform, config.seed, 60.0)
     policy = make(config, model, platform)

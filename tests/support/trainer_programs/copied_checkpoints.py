@@ -75,7 +75,7 @@ def train(
 ) -> None:
     """Resume, train to LAST, and save every second version."""
     from trainer.checkpoint.folder import CheckpointFolder
-    from trainer.distributed import start_ranks
+    from trainer.ranks.distributed import start_ranks
 
     start_ranks(config.trainer, platform, config.seed, 60.0)
     policy = make(config, model, platform)

@@ -293,10 +293,10 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
 
     from async_grpo.telemetry.timeline import PhaseTimer
     from trainer.batch.packing import pack_for_rank
-    from trainer.distributed import lay_out
     from trainer.model.builder import DTYPES
     from trainer.model.optimizer import make_storable, parameter_states
     from trainer.model.policy import build_policy
+    from trainer.ranks.distributed import lay_out
     from trainer.step.step import train_step
 
     trainer = config.trainer

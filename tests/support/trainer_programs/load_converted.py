@@ -20,7 +20,7 @@ def main() -> None:
     platform.activate(TrainerConfig())
     from megatron.core import parallel_state
 
-    from trainer.distributed import lay_out, start_ranks, stop_ranks
+    from trainer.ranks.distributed import lay_out, start_ranks, stop_ranks
 
     layouts = {Path(out): TrainerConfig(**keys) for out, keys in json.loads(Path(sys.argv[3]).read_text()).items()}
     start_ranks(next(iter(layouts.values())), platform, 1, 60.0)
@@ -37,10 +37,10 @@ def load(settings: Path, checkpoint: Path, layout: TrainerConfig, out: Path, pla
     from safetensors.torch import save_file
 
     from trainer.checkpoint.state import metadata
-    from trainer.distributed import is_leader
     from trainer.model.builder import build_model
     from trainer.model.hf_folder import read_config
     from trainer.model.hf_weights import export_hf
+    from trainer.ranks.distributed import is_leader
 
     hf = read_config(settings)
     model = build_model(hf, platform, torch.float32, layout)

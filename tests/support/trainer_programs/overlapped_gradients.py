@@ -80,7 +80,7 @@ def steps(config: RunConfig, model: Path, platform: Platform, overlap: bool) -> 
 
 
 def _is_leader() -> bool:
-    from trainer.distributed import is_leader
+    from trainer.ranks.distributed import is_leader
 
     return is_leader()
 

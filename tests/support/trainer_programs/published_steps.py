@@ -69,8 +69,8 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     import trainer.weights
     from async_grpo.telemetry.timeline import PhaseTimer
     from tests.support.trainer_programs.batches import make_batch
-    from trainer.distributed import is_leader
     from trainer.model.policy import load_policy
+    from trainer.ranks.distributed import is_leader
     from trainer.step.step import train_step
 
     out = Path(case["out"])

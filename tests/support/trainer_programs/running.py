@@ -54,7 +54,7 @@ def run_cases(run: Callable[[RunConfig, dict[str, Any], Platform], None]) -> Non
     refuse_doubles()
     from megatron.core import parallel_state
 
-    from trainer.distributed import lay_out, start_ranks, stop_ranks
+    from trainer.ranks.distributed import lay_out, start_ranks, stop_ranks
 
     start_ranks(first.trainer, platform, first.seed, 60.0)
     present = _layout(first)
@@ -69,7 +69,7 @@ def run_cases(run: Callable[[RunConfig, dict[str, Any], Platform], None]) -> Non
 
 def refuse_doubles() -> None:
     """Let `all_reduce` fail for numbers of 64 bits that are no integers: under MindSpeed's patches their sum is lost
-    without an error, and HCCL cannot compute it. `trainer.distributed.sum_over_ranks` does what is wanted."""
+    without an error, and HCCL cannot compute it. `trainer.ranks.distributed.sum_over_ranks` does what is wanted."""
     import torch
     import torch.distributed as dist
 

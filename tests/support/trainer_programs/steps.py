@@ -108,9 +108,9 @@ def run(config: RunConfig, case: Case, platform: Platform) -> None:
     from safetensors.torch import save_file
 
     from trainer.checkpoint.folder import CheckpointFolder
-    from trainer.distributed import is_leader
     from trainer.model.policy import load_policy
     from trainer.model.reference import load_reference
+    from trainer.ranks.distributed import is_leader
 
     policy = load_policy(config, Path(case.model), platform)
     reference = load_reference(config, policy, Path(case.model), platform)
@@ -141,8 +141,8 @@ def steps(
     import torch
     from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
 
-    from trainer.distributed import is_leader
     from trainer.loop import TrainerRun, train_next_version
+    from trainer.ranks.distributed import is_leader
     from trainer.run_logger import TrainerLogger
 
     logger = TrainerLogger(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from trainer.distributed import broadcast_bytes
+from trainer.ranks.distributed import broadcast_bytes
 
 
 @pytest.mark.parametrize("payload", [b"", b"batch"])

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from trainer import ranks
-from trainer.ranks import LocalRanks, Rank
+from trainer.ranks import local_ranks
+from trainer.ranks.local_ranks import LocalRanks, Rank
 
 
 class StuckProcess:
@@ -29,10 +29,10 @@ class StuckProcess:
 
 
 async def test_a_rank_that_sigkill_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "GRACE_S", 0.01)
-    monkeypatch.setattr(ranks, "KILLED_S", 0.01)
-    monkeypatch.setattr(ranks, "_LAST_OUTPUT_S", 0.01)
-    process, errors = StuckProcess(), ranks.ErrorOutput()
+    monkeypatch.setattr(local_ranks, "GRACE_S", 0.01)
+    monkeypatch.setattr(local_ranks, "KILLED_S", 0.01)
+    monkeypatch.setattr(local_ranks, "_LAST_OUTPUT_S", 0.01)
+    process, errors = StuckProcess(), local_ranks.ErrorOutput()
     async with asyncio.timeout(5):
         await LocalRanks([Rank(0, cast(Any, process), errors)]).end()
     assert process.signals == [signal.SIGTERM, signal.SIGKILL]

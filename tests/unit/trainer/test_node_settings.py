@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
 from async_grpo.config.trainer import TrainerConfig
-from trainer.agreement import Claim, fingerprint, objection
-from trainer.ranks import network_environment, rank_environments
+from trainer.ranks.agreement import Claim, fingerprint, objection
+from trainer.ranks.local_ranks import network_environment, rank_environments
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MEETING = {"address": "10.0.0.5"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.errors import NodeLost, WaitTimeout
-from trainer.rank_link import RankLink, RankListener, try_connect
+from trainer.ranks.link import RankLink, RankListener, try_connect
 
 RANKS = 16
 

@@ -30,7 +30,7 @@ def main() -> None:
 
     from async_grpo.lab.bench.trainer.measure import FULL, QUICK, measure
     from async_grpo.lab.bench.trainer.setup import open_setup
-    from trainer.distributed import stop_ranks
+    from trainer.ranks.distributed import stop_ranks
 
     plan = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:

@@ -41,9 +41,9 @@ from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from trainer.batch import sequences as ours
 from trainer.batch.packing import pack_batch
-from trainer.distributed import start_ranks
 from trainer.model.policy import Policy, load_policy
 from trainer.platform import Platform
+from trainer.ranks.distributed import start_ranks
 from trainer.step.step import train_step, train_step_streamed
 
 STREAMED, WAITED = "streamed", "waited"

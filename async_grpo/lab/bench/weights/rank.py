@@ -53,11 +53,11 @@ class RankSide:
         import torch.distributed as dist
         from transformers import Qwen2Config
 
-        from trainer.distributed import lay_out
         from trainer.model.builder import build_model
         from trainer.model.hf_weights import find_positions
         from trainer.model.policy import Policy
         from trainer.model.shards import assign_shards
+        from trainer.ranks.distributed import lay_out
         from trainer.weights import WeightExporter
 
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "ranks"), ranks), rank=rank, world_size=ranks)

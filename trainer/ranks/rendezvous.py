@@ -6,7 +6,7 @@
 Node 0 waits for the others and they wait for node 0, all of them for `rendezvous.timeout_s`. A node that comes when all
 have met already was started again. Node 0 is told, because its ranks wait for the earlier process of that node. The
 newcomer asks again until all nodes have been started again. What the nodes would train is compared by their ranks
-(`trainer.agreement`).
+(`trainer.ranks.agreement`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import structlog
 
 from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
-from trainer.peers import Busy, Ended, Hello, PeerConnection, Refused, Start
-from trainer.rank_store import listen
+from trainer.ranks.peers import Busy, Ended, Hello, PeerConnection, Refused, Start
+from trainer.ranks.store import listen
 
 HELLO_S = 10.0
 """Seconds that a new connection has to send its Hello."""

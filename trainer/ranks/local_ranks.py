@@ -25,7 +25,7 @@ from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.network import card_environment
 from trainer.platform import select_platform
-from trainer.rank_store import OPENED
+from trainer.ranks.store import OPENED
 
 log = structlog.get_logger()
 

@@ -14,10 +14,10 @@ from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.network import LOOPBACK, card_environment
 from async_grpo.wire import Batch, Group, decode, encode
-from trainer.agreement import Agreement, Claim
 from trainer.platform import Platform
 from trainer.platform.base import set_defaults
-from trainer.rank_store import join_store
+from trainer.ranks.agreement import Agreement, Claim
+from trainer.ranks.store import join_store
 
 _SLACK_S = 120.0
 """Seconds that ranks wait for rank 0 beyond the longest wait of rank 0."""
