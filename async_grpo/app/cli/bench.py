@@ -10,16 +10,11 @@ import typer
 from rich.console import Console
 
 from async_grpo.app.cli.common import exit_with, progress_bar
-from async_grpo.lab.bench.rig import Fsync
 
 MODULES = {
-    "buffer": "async_grpo.lab.bench.buffer.bench",
-    "control-plane": "async_grpo.lab.bench.control_plane.bench",
-    "data": "async_grpo.lab.bench.data",
     "pipeline": "async_grpo.lab.bench.pipeline.bench",
     "rollout": "async_grpo.lab.bench.rollout.bench",
     "trainer": "async_grpo.lab.bench.trainer.bench",
-    "weights": "async_grpo.lab.bench.weights.bench",
 }
 """Bench -> the module whose `measure` makes its figures. It is imported when the command runs."""
 
@@ -30,24 +25,6 @@ app = typer.Typer(
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")]
 Lengths = Literal["constant", "lognormal", "recorded"]
 Quick = Annotated[bool, typer.Option("--quick", help="Only check that the bench works; the figures mean little.")]
-
-
-@app.command()
-def buffer(
-    json_file: JsonFile = None,
-    quick: Quick = False,
-    url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Server to measure (default: start one for the bench).")
-    ] = None,
-    fsync: Annotated[
-        Fsync, typer.Option(help="appendfsync of the server that the bench starts; a real run uses always.")
-    ] = "everysec",
-) -> None:
-    """Measure the replay buffer: throughput and latency beside a plain list, and transitions of a full buffer.
-
-    Producer processes send groups of 8 samples (276 KB) to a consumer process. Takes about three minutes.
-    """
-    _measure("buffer", json_file, quick=quick, url=url, fsync=fsync)
 
 
 @app.command()
@@ -74,74 +51,6 @@ def trainer(
     Uses a random model of 8 million parameters and the lengths of GSM8K. Takes about ten minutes.
     """
     _measure("trainer", json_file, quick=quick, data=data)
-
-
-@app.command()
-def weights(
-    json_file: JsonFile = None,
-    quick: Quick = False,
-    bucket: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Also send versions through this bucket: s3://BUCKET/PREFIX, gs://, az://."),
-    ] = None,
-    engine: Annotated[
-        Literal["cpu", "cuda", "ascend", "none"],
-        typer.Option(help="Platform of the engine that is updated; none: leave it out, as without vLLM."),
-    ] = "cpu",
-) -> None:
-    """Measure the weight plane: transfer, pause and load of an engine that generates; a whole model beside a TCP loop,
-    gloo and a file; patches; a folder, a bucket; relays; the trainer's stall with two ranks and four.
-
-    Updates a vLLM with 56 million random parameters, sends 1.08 GB in the shapes of Qwen2.5-0.5B, and 3.09 GB from
-    several ranks to two engines. Needs 21 GB of free memory and takes about ten minutes.
-    """
-    _measure("weights", json_file, quick=quick, bucket=bucket, engine=engine)
-
-
-@app.command()
-def data(json_file: JsonFile = None, quick: Quick = False) -> None:
-    """Measure data preparation: rows per second beside a plain tokenizer loop, and how fast a run opens its data.
-
-    Uses 20,000 made-up word problems and a tokenizer of 4,096 tokens. Takes about a minute.
-    """
-    _measure("data", json_file, quick=quick)
-
-
-@app.command("control-plane")
-def control_plane(
-    json_file: JsonFile = None,
-    quick: Quick = False,
-    servers: Annotated[str, typer.Option(metavar="64,256,1000", help="Numbers of servers.")] = "64,256,1000",
-    faster: Annotated[
-        str, typer.Option(metavar="4,16,64", help="With the fewest servers: tokens so many times as fast.")
-    ] = "4,16,64",
-    seconds: Annotated[float, typer.Option(min=1, help="How long each round is observed.")] = 30.0,
-    token_ms: Annotated[
-        float, typer.Option(min=1, help="Milliseconds of a token with all slots busy, unless a run is replayed.")
-    ] = 40.0,
-    source: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN", help="Replay lengths and token times of this run.")
-    ] = None,
-    write_timings: Annotated[
-        Path | None, typer.Option("--write-timings", metavar="FILE", help="Write the costs for async-grpo simulate.")
-    ] = None,
-) -> None:
-    """Measure the control plane: many rollout servers whose engines replay timings, over a real Valkey.
-
-    Groups per second beside the same engines alone, latencies of admission and announcements, and what a group costs
-    Valkey. Takes about twelve minutes.
-    """
-    sizes, factors = _numbers("servers", servers), _numbers("faster", faster)
-    options = {"seconds": seconds, "token_ms": token_ms, "source": source, "write_timings": write_timings}
-    _measure("control-plane", json_file, None, quick=quick, servers=sizes, faster=factors, **options)
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    """The whole numbers of a list with commas. Raises BadParameter."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise typer.BadParameter(f"--{option} is {text!r}, and must be whole numbers above 0 with commas between")
-    return [int(word) for word in words]
 
 
 @app.command()

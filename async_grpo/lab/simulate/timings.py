@@ -96,8 +96,8 @@ class VerifierTimings(StrictModel):
 
 
 class BufferTimings(StrictModel):
-    """The server that holds the buffer, which does one thing after another. `async-grpo bench control-plane` measures
-    both figures."""
+    """The server that holds the buffer, which does one thing after another. `python -m benchmarks.control_plane`
+    measures both figures."""
 
     exchange_s: Span = 0.0
     """Seconds of its processor for each of the two exchanges of a group: its admission and its insert."""

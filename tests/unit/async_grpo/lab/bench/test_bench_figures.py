@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
 from async_grpo.errors import ConfigError
-from async_grpo.lab.bench.buffer.systems import GroupMaker, task
 from async_grpo.lab.bench.measure import Machine, Measurement, Picture, Spread, make_room, table, write
 from async_grpo.wire import Ticket, encode
+from benchmarks.buffer.systems import GroupMaker, task
 
 MACHINE = Machine(cpu="a [bold]processor", cores=2, python="3.11.7", date="2026-01-01 00:00:00+0000", load=0.5)
 WIDE = {"COLUMNS": "400"}
@@ -57,11 +57,11 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_it_begins(
         measured.append(options)
         return FIGURES
 
-    monkeypatch.setattr("async_grpo.lab.bench.data.measure", measure)
+    monkeypatch.setattr("async_grpo.lab.bench.rollout.bench.measure", measure)
     (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, ["bench", "data", "--json", str(tmp_path / "file" / "figures.json")], env=WIDE)
+    result = CliRunner().invoke(app, ["bench", "rollout", "--json", str(tmp_path / "file" / "figures.json")], env=WIDE)
     assert (result.exit_code, measured) == (1, []) and "cannot be made" in result.output
-    result = CliRunner().invoke(app, ["bench", "data", "--json", str(tmp_path / "new" / "figures.json")])
+    result = CliRunner().invoke(app, ["bench", "rollout", "--json", str(tmp_path / "new" / "figures.json")])
     assert (result.exit_code, measured) == (0, [{"quick": False}])
 
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from async_grpo.config.model import Precision
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WaitTimeout
-from async_grpo.lab.bench.weights.baselines import WAIT_S
 from async_grpo.weights.base import Publication
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
@@ -27,6 +26,7 @@ from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire.board import PublisherAddress
+from benchmarks.weights.baselines import WAIT_S
 
 DTYPE: Precision = "bfloat16"
 WARM_UPS = 2

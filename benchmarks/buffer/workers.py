@@ -1,4 +1,4 @@
-"""Producer and consumer processes of the bench: `python -m async_grpo.lab.bench.buffer.workers`, and their starter.
+"""Producer and consumer processes of the bench: `python -m benchmarks.buffer.workers`, and their starter.
 
 A worker process is started once. It waits for jobs on its standard input, one after the other, and ends when that
 closes. Nothing else runs during a job: the next line is only read after the answer.
@@ -16,7 +16,8 @@ import msgspec
 import uvloop
 
 from async_grpo.errors import AsyncGrpoError, RoleFailed
-from async_grpo.lab.bench.buffer.systems import (
+from async_grpo.lab.bench.rig import LineChild
+from benchmarks.buffer.systems import (
     GO,
     READY,
     WAIT_S,
@@ -28,7 +29,6 @@ from async_grpo.lab.bench.buffer.systems import (
     produce,
     produce_paced,
 )
-from async_grpo.lab.bench.rig import LineChild
 
 Workers = list[LineChild]
 
@@ -37,7 +37,7 @@ Workers = list[LineChild]
 async def bench_workers(size: int) -> AsyncIterator[Workers]:
     """So many worker processes, which end with the block, and with this process."""
     async with AsyncExitStack() as stack:
-        children = [LineChild("async_grpo.lab.bench.buffer.workers") for _ in range(size)]
+        children = [LineChild("benchmarks.buffer.workers") for _ in range(size)]
         yield [await stack.enter_async_context(child) for child in children]
 
 

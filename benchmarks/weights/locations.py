@@ -18,14 +18,14 @@ from pathlib import Path
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.lab.bench.measure import Measurement, Step, Stopwatch
-from async_grpo.lab.bench.weights.baselines import WAIT_S
-from async_grpo.lab.bench.weights.plane import WARM_UPS, Weights
-from async_grpo.lab.bench.weights.training import TIMED_LR, Training
 from async_grpo.weights.folder.objects import Objects, open_objects
 from async_grpo.weights.folder.sender import FolderWeightSender
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import remove_stores, store_path
+from benchmarks.weights.baselines import WAIT_S
+from benchmarks.weights.plane import WARM_UPS, Weights
+from benchmarks.weights.training import TIMED_LR, Training
 
 _BASELINE = "baseline"
 

@@ -23,16 +23,16 @@ from typing import Any
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.lab.bench.measure import Measurement, Step
 from async_grpo.lab.bench.rig import LineChild, ask_all
-from async_grpo.lab.bench.weights.baselines import WAIT_S, TransferBaseline, tcp
-from async_grpo.lab.bench.weights.plane import WARM_UPS
-from async_grpo.lab.bench.weights.rank import ENGINE, PIECE_BYTES
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import allocate, remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from async_grpo.wire.board import PublisherAddress
+from benchmarks.weights.baselines import WAIT_S, TransferBaseline, tcp
+from benchmarks.weights.plane import WARM_UPS
+from benchmarks.weights.rank import ENGINE, PIECE_BYTES
 
-MODULE = "async_grpo.lab.bench.weights.rank"
+MODULE = "benchmarks.weights.rank"
 ENGINES = 2
 DENSE = WeightsConfig(encoding="dense", receiver_slots=1)
 

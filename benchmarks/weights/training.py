@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from async_grpo.config.trainer import OptimizerConfig
 from async_grpo.errors import DependencyError
-from async_grpo.lab.bench.weights.plane import Weights
 from async_grpo.weights.manifest import TensorLayout
+from benchmarks.weights.plane import Weights
 
 TIMED_LR = 1e-6
 """The default of `trainer.optimizer.lr`; steps of this one are timed."""

@@ -42,18 +42,18 @@ from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt
 from async_grpo.lab.bench.measure import Measurement, Step, Stopwatch, progress_bar
 from async_grpo.lab.bench.rollout.bench import LARGE, TINY
-from async_grpo.lab.bench.weights.baselines import TransferBaseline, disk, gloo, tcp
-from async_grpo.lab.bench.weights.engine_updates import EnginePlatform, update_engine
-from async_grpo.lab.bench.weights.locations import through_locations
-from async_grpo.lab.bench.weights.plane import WARM_UPS, BenchPlane, Moved, TinyModelSize, Weights, bench_plane
-from async_grpo.lab.bench.weights.ranks import publish_from_ranks
-from async_grpo.lab.bench.weights.training import TIMED_LR, Training
 from async_grpo.telemetry.logging import configure_logging
 from async_grpo.weights import delta
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.shared_memory import allocate
 from async_grpo.weights.store import WeightStore
+from benchmarks.weights.baselines import TransferBaseline, disk, gloo, tcp
+from benchmarks.weights.engine_updates import EnginePlatform, update_engine
+from benchmarks.weights.locations import through_locations
+from benchmarks.weights.plane import WARM_UPS, BenchPlane, Moved, TinyModelSize, Weights, bench_plane
+from benchmarks.weights.ranks import publish_from_ranks
+from benchmarks.weights.training import TIMED_LR, Training
 
 WARM_UP_STEPS = 10
 LEARNING_RATES = (TIMED_LR, 3e-6, 1e-5)

@@ -21,13 +21,13 @@ from rich.console import Group, RenderableType
 from rich.progress import Progress
 from rich.table import Table
 
-from async_grpo.lab.bench.control_plane.replay import PROMPT, ReplayPlan, percentile
-from async_grpo.lab.bench.control_plane.round import RoundResult, play_round
 from async_grpo.lab.bench.measure import Machine, Measurement, final_load, progress_bar, short, table
 from async_grpo.lab.bench.rig import bench_server
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.timings import BufferTimings, EngineTimings, SyncTimings, Timings, TrainerTimings
 from async_grpo.telemetry.logging import configure_logging
+from benchmarks.control_plane.replay import PROMPT, ReplayPlan, percentile
+from benchmarks.control_plane.round import RoundResult, play_round
 
 DRAWN = 4096
 SLOTS, QUICK_SLOTS = 16, 4
@@ -136,7 +136,7 @@ def costs_of(results: Sequence[RoundResult]) -> BufferTimings:
 def timings_of(lengths: Sequence[int], token_s: float, costs: BufferTimings) -> Timings:
     """The replayed timings with the buffer's costs, and nothing else that would take time."""
     return Timings(
-        source="async-grpo bench control-plane",
+        source="python -m benchmarks.control_plane",
         prompt_tokens=len(PROMPT),
         lengths=LengthModel(kind="recorded", recorded=[[length] for length in lengths], cap=max(lengths)),
         engine=EngineTimings(step_s=token_s, request_s=0.0, prefill_s=0.0, call_s=0.0),

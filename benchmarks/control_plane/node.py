@@ -1,4 +1,4 @@
-"""One process with many virtual rollout servers: `python -m async_grpo.lab.bench.control_plane.node`.
+"""One process with many virtual rollout servers: `python -m benchmarks.control_plane.node`.
 
     bench --open, serve, observe, stop, bare--> VirtualServers --NodeReport--> bench
 
@@ -19,7 +19,13 @@ import uvloop
 
 import buffer
 from async_grpo.config import RunConfig
-from async_grpo.lab.bench.control_plane.replay import (
+from async_grpo.lab.bench.rig import AnswerLines
+from async_grpo.rewards.pool import RewardPool
+from async_grpo.telemetry.logging import configure_logging
+from async_grpo.utils.aio import cancel_and_wait
+from async_grpo.weights.node.receiver import SharedWeightReceiver
+from async_grpo.weights.shared_memory import store_path
+from benchmarks.control_plane.replay import (
     SPREAD_S,
     EqualVerdicts,
     ReplayEngine,
@@ -29,12 +35,6 @@ from async_grpo.lab.bench.control_plane.replay import (
     bare_groups,
     replay_config,
 )
-from async_grpo.lab.bench.rig import AnswerLines
-from async_grpo.rewards.pool import RewardPool
-from async_grpo.telemetry.logging import configure_logging
-from async_grpo.utils.aio import cancel_and_wait
-from async_grpo.weights.node.receiver import SharedWeightReceiver
-from async_grpo.weights.shared_memory import store_path
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server import heartbeat
 from rollout_server.context import ServerContext

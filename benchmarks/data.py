@@ -1,4 +1,4 @@
-"""The bench of preparing data.
+"""`python -m benchmarks.data`: preparing data.
 
 - rows a second of `async-grpo prepare` (reading, filters, duplicates, template, tokens, shuffling, checksums, files
   on the disk) beside a plain loop in one process that only parses each line, fills the template and tokenizes
@@ -27,6 +27,7 @@ from async_grpo.data.prepared_source import PreparedSource
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.lab.bench.measure import Measurement, Stopwatch, progress_bar
 from async_grpo.models.random_model import train_tokenizer
+from benchmarks.harness import main, parser
 
 _TEXT = "sum of apples and pears that each child buys per day for a price in dollars after the half third part"
 _WORDS = _TEXT.split()
@@ -141,3 +142,7 @@ def _write_rows(path: Path, rows: int) -> list[str]:
         for question in questions:
             file.write(json.dumps({"question": question, "answer": f"#### {rng.randint(1, 999)}"}) + "\n")
     return questions
+
+
+if __name__ == "__main__":
+    main("python -m benchmarks.data", parser(__doc__), measure)

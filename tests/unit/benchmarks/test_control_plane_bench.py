@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from async_grpo.lab.bench.control_plane.bench import carried, costs_of, figures_of, timings_of, view
-from async_grpo.lab.bench.control_plane.node import NodeReport
-from async_grpo.lab.bench.control_plane.replay import ReplayEngine, ReplayPlan, bare_groups, percentile, replay_config
-from async_grpo.lab.bench.control_plane.round import Look, RoundResult
 from async_grpo.lab.bench.measure import Machine
 from async_grpo.lab.simulate.timings import BufferTimings, Timings
+from benchmarks.control_plane.bench import carried, costs_of, figures_of, timings_of, view
+from benchmarks.control_plane.node import NodeReport
+from benchmarks.control_plane.replay import ReplayEngine, ReplayPlan, bare_groups, percentile, replay_config
+from benchmarks.control_plane.round import Look, RoundResult
 from rollout_server.engines.base import GenerationRequest
 
 PLAN = ReplayPlan(

@@ -28,7 +28,11 @@ import numpy as np
 from rich.progress import Progress
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.lab.bench.buffer.systems import (
+from async_grpo.lab.bench.measure import Measurement, Step, paired_rounds, progress_bar
+from async_grpo.lab.bench.rig import Fsync, bench_server, check_trained
+from async_grpo.staleness import StalenessWindow
+from async_grpo.wire import Partial, ReleaseReason, Ticket
+from benchmarks.buffer.systems import (
     BenchJob,
     Role,
     System,
@@ -38,11 +42,7 @@ from async_grpo.lab.bench.buffer.systems import (
     tiny_group,
     tiny_task,
 )
-from async_grpo.lab.bench.buffer.workers import Workers, bench_workers, run_jobs
-from async_grpo.lab.bench.measure import Measurement, Step, paired_rounds, progress_bar
-from async_grpo.lab.bench.rig import Fsync, bench_server, check_trained
-from async_grpo.staleness import StalenessWindow
-from async_grpo.wire import Partial, ReleaseReason, Ticket
+from benchmarks.buffer.workers import Workers, bench_workers, run_jobs
 from buffer import RedisBuffer, wipe_run
 
 SYSTEMS: tuple[System, ...] = get_args(System)

@@ -1,7 +1,7 @@
 """One of several ranks of a trainer, or an engine: the children of `ranks`. They answer requests, line by line.
 
-    python -m async_grpo.lab.bench.weights.rank RANK RANKS LAYERS FOLDER     its part of the model, as a trainer has it
-    python -m async_grpo.lab.bench.weights.rank engine                       takes what a receiver holds into its memory
+    python -m benchmarks.weights.rank RANK RANKS LAYERS FOLDER     its part of the model, as a trainer has it
+    python -m benchmarks.weights.rank engine                       takes what a receiver holds into its memory
 
 A rank has the parameters and no optimizer: publishing reads the parameters alone. Its exporter is the trainer's own.
 An engine copies every tensor of the version into memory of its own, which is what is left of a reload where the engine

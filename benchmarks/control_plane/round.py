@@ -17,19 +17,19 @@ import psutil
 import buffer
 from async_grpo.app.launch.role_process import last_error
 from async_grpo.errors import RoleFailed
-from async_grpo.lab.bench.control_plane.node import NodeReport
-from async_grpo.lab.bench.control_plane.replay import ENDLESS, ReplayPlan, replay_config
 from async_grpo.lab.bench.rig import LineChild, ask_all
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.weights.manifest import layout_of
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire.board import Evaluation
+from benchmarks.control_plane.node import NodeReport
+from benchmarks.control_plane.replay import ENDLESS, ReplayPlan, replay_config
 from buffer.base import ReplayBuffer, RunBoard
 from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
 
-MODULE = "async_grpo.lab.bench.control_plane.node"
+MODULE = "benchmarks.control_plane.node"
 WHO = "the servers of the bench"
 NODES = 4
 OPEN_TIMEOUT_S, TAKE_TIMEOUT_S, MARGIN_S = 300.0, 240.0, 60.0

@@ -28,11 +28,11 @@ from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import EngineError, WaitTimeout
 from async_grpo.lab.bench.measure import Measurement, Step, paired_rounds
 from async_grpo.lab.bench.rollout.workload import number_model
-from async_grpo.lab.bench.weights.baselines import WAIT_S
-from async_grpo.lab.bench.weights.plane import DTYPE, WARM_UPS, BenchPlane, Weights, bench_plane
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.store import WeightStore
+from benchmarks.weights.baselines import WAIT_S
+from benchmarks.weights.plane import DTYPE, WARM_UPS, BenchPlane, Weights, bench_plane
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.vllm.engine import VllmEngine
 

@@ -4,7 +4,7 @@
     gloo     torch.distributed.broadcast of one flat tensor to one other rank
     disk     safetensors: save, then load and copy to where it belongs; nothing waits for the disk itself
 
-Each baseline has a worker process at its other end, `python -m async_grpo.lab.bench.weights.baselines tcp|gloo|disk
+Each baseline has a worker process at its other end, `python -m benchmarks.weights.baselines tcp|gloo|disk
 WHERE TARGET`. It takes one block after the other into TARGET, which lies in shared memory: a line GO on its standard
 input announces each, a line DONE on its standard output says that it is complete. It ends when its input closes.
 """
@@ -126,7 +126,7 @@ class TransferBaseline:
 
 
 def _worker(baseline: str, where: str, target: Path) -> LineChild:
-    return LineChild("async_grpo.lab.bench.weights.baselines", baseline, where, str(target))
+    return LineChild("benchmarks.weights.baselines", baseline, where, str(target))
 
 
 @asynccontextmanager

@@ -1,0 +1,17 @@
+"""The replay buffer: throughput and latency beside a plain list, and transitions of a full buffer.
+
+Producer processes send groups of 8 samples (276 KB) to a consumer process. Takes about three minutes.
+"""
+
+from benchmarks.buffer.bench import measure
+from benchmarks.harness import main, parser
+
+arguments = parser(__doc__)
+arguments.add_argument("--url", help="server to measure (default: start one)")
+arguments.add_argument(
+    "--fsync",
+    choices=("everysec", "always"),
+    default="everysec",
+    help="appendfsync of the server that it starts; a real run uses always",
+)
+main("python -m benchmarks.buffer", arguments, measure)

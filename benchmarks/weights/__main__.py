@@ -1,0 +1,21 @@
+"""The weight plane: transfer, pause and load of an engine that generates; a whole model beside a TCP loop, gloo and a
+file; patches; a folder, a bucket; relays; the trainer's stall with two ranks and four.
+
+Updates a vLLM with 56 million random parameters, sends 1.08 GB in the shapes of Qwen2.5-0.5B, and 3.09 GB from several
+ranks to two engines. Needs 21 GB of free memory and takes about ten minutes.
+"""
+
+from benchmarks.harness import main, parser
+from benchmarks.weights.bench import measure
+
+arguments = parser(__doc__)
+arguments.add_argument(
+    "--bucket", metavar="URL", help="also send versions through this bucket: s3://BUCKET/PREFIX, gs://, az://"
+)
+arguments.add_argument(
+    "--engine",
+    choices=("cpu", "cuda", "ascend", "none"),
+    default="cpu",
+    help="platform of the engine that is updated; none: leave it out, as without vLLM",
+)
+main("python -m benchmarks.weights", arguments, measure)
