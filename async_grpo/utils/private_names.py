@@ -101,6 +101,8 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             *_of("vllm.model_executor.model_loader.reload:", "initialize_layerwise_reload"),
             *_of("vllm.model_executor.model_loader.reload:", "finalize_layerwise_reload"),
             "vllm.model_executor.model_loader:register_model_loader",
+            "vllm.model_executor.model_loader:base_loader.process_weights_after_loading",
+            "vllm.model_executor.layers.linear:LinearMethodBase",
             "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",
         ),
         optional=("vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info", "torch.cpu:_init_amx"),

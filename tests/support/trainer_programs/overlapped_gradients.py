@@ -37,7 +37,7 @@ def steps(config: RunConfig, model: Path, platform: Platform, overlap: bool) -> 
 
     from async_grpo.telemetry.timeline import PhaseTimer
     from trainer.model import policy as module
-    from trainer.step.step import StreamedStep, train_step
+    from trainer.step.step import train_step, train_step_streamed
 
     given = partial(module.DistributedDataParallelConfig, bucket_size=BUCKET)
     started: list[str] = []
@@ -65,13 +65,12 @@ def steps(config: RunConfig, model: Path, platform: Platform, overlap: bool) -> 
             started.clear()
             batch = make_batch(version)
             if version == 2:
-                step = StreamedStep(policy, config, version, phases)
-                step.add(replace(batch, groups=batch.groups[:1], missing=1))
-                step.add(replace(batch, groups=batch.groups[1:]))
-                values = step.close(lr)
+                parts = [replace(batch, groups=batch.groups[:1], missing=1), replace(batch, groups=batch.groups[1:])]
+                values = train_step_streamed(policy, parts, config, version=version, lr=lr, phases=phases)
             else:
                 values = train_step(policy, batch, config, lr=lr, phases=phases)
             orders.append("".join(name[0] for name in started))
+            assert values is not None
             norms.append(values["grad_norm"])
         wrapped = policy.wrapped
         weights = {name: tensor.float().tolist() for name, tensor in policy.export()}
