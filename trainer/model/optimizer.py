@@ -22,6 +22,7 @@ from torch import Tensor
 
 from async_grpo.config.trainer import OptimizerConfig
 from async_grpo.errors import NonFiniteStep, WaitTimeout
+from trainer.model.host_slabs import HostSlabs
 from trainer.model.optimizer_shards import restore_optimizer_state, sharded_optimizer_state
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -79,6 +80,7 @@ class StateOffload:
         self._optimizer = optimizer
         self._device = device
         self._homes: dict[tuple[int, str], Tensor] = {}
+        self._slabs = HostSlabs(pinned=device != "cpu")
         self._lent_until: tuple[threading.Event, float] | None = None
         parts = distributed_parts(optimizer)
         pairs = [pair for part in parts for pair in _masters_and_weights(part)]
@@ -172,11 +174,10 @@ class StateOffload:
         return tensor.to(self._device, copy=True, non_blocking=True)
 
     def _at_home(self, owner: Tensor, name: str, tensor: Tensor) -> Tensor:
-        """Pinned where there is a device to copy from, and allocated once."""
+        """Page-locked where there is a device to copy from, and allocated once."""
         home = self._homes.get((id(owner), name))
         if home is None:
-            home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._device != "cpu")
-            self._homes[id(owner), name] = home
+            home = self._homes[id(owner), name] = self._slabs.empty(tensor.shape, tensor.dtype)
         if home is not tensor:
             home.copy_(tensor)
         return home

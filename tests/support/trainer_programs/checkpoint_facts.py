@@ -347,11 +347,11 @@ def brought(config: RunConfig, model: Path, platform: Any, _folder: Path) -> lis
             if function in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
                 for tensor in tree_leaves(args[len(copied_to) :]):
                     if isinstance(tensor, torch.Tensor):
-                        counts[tensor.untyped_storage().data_ptr()] += 1
+                        counts[tensor.data_ptr()] += 1
             return function(*args, **(kwargs or {}))
 
     policy = make(reconfigured(config, "bfloat16", True), model, platform)
-    masters = [master.untyped_storage().data_ptr() for master, _ in parameter_states(policy.optimizer)]
+    masters = [master.data_ptr() for master, _ in parameter_states(policy.optimizer)]
     counts: Counter[int] = Counter()
     with Reads():
         step(policy, config, 0)
