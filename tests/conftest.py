@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 SHARED_FIXTURES = {
-    "vllm": {"lab", "tied_lab", "untied_lab"},
+    "vllm": {"lab", "tied_lab", "untied_lab", "subject"},
     "ranks": {"one_rank", "two_ranks", "four_ranks"},
 }
 """Group of modules -> fixtures that start for all of them what takes minutes."""
