@@ -1,8 +1,8 @@
-"""How long each side of a run waited, and which of them was the bottleneck.
+"""How long each side of a run waited; `telemetry.bottleneck` has what follows from it.
 
-    metrics.jsonl           wait_s, step_s, time_s   -->  trainer_idle_share --+
-                                    |                                          +-->  bottleneck: a sentence
-    timeline/rollout-*.jsonl      spans              -->  rollout_idle_share --+
+    metrics.jsonl           wait_s, step_s, time_s   -->  trainer_idle_share
+                                    |
+    timeline/rollout-*.jsonl      spans              -->  rollout_idle_share
 
 A rollout server is idle while it generates nothing. Only the time of the trainer's steps counts:
 
@@ -12,7 +12,7 @@ A rollout server is idle while it generates nothing. Only the time of the traine
 
 Steps that waited for a server to be started again say nothing about either side: `undisturbed_steps` leaves them out.
 
-Reports, sweeps and the page of runs use these functions, so that their shares and verdicts agree.
+Reports, sweeps and the page of runs use these functions, so that their shares agree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from async_grpo.staleness import Selector
 from async_grpo.telemetry.rows import Row, number, numbers, rate
 from async_grpo.telemetry.timeline import PROCESS_TRACK, STARTED
 
@@ -33,51 +32,6 @@ Span = tuple[float, float]
 EVALUATION = "evaluation"
 GENERATING = ("generation", EVALUATION)
 """Tracks in whose spans a server generates."""
-_NOTICEABLE = 0.1
-"""Smallest difference between the two idle shares that names a bottleneck."""
-_TURNS = 0.15
-"""Where both sides wait longer than this share of the time, they do not overlap."""
-
-
-def bottleneck(
-    trainer_idle: float | None,
-    rollout_idle: float | None,
-    evaluating: float | None = None,
-    *,
-    selector: Selector = "fifo",
-    disturbed: int = 0,
-) -> str:
-    """A sentence with the idle shares and what follows from them; "" if the trainer's is not known.
-
-    All shares are of the trainer's time, 0 to 1. `evaluating`: the share in which servers evaluated. `disturbed`:
-    number of steps that are not in the shares, because a server was started again.
-    """
-    if trainer_idle is None:
-        return ""
-    waited = f"The trainer waited for rollouts {trainer_idle:.0%} of its time"
-    if rollout_idle is None:
-        return f"{waited}; how long the rollout servers waited is not known."
-    tested = f" Evaluations kept the servers busy for {evaluating:.0%} of it." if (evaluating or 0) >= 0.05 else ""
-    reading = _reading(trainer_idle, rollout_idle, selector)
-    without = ""
-    if disturbed:
-        steps = "1 step" if disturbed == 1 else f"{disturbed} steps"
-        without = f" This is without {steps} in which a rollout server was started again."
-    verdict = f"{waited}, and the rollout servers generated nothing for {rollout_idle:.0%} of it: {reading}."
-    return f"{verdict}{tested}{without}"
-
-
-def _reading(trainer_idle: float, rollout_idle: float, selector: Selector) -> str:
-    ahead = trainer_idle - rollout_idle
-    if min(trainer_idle, rollout_idle) >= _TURNS:
-        if selector == "exact_age":
-            return "the two sides took turns, as they must with the selector exact_age"
-        return "the two sides took turns, and a larger max_staleness would let them work at the same time"
-    if ahead >= _NOTICEABLE:
-        return "generation was the bottleneck, and more rollout servers would make the run faster"
-    if ahead <= -_NOTICEABLE:
-        return "training was the bottleneck, and a faster trainer would make the run faster"
-    return "generation and training were balanced"
 
 
 def outages(server: Iterable[Row]) -> list[Span]:

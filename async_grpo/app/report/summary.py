@@ -10,8 +10,8 @@ import msgspec
 
 from async_grpo.config.schema import RunConfig
 from async_grpo.staleness import Selector
+from async_grpo.telemetry.bottleneck import describe_bottleneck
 from async_grpo.telemetry.idle import (
-    bottleneck,
     evaluating_share,
     rollout_idle_share,
     trainer_idle_share,
@@ -127,7 +127,7 @@ def _steady(steps: Sequence[Row], servers: Sequence[Sequence[Row]], selector: Se
 def _verdict(steps: Sequence[Row], servers: Sequence[Sequence[Row]], selector: Selector) -> str:
     """Which side was the bottleneck, from the steps in which no rollout server was started again."""
     calm = undisturbed_steps(steps, servers)
-    return bottleneck(
+    return describe_bottleneck(
         trainer_idle_share(calm),
         rollout_idle_share(calm, servers),
         evaluating_share(calm, servers) if servers else None,

@@ -13,7 +13,7 @@ from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.timings import Timings
 from async_grpo.lab.simulate.trainer import SimulatedStep
 from async_grpo.lab.simulate.world import SimulatedRun
-from async_grpo.telemetry.idle import bottleneck
+from async_grpo.telemetry.bottleneck import describe_bottleneck
 from async_grpo.telemetry.rows import mean
 
 WARM_STEPS = 2
@@ -97,7 +97,7 @@ def figures_of(run: SimulatedRun) -> SimulatedFigures:
         released={reason: count for reason, count in run.released.items() if count},
         evaluation_s=mean([end - start for start, end in run.evaluations]),
         exchange_s=run.exchange_s,
-        bottleneck=bottleneck(trainer_idle, rollout_idle, selector=run.settings.policy.selector),
+        bottleneck=describe_bottleneck(trainer_idle, rollout_idle, selector=run.settings.policy.selector),
     )
 
 

@@ -1,11 +1,10 @@
-"""Throughput, idle shares and what they say about the bottleneck, counted by hand."""
+"""Throughput, and idle shares, counted by hand."""
 
 from __future__ import annotations
 
 import pytest
 
 from async_grpo.telemetry.idle import (
-    bottleneck,
     evaluating_share,
     merged,
     outages,
@@ -57,36 +56,6 @@ def test_a_server_is_idle_when_it_generates_nothing_while_the_trainer_is_at_work
 def test_spans_are_merged_and_overlapped() -> None:
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (9, 9)]) == [(0, 4), (5, 6)]
     assert overlap([(0, 4), (5, 6)], [(1, 2), (3, 5.5)]) == [(1, 2), (3, 4), (5, 5.5)]
-
-
-@pytest.mark.parametrize(
-    ("trainer", "rollout", "verdict"),
-    [
-        (0.55, 0.02, "generation was the bottleneck"),
-        (0.11, 0.0, "generation was the bottleneck"),
-        (0.0, 0.4, "training was the bottleneck"),
-        (0.14, 0.6, "training was the bottleneck"),
-        (0.04, 0.06, "were balanced"),
-        (0.14, 0.10, "were balanced"),
-        (0.6, 0.4, "took turns"),
-        (0.2, 0.2, "took turns"),
-        (0.3, None, "is not known"),
-    ],
-)
-def test_the_verdict_agrees_with_the_shares_that_it_names(trainer: float, rollout: float | None, verdict: str) -> None:
-    said = bottleneck(trainer, rollout)
-    assert verdict in said and f"rollouts {trainer:.0%} of its time" in said
-    assert rollout is None or f"generated nothing for {rollout:.0%}" in said
-
-
-def test_no_larger_staleness_is_recommended_where_the_selector_makes_both_sides_take_turns() -> None:
-    assert "max_staleness" in bottleneck(0.6, 0.4) and "max_staleness" not in bottleneck(0.6, 0.4, selector="exact_age")
-
-
-def test_evaluations_that_kept_servers_busy_are_named_and_nothing_is_said_of_a_run_without_steps() -> None:
-    assert "Evaluations kept the servers busy for 16% of it." in bottleneck(0.55, 0.02, 0.16)
-    assert "Evaluations" not in bottleneck(0.55, 0.02, 0.01)
-    assert bottleneck(None, 0.5) == ""
 
 
 def started(at_s: float) -> Row:
