@@ -1,6 +1,7 @@
 """Who waits in a run, and what to change: the rules and the only thresholds of everything that answers this.
 
     idle shares of both sides       --> find_bottleneck, describe_bottleneck     report, page of runs, simulate
+    seconds by cause                --> main_cause, ADVICE                       why
 
 A side that waits for more than a tenth of the time waits, whoever asks:
 
@@ -8,11 +9,13 @@ A side that waits for more than a tenth of the time waits, whoever asks:
     trainer <= 10%            balanced           training
     trainer >  10%            generation         turns
 
-Everything here is a pure function of numbers that others measure (`telemetry.idle`).
+Everything here is a pure function of numbers that others measure (`telemetry.idle`, `lab.simulate.why`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from enum import StrEnum
 
 from async_grpo.staleness import Selector
@@ -22,6 +25,8 @@ WAITS = 0.10
 wait is no reason to change a run."""
 NOTEWORTHY = 0.05
 """Share of the time from which a disturbance (evaluations, missing processors) is mentioned."""
+BOTH_CONTENDED = 0.3
+"""Share of the trainer's waits that servers spend waiting for processors, from which on contention slows both sides."""
 
 
 class Bottleneck(StrEnum):
@@ -86,3 +91,83 @@ def _reading(trainer_idle: float, rollout_idle: float, selector: Selector) -> st
     if abs(trainer_idle - rollout_idle) > WAITS:
         longer = f"; {'generation' if trainer_idle > rollout_idle else 'training'} took longer"
     return f"the two sides took turns, and a larger max_staleness would let them work at the same time{longer}"
+
+
+class Cause(StrEnum):
+    """What time went to. The first three are the trainer's own."""
+
+    COMPUTING = "computing"
+    CHECKPOINTS = "checkpoints"
+    PUBLISHING = "publishing"
+    BUFFER = "buffer"
+    WEIGHTS = "weights"
+    VERIFIERS = "verifiers"
+    WINDOW = "window"
+    TASKS = "tasks"
+    SLOTS = "slots"
+    TAIL = "tail"
+    SLOW_SERVER = "slow server"
+    EVALUATION = "evaluation"
+    ENGINE = "engine"
+    CPU = "processors"
+    RESTART = "restart"
+
+
+MEANINGS = {
+    Cause.BUFFER: "a group was finished, and the batch came late",
+    Cause.WEIGHTS: "servers waited for new weights, or loaded them",
+    Cause.VERIFIERS: "completions were being judged",
+    Cause.WINDOW: "no group could be admitted: (S + 1) P groups were active",
+    Cause.TASKS: "no task (prompt) was there",
+    Cause.SLOTS: "a group waited for one of rollout.max_concurrency samples to end",
+    Cause.TAIL: "a group's longest completion ran while slots were free",
+    Cause.SLOW_SERVER: "a group ran on a server that is much slower than the others",
+    Cause.EVALUATION: "an evaluation ran next to the group, or kept the server's version",
+    Cause.ENGINE: "a group ran in a full engine",
+    Cause.CPU: "the server's processes waited for a processor",
+    Cause.RESTART: "a server was away and was started again",
+}
+"""What the group that a batch waited for was held up by, for readers of the table."""
+
+ADVICE = {
+    Cause.COMPUTING: "the trainer computes nearly all the time: a faster trainer (more ranks, larger micro-batches, "
+    "less recomputation) makes the run faster, more servers do not",
+    Cause.CHECKPOINTS: "checkpoints stop the trainer: raise trainer.checkpoint.every_steps, set "
+    "trainer.checkpoint.background, or use a faster disk",
+    Cause.PUBLISHING: "publishing weights stops the trainer: look at weights.encoding and at the memory's bandwidth",
+    Cause.BUFFER: "finished groups are long on their way to the trainer: look at the Redis server and its disk",
+    Cause.WEIGHTS: "servers wait for new weights or load them: use a faster link, or rollout.interruption keep",
+    Cause.VERIFIERS: "the verifiers are the bottleneck: raise rewards.workers, or make the reward functions faster",
+    Cause.WINDOW: "the staleness window is full while servers have free slots: raise max_staleness",
+    Cause.TASKS: "servers wait for tasks: the data source is slow",
+    Cause.SLOTS: "all slots are taken and the engine could run more samples at once: raise rollout.max_concurrency",
+    Cause.TAIL: "a few long completions hold batches up while slots are free: raise max_staleness, set "
+    "rollout.oversample, or choose windowed_fifo",
+    Cause.SLOW_SERVER: "one server is slower than the others, and batches wait for its groups: see what runs there",
+    Cause.EVALUATION: "evaluations hold servers up: raise eval.every_steps, or lower eval.prompts",
+    Cause.ENGINE: "generation is the bottleneck, and the engines are full: add rollout servers",
+    Cause.CPU: "processes wait for processors that others use: stop what else runs on these cores, give each side "
+    "cores of its own (launch.cores), use fewer threads, or raise the container's CPU limit",
+    Cause.RESTART: "a rollout server was away and was started again: its log says why it ended. No setting of the run "
+    "would have shortened that; async-grpo why --last N explains the steps after it",
+}
+"""What to do about each cause."""
+
+
+def main_cause(trainer: Mapping[Cause, float], waits: Mapping[Cause, float], seconds: float) -> tuple[Cause, float]:
+    """The cause that most of the `seconds` of a run's steps went to, and its share of them.
+
+    `trainer`: seconds of the trainer's own work by cause, `waits`: those of its waits. The trainer's computing counts
+    only if the trainer does not wait for groups, and so does its time without a processor, unless servers lack
+    processors too.
+    """
+    waited_s = sum(waits.values())
+    is_waiting = waited_s > WAITS * seconds
+    contended = waits.get(Cause.CPU, 0.0) >= BOTH_CONTENDED * waited_s
+    found = defaultdict(float, waits)
+    for cause, spent_s in trainer.items():
+        hides = cause is Cause.COMPUTING or (cause is Cause.CPU and not contended)
+        if not (is_waiting and hides):
+            found[cause] += spent_s
+    cause = max(found, key=lambda cause: found[cause])
+    return cause, found[cause] / seconds if seconds else 0.0

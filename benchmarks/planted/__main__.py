@@ -32,7 +32,8 @@ from async_grpo.lab.simulate.calibrate import calibrate
 from async_grpo.lab.simulate.recorded import read_recorded
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.whatif import Change, changes
-from async_grpo.lab.simulate.why import ADVICE, Explanation, explain
+from async_grpo.lab.simulate.why import Explanation, explain
+from async_grpo.telemetry.bottleneck import ADVICE
 from async_grpo.telemetry.logging import configure_logging
 from benchmarks.planted.causes import CONSTANT, GROUPS, PLANTED, PROMPT, SIZE, PlantedRun
 from benchmarks.slowdown import steps_of

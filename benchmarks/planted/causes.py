@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.errors import ConfigError
-from async_grpo.lab.simulate.why import Cause
+from async_grpo.telemetry.bottleneck import Cause
 from benchmarks.slowdown import PERIOD_S, SHARE, processes, send
 
 GROUPS, SIZE, PROMPT = 4, 4, 32

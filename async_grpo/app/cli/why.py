@@ -15,6 +15,7 @@ from rich.table import Table
 
 from async_grpo.app.cli.common import RunFolderArgument, exit_with, say
 from async_grpo.errors import AsyncGrpoError, DataError
+from async_grpo.telemetry.bottleneck import ADVICE, MEANINGS
 from async_grpo.telemetry.weight_updates import UPDATE_PARTS
 from async_grpo.utils.text import figure
 
@@ -66,8 +67,6 @@ def why(
 
 
 def _show(found: Explanation, console: Console) -> None:
-    from async_grpo.lab.simulate.why import ADVICE, MEANINGS
-
     console.print(
         f"{found.steps} steps took {found.seconds:.0f} s; the trainer waited for {found.wait_share:.0%} of them.",
         highlight=False,
@@ -143,8 +142,6 @@ def _follow(run: Path, last: int, console: Console) -> None:
 
 def _as_plain(found: Explanation, simulated: list[Change]) -> dict[str, object]:
     """All figures, as JSON takes them. Shares are those of the steps' time, seconds those of a mean step."""
-    from async_grpo.lab.simulate.why import ADVICE
-
     return {
         "cause": found.cause.value,
         "share": found.share,

@@ -10,9 +10,7 @@ from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.timings import Timings
 from async_grpo.lab.simulate.world import simulate
 from async_grpo.staleness import RateLimit
-
-CONTENDED = 0.05
-"""Share of the time without a processor from which on a change is simulated that gives both sides their own."""
+from async_grpo.telemetry.bottleneck import NOTEWORTHY
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def _candidates(settings: SimulatedSettings, timings: Timings) -> Iterator[tuple
         yield "tasks in half the time", "", settings, timings.model_copy(update={"task_s": timings.task_s / 2})
     if timings.slow_servers:
         yield "no server slower than the others", "", settings, timings.model_copy(update={"slow_servers": []})
-    if max(timings.engine_contended, timings.trainer_contended) >= CONTENDED:
+    if max(timings.engine_contended, timings.trainer_contended) >= NOTEWORTHY:
         yield "processors of their own", "launch.cores", settings, _uncontended(timings)
 
 

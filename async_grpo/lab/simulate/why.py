@@ -28,80 +28,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from async_grpo.lab.simulate.recorded import RecordedGroup, RecordedRun, RecordedServer, slowness, span_of
+from async_grpo.telemetry.bottleneck import Cause, main_cause
 from async_grpo.telemetry.idle import Span, length, merged, overlap
 from async_grpo.telemetry.metrics import COMPUTE
 from async_grpo.telemetry.rows import Facts, number, numbers
 from async_grpo.telemetry.weight_updates import update_seconds
 
-BUSY = 0.15
-"""Share of waiting below which the trainer is the bottleneck."""
 TAILED = 1.6
 """A group whose longest sample is so many times its mean is held up by its tail."""
-CONTENDED = 0.3
-"""Share of the trainer's waits that servers spend waiting for processors, from which on contention slows both sides."""
 LEAST_LINK = 0.005
 """Share of the time below which a link of the critical path is left out."""
-
-
-class Cause(StrEnum):
-    """What time went to. The first five are the trainer's own."""
-
-    COMPUTING = "computing"
-    CHECKPOINTS = "checkpoints"
-    PUBLISHING = "publishing"
-    BUFFER = "buffer"
-    WEIGHTS = "weights"
-    VERIFIERS = "verifiers"
-    WINDOW = "window"
-    TASKS = "tasks"
-    SLOTS = "slots"
-    TAIL = "tail"
-    SLOW_SERVER = "slow server"
-    EVALUATION = "evaluation"
-    ENGINE = "engine"
-    CPU = "processors"
-    RESTART = "restart"
-
-
-MEANINGS = {
-    Cause.BUFFER: "a group was finished, and the batch came late",
-    Cause.WEIGHTS: "servers waited for new weights, or loaded them",
-    Cause.VERIFIERS: "completions were being judged",
-    Cause.WINDOW: "no group could be admitted: (S + 1) P groups were active",
-    Cause.TASKS: "no task (prompt) was there",
-    Cause.SLOTS: "a group waited for one of rollout.max_concurrency samples to end",
-    Cause.TAIL: "a group's longest completion ran while slots were free",
-    Cause.SLOW_SERVER: "a group ran on a server that is much slower than the others",
-    Cause.EVALUATION: "an evaluation ran next to the group, or kept the server's version",
-    Cause.ENGINE: "a group ran in a full engine",
-    Cause.CPU: "the server's processes waited for a processor",
-    Cause.RESTART: "a server was away and was started again",
-}
-"""What the group that a batch waited for was held up by, for readers of the table."""
-
-ADVICE = {
-    Cause.COMPUTING: "the trainer computes nearly all the time: a faster trainer (more ranks, larger micro-batches, "
-    "less recomputation) makes the run faster, more servers do not",
-    Cause.CHECKPOINTS: "checkpoints stop the trainer: raise trainer.checkpoint.every_steps, set "
-    "trainer.checkpoint.background, or use a faster disk",
-    Cause.PUBLISHING: "publishing weights stops the trainer: look at weights.encoding and at the memory's bandwidth",
-    Cause.BUFFER: "finished groups are long on their way to the trainer: look at the Redis server and its disk",
-    Cause.WEIGHTS: "servers wait for new weights or load them: use a faster link, or rollout.interruption keep",
-    Cause.VERIFIERS: "the verifiers are the bottleneck: raise rewards.workers, or make the reward functions faster",
-    Cause.WINDOW: "the staleness window is full while servers have free slots: raise max_staleness",
-    Cause.TASKS: "servers wait for tasks: the data source is slow",
-    Cause.SLOTS: "all slots are taken and the engine could run more samples at once: raise rollout.max_concurrency",
-    Cause.TAIL: "a few long completions hold batches up while slots are free: raise max_staleness, set "
-    "rollout.oversample, or choose windowed_fifo",
-    Cause.SLOW_SERVER: "one server is slower than the others, and batches wait for its groups: see what runs there",
-    Cause.EVALUATION: "evaluations hold servers up: raise eval.every_steps, or lower eval.prompts",
-    Cause.ENGINE: "generation is the bottleneck, and the engines are full: add rollout servers",
-    Cause.CPU: "processes wait for processors that others use: stop what else runs on these cores, give each side "
-    "cores of its own (launch.cores), use fewer threads, or raise the container's CPU limit",
-    Cause.RESTART: "a rollout server was away and was started again: its log says why it ended. No setting of the run "
-    "would have shortened that; async-grpo why --last N explains the steps after it",
-}
-"""What to do about each cause."""
 
 
 class WaitStage(StrEnum):
@@ -169,26 +105,14 @@ class Explanation:
         return sum(part.seconds for part in self.parts) / self.seconds if self.seconds else 0.0
 
     @property
-    def candidates(self) -> dict[Cause, float]:
-        """Seconds by cause, of those that can be the bottleneck. The trainer's computing counts only if it hardly waits
-        for groups, and so does its time without a processor, unless servers lack processors too."""
-        found, waits = defaultdict(float, self.waits), self.waits
-        contended = waits.get(Cause.CPU, 0.0) >= CONTENDED * sum(waits.values())
-        for cause, seconds in self.trainer.items():
-            hides = cause is Cause.COMPUTING or (cause is Cause.CPU and not contended)
-            if self.wait_share < BUSY or not hides:
-                found[cause] += seconds
-        return dict(found)
-
-    @property
     def cause(self) -> Cause:
-        """The bottleneck: the candidate that takes longest."""
-        return max(self.candidates, key=lambda cause: self.candidates[cause])
+        """The bottleneck."""
+        return main_cause(self.trainer, self.waits, self.seconds)[0]
 
     @property
     def share(self) -> float:
         """The bottleneck's share of the time."""
-        return self.candidates[self.cause] / self.seconds if self.seconds else 0.0
+        return main_cause(self.trainer, self.waits, self.seconds)[1]
 
     def shares(self) -> list[tuple[str, float, float]]:
         """Every part of the time with its seconds and its share, the largest first; waits are named as such."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.telemetry.bottleneck import WAITS, Bottleneck, describe_bottleneck, find_bottleneck
+from async_grpo.telemetry.bottleneck import (
+    WAITS,
+    Bottleneck,
+    Cause,
+    describe_bottleneck,
+    find_bottleneck,
+    main_cause,
+)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +51,20 @@ def test_no_larger_staleness_is_recommended_where_the_selector_makes_both_sides_
 def test_evaluations_that_kept_servers_busy_are_named() -> None:
     assert "Evaluations kept the servers busy for 16% of it." in describe_bottleneck(0.55, 0.02, 0.16)
     assert "Evaluations" not in describe_bottleneck(0.55, 0.02, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "waits", "cause", "share"),
+    [
+        ({Cause.COMPUTING: 88.0}, {Cause.ENGINE: 8.0, Cause.WINDOW: 4.0}, Cause.ENGINE, 0.08),
+        ({Cause.COMPUTING: 92.0}, {Cause.ENGINE: 8.0}, Cause.COMPUTING, 0.92),
+        ({Cause.COMPUTING: 50.0, Cause.CHECKPOINTS: 30.0}, {Cause.ENGINE: 20.0}, Cause.CHECKPOINTS, 0.3),
+        ({Cause.COMPUTING: 10.0, Cause.CPU: 60.0}, {Cause.ENGINE: 30.0}, Cause.ENGINE, 0.3),
+        ({Cause.COMPUTING: 10.0, Cause.CPU: 60.0}, {Cause.ENGINE: 20.0, Cause.CPU: 10.0}, Cause.CPU, 0.7),
+    ],
+    ids=["waits", "hardly waits", "checkpoints", "only the trainer lacks processors", "both lack processors"],
+)
+def test_computing_is_the_cause_only_where_the_trainer_does_not_wait(
+    trainer: dict[Cause, float], waits: dict[Cause, float], cause: Cause, share: float
+) -> None:
+    assert main_cause(trainer, waits, 100.0) == (cause, pytest.approx(share))

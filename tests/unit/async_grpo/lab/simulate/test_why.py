@@ -12,7 +12,10 @@ from async_grpo.lab.simulate.calibrate import measure
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.recorded import read_recorded
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
-from async_grpo.lab.simulate.why import ADVICE, MEANINGS, Cause, WaitStage, explain
+from async_grpo.lab.simulate.why import WaitStage, explain
+from async_grpo.telemetry.bottleneck import ADVICE, MEANINGS, Bottleneck, Cause, find_bottleneck
+from async_grpo.telemetry.idle import rollout_idle_share, trainer_idle_share
+from async_grpo.telemetry.jsonl import read_rows
 from tests.support.recorded_runs import recorded_run
 
 BALANCED = Timings(
@@ -24,6 +27,7 @@ BALANCED = Timings(
     verifier=VerifierTimings(latency_s=0.002),
 )
 LONG = LengthModel(kind="lognormal", mean=40, sigma=1.3, cap=200)
+TRAINERS_OWN = {Cause.COMPUTING, Cause.CHECKPOINTS, Cause.PUBLISHING}
 PLANTED: dict[Cause, tuple[int, dict[str, Any], dict[str, Any]]] = {
     Cause.COMPUTING: (2, {"trainer": TrainerTimings(base_s=3.0)}, {}),
     Cause.CHECKPOINTS: (
@@ -51,6 +55,18 @@ def test_a_planted_cause_is_named(cause: Cause, tmp_path: Path) -> None:
     found = explain(run)
     assert found.cause is cause, found.shares()
     assert ADVICE[cause]
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_the_report_blames_the_side_that_the_cause_belongs_to(cause: Cause, tmp_path: Path) -> None:
+    max_staleness, timings, changed = PLANTED[cause]
+    run = recorded_run(tmp_path, max_staleness, BALANCED.model_copy(update=timings), **changed)
+    servers = [list(read_rows(file)) for file in sorted((run.path / "timeline").glob("rollout-*.jsonl"))]
+    trainer, rollout = trainer_idle_share(run.steps[1:]), rollout_idle_share(run.steps[1:], servers)
+    assert trainer is not None and rollout is not None
+    verdict = find_bottleneck(trainer, rollout)
+    assert (verdict is Bottleneck.TRAINING) == (cause in TRAINERS_OWN)
+    assert (verdict is Bottleneck.TURNS) or ("max_staleness" not in ADVICE[cause])
 
 
 def test_time_without_a_processor_is_told_from_the_work_that_it_held_up(tmp_path: Path) -> None:
@@ -115,8 +131,7 @@ def later(row: dict[str, Any], cut_s: float, away_s: float) -> dict[str, Any]:
 
 
 def test_every_wait_has_a_meaning_and_an_advice() -> None:
-    own = {Cause.COMPUTING, Cause.CHECKPOINTS, Cause.PUBLISHING}
-    assert set(MEANINGS) == set(Cause) - own
+    assert set(MEANINGS) == set(Cause) - TRAINERS_OWN
     assert set(ADVICE) == set(Cause)
 
 
