@@ -80,7 +80,10 @@ def describe_bottleneck(
 def _reading(trainer_idle: float, rollout_idle: float, selector: Selector) -> str:
     match find_bottleneck(trainer_idle, rollout_idle):
         case Bottleneck.GENERATION:
-            return "generation was the bottleneck, and more rollout servers would make the run faster"
+            return (
+                "generation was the bottleneck, and more rollout servers would make the run faster, unless `async-grpo "
+                "why` names another cause"
+            )
         case Bottleneck.TRAINING:
             return "training was the bottleneck, and a faster trainer would make the run faster"
         case Bottleneck.BALANCED:

@@ -39,6 +39,11 @@ def test_the_verdict_agrees_with_the_shares_that_it_names(
     assert ("max_staleness" in sentence) == (found is Bottleneck.TURNS)
 
 
+def test_servers_are_not_recommended_without_a_look_at_what_was_waited_for() -> None:
+    """Idle shares cannot tell slow verifiers, tasks or weights from too few servers."""
+    assert "async-grpo why" in describe_bottleneck(0.55, 0.02)
+
+
 def test_no_side_is_blamed_where_one_share_is_unknown() -> None:
     assert describe_bottleneck(None, 0.5) == ""
     assert "is not known" in describe_bottleneck(0.3, None)
