@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from async_grpo.telemetry.bottleneck import NEVER_WAITS, WAITS, WORTHWHILE
 from async_grpo.telemetry.rows import Row, number
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from async_grpo.staleness import ReplayPolicy
     from buffer.base import BufferStats
 
-WAITS, WAITS_NOT = 0.1, 0.03
-"""Share of its time above which the trainer counts as waiting, and below which as not waiting."""
-LEAST_GAIN = 0.03
-"""By how much faster an increase must make the run to be kept, as a share."""
 OTHER_REGIME = 0.3
 """Change of the run's speed, as a share, after which an increase that gave nothing is tried again."""
 RECOVERED = 1.1
@@ -141,7 +138,7 @@ class StalenessController:
         self._trial = None
         speed = self._mean(lambda one: one.tokens_per_s)
         gain = speed / trial.tokens_per_s - 1 if trial.tokens_per_s else 1.0
-        if gain >= LEAST_GAIN:
+        if gain >= WORTHWHILE:
             return None
         self._held = (HOLD * self._config.patience, speed)
         return self._decide(trial.before, f"tokens/s changed by {gain:+.0%} since S = {trial.before}: it gives nothing")
@@ -165,7 +162,7 @@ class StalenessController:
         recent = self._recent(times)
         spare = min(one.ready // self._groups - 1 for one in recent)
         idle = self._mean(lambda one: one.idle, times)
-        if idle < WAITS_NOT and spare > 0:
+        if idle < NEVER_WAITS and spare > 0:
             fewer = min(spare, max(1, self.staleness // 2))
             return self._decide(
                 self.staleness - fewer,

@@ -2,6 +2,8 @@
 
     idle shares of both sides       --> find_bottleneck, describe_bottleneck     report, page of runs, simulate
     seconds by cause                --> main_cause, ADVICE                       why
+    the trainer's idle share        --> WAITS, NEVER_WAITS                       max_staleness: auto
+    the speed that a change gives   --> WORTHWHILE                               max_staleness: auto
 
 A side that waits for more than a tenth of the time waits, whoever asks:
 
@@ -23,6 +25,11 @@ from async_grpo.staleness import Selector
 WAITS = 0.10
 """Share of the time above which a side counts as waiting. Equal runs on shared machines differ by as much, so a shorter
 wait is no reason to change a run."""
+NEVER_WAITS = 0.03
+"""Share below which the trainer counts as not waiting at all. `max_staleness: auto` lowers S only then, so that it does
+not move up and down around WAITS."""
+WORTHWHILE = 0.05
+"""Smallest gain in speed that is worth more servers or older tokens: simulations are no more exact than that."""
 NOTEWORTHY = 0.05
 """Share of the time from which a disturbance (evaluations, missing processors) is mentioned."""
 BOTH_CONTENDED = 0.3

@@ -17,6 +17,7 @@ from async_grpo.lab.simulate.timings import EngineTimings, Timings, TrainerTimin
 from async_grpo.lab.simulate.trainer import SimulatedStep
 from async_grpo.lab.simulate.world import World
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
+from async_grpo.telemetry.bottleneck import Bottleneck, find_bottleneck
 
 P = 4
 QUIET = StalenessFigures(idle=0.05, tokens_per_s=100.0, active=0, ready=P)
@@ -73,6 +74,22 @@ def test_an_increase_that_gives_nothing_is_taken_back_and_left_alone_until_the_s
     assert "changed by +0%" in found[1][2].reason
     slower = replace(waiting, tokens_per_s=20.0)
     assert fed(one, 6, lambda s: replace(slower, active=full(s)))[0][2].staleness == 4
+
+
+@pytest.mark.parametrize(("gain", "kept"), [(0.04, False), (0.06, True)])
+def test_an_increase_is_kept_for_a_gain_for_which_tune_would_choose_it_too(gain: float, kept: bool) -> None:
+    one = controller(2, max=4, patience=2)
+    speed = {2: 100.0, 4: 100.0 * (1 + gain)}
+    found = fed(one, 12, lambda s: replace(QUIET, idle=0.3, active=full(s), tokens_per_s=speed[s]))
+    assert [d.staleness for _, _, d in found] == ([4] if kept else [4, 2])
+
+
+@pytest.mark.parametrize("idle", [0.05, 0.09, 0.11, 0.3])
+@pytest.mark.parametrize("rollout_idle", [0.0, 0.2])
+def test_it_rises_only_where_the_report_does_not_blame_the_trainer(idle: float, rollout_idle: float) -> None:
+    waits = find_bottleneck(idle, rollout_idle) in (Bottleneck.GENERATION, Bottleneck.TURNS)
+    found = fed(controller(1, patience=2), 2, lambda s: replace(QUIET, idle=idle, active=full(s)))
+    assert bool(found) == waits
 
 
 @pytest.mark.parametrize(
