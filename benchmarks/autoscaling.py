@@ -1,7 +1,7 @@
 """`python -m benchmarks.autoscaling`: the gauge of wanted servers beside the servers that simulations find enough.
 
     workload --simulated with `present` servers--> rows, heartbeats --> ServerDemand --> the gauge
-    workload --simulated with 1 to MOST servers--> the fewest within TOLERANCE of the fastest
+    workload --simulated with 1 to MOST servers--> the fewest within WORTHWHILE of the fastest
 
 The gauge knows what a live run would show and nothing else: the rows of its steps and its servers' heartbeats. The
 simulation (docs/simulate.md, what `async-grpo tune` searches by) knows the timings. No engine and no trainer runs.
@@ -23,7 +23,8 @@ from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.timings import EngineTimings, Timings, TrainerTimings
 from async_grpo.lab.simulate.world import World, simulate
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
-from async_grpo.telemetry.servers_wanted import TOLERANCE, ServerDemand
+from async_grpo.telemetry.bottleneck import WORTHWHILE
+from async_grpo.telemetry.servers_wanted import ServerDemand
 from async_grpo.wire.board import ServerBeat
 from buffer.base import Batch
 
@@ -118,8 +119,8 @@ def simulated(workload: ScaledWorkload, servers: int) -> SimulatedFigures:
 
 
 def enough(figures: Sequence[SimulatedFigures]) -> int:
-    """The fewest servers within TOLERANCE of the most, of figures with 1, 2, 3 and so on."""
-    least_s = figures[-1].step_s * (1 + TOLERANCE)
+    """The fewest servers within WORTHWHILE of the most, of figures with 1, 2, 3 and so on."""
+    least_s = figures[-1].step_s * (1 + WORTHWHILE)
     return next(number for number, found in enumerate(figures, start=1) if found.step_s <= least_s)
 
 
@@ -144,7 +145,7 @@ def main() -> None:
     given.add_argument("--seed", type=int, default=0)
     asked = given.parse_args()
     workloads = random_workloads(asked.random, asked.seed) if asked.random else WORKLOADS
-    table = Table(title=f"servers wanted, of 1 to {MOST}: the fewest within {TOLERANCE:.0%} of the speed of {MOST}")
+    table = Table(title=f"servers wanted, of 1 to {MOST}: the fewest within {WORTHWHILE:.0%} of the speed of {MOST}")
     seconds = ("step with 1", "with the gauge's", "with the simulation's", f"with {MOST}")
     for column in ("workload", "gauge, having 1", "having 4", "simulation", *seconds):
         table.add_column(column)

@@ -3,7 +3,7 @@
     idle shares of both sides       --> find_bottleneck, describe_bottleneck     report, page of runs, simulate
     seconds by cause                --> main_cause, ADVICE                       why
     the trainer's idle share        --> WAITS, NEVER_WAITS                       max_staleness: auto
-    the speed that a change gives   --> WORTHWHILE                               max_staleness: auto
+    the speed that a change gives   --> WORTHWHILE                               autoscaling, tune, max_staleness: auto
 
 A side that waits for more than a tenth of the time waits, whoever asks:
 

@@ -17,7 +17,7 @@ groups are admitted when the step `lag` + 1 before its own ends, so that step v 
 
 and D, the mean of t_v - t_(v-1), is at least  W (a / M + b) / N, which the slots allow. D falls with N until the
 trainer is never without a batch (B), or until a completion alone on its server is what takes longest. Wanted are the
-fewest servers with which D is within `TOLERANCE` of that with the most.
+fewest servers with which D is within `WORTHWHILE` of that with the most.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 from async_grpo.config import RunConfig
 from async_grpo.staleness import ReplayPolicy
+from async_grpo.telemetry.bottleneck import WORTHWHILE
 from async_grpo.telemetry.rows import Row, number
 from async_grpo.wire.board import ServerBeat
 
-TOLERANCE = 0.05
 MOST = 64
 """Servers that are compared with where the configuration names no most."""
 STEPS, LEAST_STEPS = 16, 3
@@ -88,7 +88,7 @@ def lag_of(policy: ReplayPolicy) -> int:
 def servers_wanted(rates: Rates, most: int = MOST) -> int:
     """The fewest of 1 to `most` servers with which steps follow each other nearly as fast as with `most`."""
     most = min(most, rates.window)
-    enough = (1 + TOLERANCE) * step_period(rates, most)
+    enough = (1 + WORTHWHILE) * step_period(rates, most)
     low, high = 1, most
     while low < high:  # the period never grows with the servers
         middle = (low + high) // 2

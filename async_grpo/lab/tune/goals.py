@@ -7,7 +7,7 @@
 Bounds: --max-age on the mean age, --min-ess on the effective sample size of the importance weights, of which a token of
 age a keeps the share exp(-d * a). Both c and d are measured or assumed, and printed.
 
-The choice among the points that keep the bounds: those within TOLERANCE of the best count as equally good, because a
+The choice among the points that keep the bounds: those within WORTHWHILE of the best count as equally good, because a
 simulation is no better than that. Of these, those with the smallest max_staleness, and of these again those whose mean
 age is within AGE_TOLERANCE of the lowest; of these the one with the fewest changes. A larger max_staleness has a price
 in learning that no simulation shows, so it must earn more than the simulation's own error.
@@ -26,6 +26,7 @@ from async_grpo.app.report.drawing import smoothing_window
 from async_grpo.errors import ConfigError
 from async_grpo.lab.simulate.recorded import RecordedRun
 from async_grpo.lab.sweep.settings import GridSetting
+from async_grpo.telemetry.bottleneck import WORTHWHILE
 from async_grpo.telemetry.rows import number
 from async_grpo.utils.text import smooth
 
@@ -35,8 +36,6 @@ UNITS: Mapping[GoalName, str] = {
     "cost": "tokens per device-second",
     "reward": "fresh tokens/s",
 }
-TOLERANCE = 0.05
-"""Share by which points may differ and still count as equally good."""
 AGE_TOLERANCE = 0.1
 """Share by which 1 + mean age may differ and still count as equally fresh."""
 AGE_COST = 0.02
@@ -98,7 +97,7 @@ class Goal:
                 "max_staleness down to 0"
             )
         best = max(self.value(points[place]) for place in allowed)
-        near = [place for place in allowed if self.value(points[place]) >= (1 - TOLERANCE) * best]
+        near = [place for place in allowed if self.value(points[place]) >= (1 - WORTHWHILE) * best]
         least = min(points[place].max_staleness for place in near)
         near = [place for place in near if points[place].max_staleness == least]
         oldest = (1 + AGE_TOLERANCE) * min(1 + points[place].age_mean for place in near)
@@ -109,7 +108,7 @@ class Goal:
     def rule(self) -> str:
         """How the choice is made, in words."""
         return (
-            f"of the points within {TOLERANCE:.0%} of the most {UNITS[self.name]}, the smallest max_staleness, then "
+            f"of the points within {WORTHWHILE:.0%} of the most {UNITS[self.name]}, the smallest max_staleness, then "
             "the freshest, then the fewest changes"
         )
 

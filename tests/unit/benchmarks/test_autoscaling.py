@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.telemetry.servers_wanted import TOLERANCE
+from async_grpo.telemetry.bottleneck import WORTHWHILE
 from benchmarks.autoscaling import MOST, WORKLOADS, ScaledWorkload, enough, gauge, random_workloads, simulated
 
 LOSS = 0.12
@@ -18,7 +18,7 @@ def test_the_gauge_is_close_to_what_simulations_find_enough(workload: ScaledWork
     fast = simulated(workload, MOST).step_s
     assert simulated(workload, said + 1).step_s <= (1 + LOSS) * fast  # one more is surely enough,
     if said > 2:  # and two fewer are not
-        assert simulated(workload, said - 2).step_s > (1 + TOLERANCE) * fast
+        assert simulated(workload, said - 2).step_s > (1 + WORTHWHILE) * fast
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
+from async_grpo.telemetry.bottleneck import WORTHWHILE
 from async_grpo.telemetry.servers_wanted import (
     BLOCK_BEATS,
-    TOLERANCE,
     Rates,
     ServerDemand,
     StepWork,
@@ -46,8 +46,8 @@ def test_wanted_is_what_feeds_the_trainer_and_what_the_window_lets_work(
     found = servers_wanted(given)
     assert step_period(given, 64) == pytest.approx(period_s, rel=0.01)
     assert found in (wanted, wanted + 1)
-    assert step_period(given, found) <= (1 + TOLERANCE) * step_period(given, 64)
-    assert found == 1 or step_period(given, found - 1) > (1 + TOLERANCE) * step_period(given, 64)
+    assert step_period(given, found) <= (1 + WORTHWHILE) * step_period(given, 64)
+    assert found == 1 or step_period(given, found - 1) > (1 + WORTHWHILE) * step_period(given, 64)
 
 
 def test_no_more_than_the_most_are_wanted_and_more_servers_never_slow_a_run_down() -> None:
