@@ -2,6 +2,7 @@
 
     idle shares of both sides       --> find_bottleneck, describe_bottleneck     report, page of runs, simulate
     seconds by cause                --> main_cause, ADVICE                       why
+    heartbeats and group counts     --> describe_wait                            terminal, log
     the trainer's idle share        --> WAITS, NEVER_WAITS                       max_staleness: auto
     the speed that a change gives   --> WORTHWHILE                               autoscaling, tune, max_staleness: auto
 
@@ -17,10 +18,11 @@ Everything here is a pure function of numbers that others measure (`telemetry.id
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from async_grpo.staleness import Selector
+from async_grpo.wire.board import ServerBeat
 
 WAITS = 0.10
 """Share of the time above which a side counts as waiting. Equal runs on shared machines differ by as much, so a shorter
@@ -181,3 +183,68 @@ def main_cause(trainer: Mapping[Cause, float], waits: Mapping[Cause, float], sec
             found[cause] += spent_s
     cause = max(found, key=lambda cause: found[cause])
     return cause, found[cause] / seconds if seconds else 0.0
+
+
+def describe_wait(
+    servers: Sequence[ServerBeat],
+    *,
+    is_training: bool,
+    ready: int,
+    inflight: int,
+    groups_per_step: int,
+    window_is_full: bool,
+) -> str:
+    """A sentence about the wait of this moment. A trainer that has taken a batch is training; otherwise it waits.
+
+    `ready` and `inflight`: finished and unfinished groups. `window_is_full`: no group may be admitted.
+    """
+    if not servers:
+        return "the trainer waits for a rollout server; none has reported"
+    if is_training:
+        return _describe_waiting_servers(servers, window_is_full)
+    busy = [server.name for server in servers if server.running]
+    graded = [server for server in servers if server.evaluation is not None]
+    if graded and not ready:
+        return f"the trainer waits: {graded[0].name} {describe_evaluation(graded[0])}"
+    if ready >= groups_per_step and not inflight:
+        return f"the rollout servers wait for the trainer: {ready} groups are ready, none is taken"
+    if ready >= groups_per_step:
+        return f"the trainer waits for the oldest groups; {ready} newer ones are ready"
+    if busy:
+        return f"the trainer waits for {list_names(busy)}: {ready} of {groups_per_step} groups are ready"
+    if stuck := [server for server in servers if server.waiting_for]:
+        return f"{_wait(stuck)} for {stuck[0].waiting_for}, and the trainer for its groups"
+    return f"the trainer waits for groups: {ready} of {groups_per_step} are ready, {inflight} are being made"
+
+
+def _describe_waiting_servers(servers: Sequence[ServerBeat], window_is_full: bool) -> str:
+    """The wait while the trainer is training: only rollout servers can be waiting."""
+    idle = [server for server in servers if server.waiting_for and server.evaluation is None]
+    if not idle:
+        return "nobody: training and generation overlap"
+    if window_is_full:
+        return f"{_wait(idle)} for the trainer: the staleness window is full"
+    return f"{_wait(idle)} for {idle[0].waiting_for}"
+
+
+def describe_evaluation(server: ServerBeat) -> str:
+    """`evaluates version 0: 512 of 1,280 completions, 3 s left`; "" if the server evaluates nothing."""
+    if (now := server.evaluation) is None:
+        return ""
+    left = "" if now.left_s is None else f", {now.left_s:.0f} s left"
+    return f"evaluates version {now.version}: {now.done:,} of {now.total:,} completions{left}"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """At most three of the names, and the number of the others.
+
+    >>> list_names(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    more = "" if len(names) <= 3 else f" and {len(names) - 3} more"
+    return ", ".join(names[:3]) + more
+
+
+def _wait(servers: Sequence[ServerBeat]) -> str:
+    verb = "waits" if len(servers) == 1 else "wait"
+    return f"{list_names([server.name for server in servers])} {verb}"

@@ -31,9 +31,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.report.live_state import LiveState, RoleState, evaluating, who_waits
+from async_grpo.app.report.live_state import LiveState, RoleState, who_waits
 from async_grpo.app.report.summary import held_out_score, score_format
 from async_grpo.config.schema import RunConfig
+from async_grpo.telemetry.bottleneck import describe_evaluation
 from async_grpo.telemetry.logging import is_json, log_as
 from async_grpo.telemetry.rows import Row, mean, number, seconds_by_part, tokens_per_s
 from async_grpo.utils.text import figure, sparkline
@@ -235,7 +236,7 @@ def _facts(
     table.add_row("reward", _reward(row, rewards, cells))
     table.add_row(_score(state), Text(_accuracy(state)))
     for server in state.servers:
-        if doing := evaluating(server):
+        if doing := describe_evaluation(server):
             table.add_row("", Text(f"{server.name} {doing}", style="yellow"))
     table.add_row("staleness", _staleness(row, config.max_staleness))
     groups = f"{state.active}/{state.capacity}   {state.inflight} in flight, {state.ready} ready, {state.taken} taken"
