@@ -1,16 +1,19 @@
 """Who waits in a run, and what to change: the rules and the only thresholds of everything that answers this.
 
-    idle shares of both sides       --> find_bottleneck, describe_bottleneck     report, page of runs, simulate
-    seconds by cause                --> main_cause, ADVICE                       why
-    heartbeats and group counts     --> describe_wait                            terminal, log
-    the trainer's idle share        --> WAITS, NEVER_WAITS                       max_staleness: auto
-    the speed that a change gives   --> WORTHWHILE                               autoscaling, tune, max_staleness: auto
+    idle shares of both sides   --> find_bottleneck, describe_bottleneck --> report, page of runs, simulate
+    seconds by cause            --> main_cause, ADVICE                   --> why
+    heartbeats and group counts --> describe_wait                        --> terminal, log
+    idle share of the trainer   --> WAITS, NEVER_WAITS                   --> max_staleness: auto, alerts
+    speed with a change         --> WORTHWHILE                           --> autoscaling, tune, max_staleness: auto
 
 A side that waits for more than a tenth of the time waits, whoever asks:
 
     share of time waiting     servers <= 10%     servers > 10%
     trainer <= 10%            balanced           training
     trainer >  10%            generation         turns
+
+So the report blames generation, `why` looks into the waits, `max_staleness: auto` may raise S and the alert may fire
+for the same runs. How many servers a run can use is a model of its own (`servers_wanted`), which shares WORTHWHILE.
 
 Everything here is a pure function of numbers that others measure (`telemetry.idle`, `lab.simulate.why`).
 """

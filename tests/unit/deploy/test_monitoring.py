@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from async_grpo.config import RunConfig
+from async_grpo.telemetry.bottleneck import WAITS
 from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 from buffer import BufferStats
 from tests.support.deploy_files import DEPLOY, ROOT, SERVICES
@@ -73,6 +74,7 @@ def test_no_alert_takes_an_age_within_the_bound_for_a_fault() -> None:
 def test_servers_are_advised_only_where_the_run_can_use_more() -> None:
     (expr,) = [rule["expr"] for rule in RULES if rule["alert"] == "TrainerIdle"]
     assert "async_grpo_trainer_servers_wanted" in expr and "async_grpo_ready" in expr
+    assert f"> {WAITS:g})" in expr, "the alert and the report blame generation for the same runs"
 
 
 def test_grafana_is_given_the_dashboard_and_its_source() -> None:
