@@ -141,9 +141,25 @@ def test_a_copy_in_the_cache_stays_what_it_was(site: Site) -> None:
 
 def test_a_download_that_was_not_finished_is_no_model(site: Site) -> None:
     folder = fetched()
-    (folder / ".whole").unlink()
+    (folder / "model.safetensors").unlink()
     assert MODEL.pinned().folder() is None
     assert fetched() == folder
+
+
+def test_the_settings_alone_are_no_model(site: Site) -> None:
+    folder = MODEL.pinned().settings().fetch(lambda line: None)
+    assert MODEL.pinned().folder() is None
+    assert fetched() == folder
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert MODEL.pinned().settings().folder() == folder
+
+
+def test_a_second_split_is_fetched_beside_the_first(site: Site) -> None:
+    repo = hub_repo(Path("acme/sums"), "dataset", "modelscope", "data.path")
+    assert repo is not None
+    for split in ("train", "test"):
+        (file,) = fetch_split(repo.pinned(), split, "", lambda line: None)
+        assert file.read_bytes() == ROWS[f"{split}.jsonl"]
 
 
 def test_the_files_of_a_split_are_fetched(site: Site) -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.errors import ConfigError, HubUnreachable
-from async_grpo.models import hub as hub_module
-from async_grpo.models.hub import HubRepo, hub_repo
+from async_grpo.errors import ConfigError, DependencyError, HubUnreachable
+from async_grpo.models.hub import HubRepo, hub_repo, huggingface
 from async_grpo.models.hub_dataset import fetch_split, split_files
 from tests.support.hub_server import FIRST, SECOND, HubServer, Repo, hub_for_this_process
 
@@ -183,7 +182,7 @@ def test_a_hub_that_is_silent_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("ASYNC_GRPO_CACHE", str(tmp_path))
-        monkeypatch.setattr(hub_module, "_ANSWER_S", 0.05)
+        monkeypatch.setattr(huggingface, "_ANSWER_S", 0.05)
         for said in ("timed out", "it has just let a question time out"):
             with pytest.raises(HubUnreachable, match=said):
                 MODEL.pinned()
@@ -204,6 +203,12 @@ def test_paths_of_this_machine_are_no_ids(path: str, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     assert hub_repo(Path(path), "model", "huggingface", "model.path") is None
+
+
+def test_a_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope_hub", None)
+    with pytest.raises(DependencyError, match=r"async-grpo\[modelscope\]"):
+        HubRepo("acme/tiny", "model", "modelscope").pinned().folder()
 
 
 def test_an_id_may_have_a_revision() -> None:
