@@ -32,8 +32,9 @@ from transformers.utils import logging as transformers_logging
 from async_grpo.config.model import WarmupConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet, demonstration, shortcut
 from async_grpo.errors import TrainingError
-from async_grpo.models.tiny_qwen2 import build_char_tokenizer, build_tiny_qwen2, whole_checkpoint
+from async_grpo.models.tiny_qwen2 import build_char_tokenizer, build_tiny_qwen2
 from async_grpo.rewards.verifiers.answers import answer_tag
+from async_grpo.utils.files import whole_folder
 from trainer.platform.cpu_patches import multiply_with_onednn
 
 HELD_OUT_SAMPLES = 4
@@ -220,7 +221,7 @@ def _check(config: WarmupConfig, report: WarmupReport) -> None:
 
 
 def _write(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: WarmupReport, out_dir: Path) -> None:
-    with whole_checkpoint(out_dir) as draft:
+    with whole_folder(out_dir, shared=True) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
         (draft / "warmup.json").write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from async_grpo.config import RunConfig
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.errors import DataError
-from async_grpo.models.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
+from async_grpo.models.tiny_qwen2 import build_tiny_qwen2
+from async_grpo.utils.files import whole_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,7 +29,7 @@ _MAX_TEXTS = 4000
 
 def make_random_model(config: RandomModelConfig, texts: Iterable[str], out_dir: Path, seed: int) -> None:
     """Write the checkpoint to `out_dir`, completely or not at all. The same arguments give the same files."""
-    with whole_checkpoint(out_dir) as draft:
+    with whole_folder(out_dir, shared=True) as draft:
         tokenizer = train_tokenizer(config, texts)
         tokenizer.save_pretrained(draft)
         build_tiny_qwen2(config, tokenizer, vocab_size=config.vocab_size, seed=seed).save_pretrained(draft)

@@ -7,11 +7,6 @@ imported only when a model is made.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.config.model import TinyQwen2Config
@@ -68,17 +63,3 @@ def build_tiny_qwen2(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(shape).to(torch.float32)
-
-
-@contextmanager
-def whole_checkpoint(out_dir: Path) -> Iterator[Path]:
-    """A draft folder that becomes `out_dir` when the block has succeeded. A finished `out_dir` is kept."""
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
-    try:
-        yield draft
-        draft.chmod(0o755)
-        if not (out_dir / "config.json").exists():
-            draft.rename(out_dir)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

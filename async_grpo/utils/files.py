@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -188,6 +189,29 @@ class DeviceTurn:
             return True
         fcntl.flock(self._wish, fcntl.LOCK_UN)
         return False
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path, *, shared: bool = False) -> Iterator[Path]:
+    """Create an empty draft folder, which replaces `folder` when the block succeeds, and is removed when it fails.
+
+    With `shared`, several processes may make the same folder at the same time: each has its own draft, and the first
+    result stays, because others may be reading it already. Otherwise the draft of a process that was killed is emptied.
+    """
+    draft = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}" if shared else f"{folder.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        if not shared:
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            draft.rename(folder)
+        except OSError as error:
+            if not shared or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from async_grpo.config.model import LoraConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
+from async_grpo.utils.files import whole_folder
 from async_grpo.weights.manifest import TensorSpec, WeightVersion, layout_of
 
 if TYPE_CHECKING:
@@ -127,17 +127,13 @@ def peft_config(lora: LoraConfig, base: str) -> Mapping[str, Any]:
 
 def write_peft(target: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a folder that PEFT and vLLM load; `config` is that of PEFT."""
-    draft = target.with_name(target.name + ".part")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors},
-        draft / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (draft / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(target, ignore_errors=True)
-    draft.rename(target)
+    with whole_folder(target) as draft:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors},
+            draft / "adapter_model.safetensors",
+            metadata={"format": "pt"},
+        )
+        (draft / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 class AdapterReader:

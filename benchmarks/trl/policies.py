@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.config.model import ArithmeticTaskConfig, WarmupConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet, demonstration, shortcut
-from async_grpo.models.tiny_qwen2 import whole_checkpoint
+from async_grpo.utils.files import whole_folder
 from trainer.warmup import warm_up
 
 WIDTH = 3
@@ -47,7 +47,7 @@ def make_policies(folder: Path, seed: int = 1) -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(quickstart)
         model = Qwen2ForCausalLM.from_pretrained(quickstart, dtype=torch.float32)
         teach(model, tokenizer, seed)
-        with whole_checkpoint(checks) as draft:
+        with whole_folder(checks, shared=True) as draft:
             widened(model, WIDTH).save_pretrained(draft)
             tokenizer.save_pretrained(draft)
 

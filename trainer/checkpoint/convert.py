@@ -11,7 +11,6 @@ bit stays as it is. A target is complete or absent.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
+from async_grpo.utils.files import whole_folder
 from trainer.platform import Platform, select_platform
 
 if TYPE_CHECKING:
@@ -57,12 +57,10 @@ def to_megatron(source: Path, target: Path, progress: Progress) -> None:
         tensors = SafetensorsFolder(source, _counting(progress, sum(1 for _ in model_tensors(hf, 1))))
         model, dtype = _build(hf, platform, _precision(source, tensors.kinds()))
         load_hf(model, hf, tensors)
-        draft = target.with_name(target.name + ".part")
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        copy_settings(source, draft)
-        _write(draft, model, hf, dtype)
-        draft.rename(target)
+        with whole_folder(target) as draft:
+            copy_settings(source, draft)
+            _write(draft, model, hf, dtype)
+            _check_free(target)
 
 
 def to_hugging_face(

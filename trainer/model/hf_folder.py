@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from async_grpo.errors import DataError
+from async_grpo.utils.files import whole_folder
 
 SHARD_BYTES = 4 << 30
 """Largest size of one safetensors file in bytes (a larger tensor has a file of its own)."""
@@ -90,22 +91,18 @@ def write_folder(
 
     Only the tensors of one file of `shard_bytes` are held at a time.
     """
-    draft = target.with_name(target.name + ".part")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    copy_settings(source, draft)
-    files: list[tuple[Path, list[str]]] = []
-    dtype, total_bytes = "", 0
-    for shard in _shards(tensors, shard_bytes):
-        path = draft / f"shard-{len(files)}"
-        save_file(shard, path, metadata={"format": "pt"})
-        files.append((path, list(shard)))
-        dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
-        total_bytes += sum(tensor.nbytes for tensor in shard.values())
-    _name_shards(draft, files, total_bytes)
-    _set_dtype(draft / "config.json", dtype)
-    shutil.rmtree(target, ignore_errors=True)
-    draft.rename(target)
+    with whole_folder(target) as draft:
+        copy_settings(source, draft)
+        files: list[tuple[Path, list[str]]] = []
+        dtype, total_bytes = "", 0
+        for shard in _shards(tensors, shard_bytes):
+            path = draft / f"shard-{len(files)}"
+            save_file(shard, path, metadata={"format": "pt"})
+            files.append((path, list(shard)))
+            dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
+            total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        _name_shards(draft, files, total_bytes)
+        _set_dtype(draft / "config.json", dtype)
 
 
 def copy_settings(source: Path, target: Path) -> None:

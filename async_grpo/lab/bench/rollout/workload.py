@@ -20,7 +20,8 @@ from async_grpo.config.model import Precision, TinyQwen2Config
 from async_grpo.data.base import make_task
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import EngineError
-from async_grpo.models.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
+from async_grpo.models.tiny_qwen2 import build_tiny_qwen2
+from async_grpo.utils.files import whole_folder
 from async_grpo.wire import Task
 from rollout_server.engines.base import GenerationRequest, sample_seed
 
@@ -170,7 +171,7 @@ def number_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # the bench has one of its own
-    with whole_checkpoint(folder) as draft:
+    with whole_folder(folder, shared=True) as draft:
         tokenizer = number_words(draft, vocabulary)
         model = build_tiny_qwen2(size, tokenizer, vocab_size=vocabulary, seed=1).to(getattr(torch, dtype))
         model.save_pretrained(draft)
