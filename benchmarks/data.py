@@ -26,7 +26,7 @@ from async_grpo.data.prepare.pipeline import prepare
 from async_grpo.data.prepared_source import PreparedSource
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.lab.bench.measure import Measurement, Stopwatch, progress_bar
-from async_grpo.models.random_model import train_tokenizer
+from async_grpo.models.tiny.random_qwen2 import train_tokenizer
 from benchmarks.harness import main, parser
 
 _TEXT = "sum of apples and pears that each child buys per day for a price in dollars after the half third part"

@@ -30,10 +30,10 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from async_grpo.config.model import WarmupConfig
-from async_grpo.data.arithmetic import Problem, ProblemSet, demonstration, shortcut
+from async_grpo.data.arithmetic import Problem, ProblemSet
 from async_grpo.errors import TrainingError
-from async_grpo.models.tiny_qwen2 import build_char_tokenizer, build_tiny_qwen2
-from async_grpo.rewards.verifiers.answers import answer_tag
+from async_grpo.models.tiny.arithmetic import build_char_tokenizer, demonstration, is_right, reasons_first, shortcut
+from async_grpo.models.tiny.qwen2 import build_tiny_qwen2
 from async_grpo.utils.files import whole_folder
 from trainer.platform.cpu_patches import multiply_with_onednn
 
@@ -147,8 +147,7 @@ class WarmupStage:
         logits_BTV = self.model(input_ids=tokens_BT[:, :-1], use_cache=False).logits
         targets_BT = tokens_BT[:, 1:]
         counted_BT = targets_BT != self.tokenizer.pad_token_id
-        prompt_length = 2 * self._config.task.digits + 2  # all summands have the same number of digits
-        counted_BT[:, : prompt_length - 1] = False
+        counted_BT[:, : self._config.task.prompt_tokens - 1] = False
         return F.cross_entropy(logits_BTV[counted_BT], targets_BT[counted_BT], reduction="none")
 
     def _shares(self, problems: Sequence[Problem], *, greedy: bool) -> tuple[float, float]:
@@ -158,8 +157,8 @@ class WarmupStage:
         generator = None if greedy else self._generator
         rows = sample(self.model, prompts_BT, room, generator).tolist()
         completions = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        correct = [answer_tag(text, problem.answer) for text, problem in zip(completions, problems, strict=True)]
-        reasoning = [text.startswith("<think>") for text in completions]
+        correct = [is_right(problem, text) for problem, text in zip(problems, completions, strict=True)]
+        reasoning = [reasons_first(text) for text in completions]
         return sum(correct) / len(correct), sum(reasoning) / len(reasoning)
 
     def _report(self, steps: int, rolled_back: bool, started: float) -> WarmupReport:

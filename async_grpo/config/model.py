@@ -60,6 +60,11 @@ class ArithmeticTaskConfig(StrictModel):
     """Problems kept for evaluation; no other stream of the same seed contains one of them."""
 
     @property
+    def prompt_tokens(self) -> int:
+        """Length of every prompt: two summands, + and =."""
+        return 2 * self.digits + 2
+
+    @property
     def max_completion_tokens(self) -> int:
         """Length of the longest demonstration, with its end token: 10 * digits + 5."""
         return 10 * self.digits + 5
@@ -109,7 +114,7 @@ class WarmupConfig(TinyQwen2Config):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        need = 2 * self.task.digits + 2 + self.task.max_completion_tokens
+        need = self.task.prompt_tokens + self.task.max_completion_tokens
         if self.max_positions < need:
             yield (
                 f"max_positions ({self.max_positions}) is below the {need} tokens of a whole demonstration with "

@@ -1,11 +1,6 @@
-"""The quickstart's tasks: generated additions, worked digit by digit with a carry.
+"""The quickstart's tasks: generated additions such as `478+356=`.
 
-    prompt         478+356=
-    demonstration  <think>8+6+0=14 7+5+1=13 4+3+1=8</think><answer>834</answer>
-    shortcut       <answer>834</answer>
-
-Each term of the reasoning is digit + digit + carry, from the right. Every problem is a pure function of
-(configuration, seed, stream, index).
+Every problem is a pure function of (configuration, seed, stream, index).
 """
 
 from __future__ import annotations
@@ -75,34 +70,6 @@ class ProblemSet:
     def _draw(self, rng: random.Random) -> Problem:
         smallest, largest = 10 ** (self._config.digits - 1), 10**self._config.digits - 1
         return Problem(rng.randint(smallest, largest), rng.randint(smallest, largest))
-
-
-def demonstration(problem: Problem) -> str:
-    """The whole completion of a policy that reasons, without the end token.
-
-    >>> demonstration(Problem(47, 85))
-    '<think>7+5+0=12 4+8+1=13</think><answer>132</answer>'
-    """
-    return f"<think>{' '.join(_column_sums(problem))}</think>{shortcut(problem)}"
-
-
-def shortcut(problem: Problem) -> str:
-    """The whole completion of a policy that answers at once, without the end token.
-
-    >>> shortcut(Problem(47, 85))
-    '<answer>132</answer>'
-    """
-    return f"<answer>{problem.answer}</answer>"
-
-
-def _column_sums(problem: Problem) -> list[str]:
-    """One 'digit+digit+carry=sum' a column, from the right. Both numbers have the same number of digits."""
-    terms, carry = [], 0
-    for left, right in zip(reversed(str(problem.left)), reversed(str(problem.right)), strict=True):
-        total = int(left) + int(right) + carry
-        terms.append(f"{left}+{right}+{carry}={total}")
-        carry = total // 10
-    return terms
 
 
 class ArithmeticSource:

@@ -25,7 +25,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.config.model import ArithmeticTaskConfig, WarmupConfig
-from async_grpo.data.arithmetic import Problem, ProblemSet, demonstration, shortcut
+from async_grpo.data.arithmetic import Problem, ProblemSet
+from async_grpo.models.tiny.arithmetic import demonstration, shortcut
 from async_grpo.utils.files import whole_folder
 from trainer.warmup import warm_up
 

@@ -86,8 +86,8 @@ def test_a_policy_outside_the_accuracy_range_is_refused_and_not_written(tmp_path
 def test_a_probe_above_the_limit_goes_back_to_the_probe_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of 8 completions a probe, the first probe has none right and the second all; afterwards, on the
     # held-out problems, none is right again, so that the result passes the final check.
-    verdicts = iter([0.0] * 8 + [1.0] * 8)
-    monkeypatch.setattr("trainer.warmup.answer_tag", lambda text, answer: next(verdicts, 0.0))
+    verdicts = iter([False] * 8 + [True] * 8)
+    monkeypatch.setattr("trainer.warmup.is_right", lambda problem, text: next(verdicts, False))
     report = warm_up(SHORT, tmp_path / "stopped", seed=1)
     assert (report.steps, report.rolled_back) == (5, True)
 

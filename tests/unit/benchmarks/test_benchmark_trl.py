@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from async_grpo.config import RunConfig
-from async_grpo.data.arithmetic import Problem, demonstration
+from async_grpo.data.arithmetic import Problem
 from async_grpo.errors import ConfigError, EngineError, RoleFailed
 from async_grpo.lab.bench.pipeline.observe import Generated, RunRecord
+from async_grpo.models.tiny.arithmetic import demonstration
 from async_grpo.rewards.verifiers.answers import answer_tag
 from benchmarks.trl import search, workloads
 from benchmarks.trl.policies import MOST_ROUNDS, checked, rounds

@@ -20,7 +20,7 @@ from async_grpo.config.model import Precision, TinyQwen2Config
 from async_grpo.data.base import make_task
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import EngineError
-from async_grpo.models.tiny_qwen2 import build_tiny_qwen2
+from async_grpo.models.tiny.qwen2 import build_tiny_qwen2
 from async_grpo.utils.files import whole_folder
 from async_grpo.wire import Task
 from rollout_server.engines.base import GenerationRequest, sample_seed

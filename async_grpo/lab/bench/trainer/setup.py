@@ -36,7 +36,7 @@ from async_grpo.data.jsonl import usable_rows
 from async_grpo.data.prepare.formats import Rejections
 from async_grpo.data.tokenizer import load_tokenizer
 from async_grpo.lab.bench.trainer.baselines import BenchStep, PlainModel, packed_by_hand
-from async_grpo.models.random_model import make_random_model
+from async_grpo.models.tiny.random_qwen2 import make_random_model
 from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from trainer.batch import sequences as ours

@@ -24,7 +24,7 @@ from async_grpo.lab.evaluate import evaluate as evaluating
 from async_grpo.lab.evaluate.policy_source import Checkpoint, chosen_run, differences
 from async_grpo.lab.sweep.folder import SweepRecord
 from async_grpo.lab.sweep.sweep import SweepOptions, make_plan
-from async_grpo.models.random_model import make_random_model
+from async_grpo.models.tiny.random_qwen2 import make_random_model
 from tests.support.hub_server import FIRST, SECOND, HubServer, Repo, hub_for_this_process
 
 SHAPE = RandomModelConfig(hidden_size=64, layers=1, heads=2, kv_heads=1, intermediate_size=64, vocab_size=320)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from async_grpo.app.cli.main import app
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.data.prepared_dataset import open_prepared
-from async_grpo.models.random_model import train_tokenizer
+from async_grpo.models.tiny.random_qwen2 import train_tokenizer
 
 ROOT = Path(__file__).parents[4]
 MANY = 8000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.data.tokenizer import load_tokenizer
-from async_grpo.models.random_model import make_random_model
+from async_grpo.models.tiny.random_qwen2 import make_random_model
 
 SHAPE = RandomModelConfig(hidden_size=64, layers=1, heads=2, kv_heads=1, intermediate_size=64, vocab_size=320)
 TEXTS = [f"Question: what is {number} plus {number}?" for number in range(50)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.config.model import ArithmeticTaskConfig
-from async_grpo.data.arithmetic import Problem, ProblemSet, demonstration, shortcut
+from async_grpo.data.arithmetic import Problem, ProblemSet
+from async_grpo.models.tiny.arithmetic import demonstration, shortcut
 from async_grpo.rewards.verifiers.answers import answer_tag, format_tags
 
 TASK = ArithmeticTaskConfig()

@@ -12,7 +12,7 @@ from async_grpo.app.launch.preflight import check_data
 from async_grpo.data.prepared_source import PreparedSource
 from async_grpo.errors import DataError
 from async_grpo.models.random_model import prompt_texts
-from async_grpo.models.tiny_qwen2 import build_char_tokenizer
+from async_grpo.models.tiny.arithmetic import build_char_tokenizer
 from tests.support.data_cases import config_of, prepared
 from tests.support.tokenizers import Bytes
 

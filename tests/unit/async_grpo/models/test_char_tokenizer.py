@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from async_grpo.data.arithmetic import Problem, demonstration
+from async_grpo.data.arithmetic import Problem
 from async_grpo.data.tokenizer import load_tokenizer
-from async_grpo.models.tiny_qwen2 import CHARACTERS, EOS, TAGS, build_char_tokenizer
+from async_grpo.models.tiny.arithmetic import CHARACTERS, EOS, TAGS, build_char_tokenizer, demonstration
 
 TEXT = "478+356=" + demonstration(Problem(478, 356))
 

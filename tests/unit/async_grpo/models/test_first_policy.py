@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
 from async_grpo.config.model import RandomModelConfig
-from async_grpo.models.random_model import make_random_model
+from async_grpo.models.tiny.random_qwen2 import make_random_model
 
 CONFIG = "name: small\nmodel: {path: model}\nsampling: {max_tokens: 24}\nrollout: {vllm: {max_model_len: 256}}\n"
 SHAPE = RandomModelConfig(

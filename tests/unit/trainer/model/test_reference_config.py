@@ -14,7 +14,7 @@ from async_grpo.app.launch.preflight import resolve
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.config.trainer import ReferenceConfig, TrainerConfig
 from async_grpo.errors import ConfigError
-from async_grpo.models.random_model import make_random_model
+from async_grpo.models.tiny.random_qwen2 import make_random_model
 from tests.support.trainer_programs.models import CONFIGS
 from trainer.model.builder import transformer_config
 from trainer.model.checks import check_reference_config

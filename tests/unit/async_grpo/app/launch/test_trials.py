@@ -14,7 +14,7 @@ from async_grpo.app.launch.preflight import describe, prompt_lengths
 from async_grpo.app.launch.trials import check_rewards, check_workflow, first_rows
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError, DataError
-from async_grpo.models.tiny_qwen2 import build_char_tokenizer
+from async_grpo.models.tiny.arithmetic import build_char_tokenizer
 
 USERS = """
 class Good:

@@ -17,8 +17,8 @@ from async_grpo.config.model import RandomModelConfig
 from async_grpo.data.prepare.pipeline import BATCH_ROWS, prepare
 from async_grpo.data.prepared_dataset import open_prepared
 from async_grpo.errors import ConfigError, DataError
-from async_grpo.models.random_model import train_tokenizer
-from async_grpo.models.tiny_qwen2 import build_char_tokenizer
+from async_grpo.models.tiny.arithmetic import build_char_tokenizer
+from async_grpo.models.tiny.random_qwen2 import train_tokenizer
 from tests.support.data_cases import prepared, questions, written
 from tests.support.gsm8k import TEST, TRAIN, needs_gsm8k
 from tests.support.tokenizers import Bytes
