@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
-from async_grpo.utils.addresses import is_loopback
+from async_grpo.utils.addresses import is_loopback, split_endpoint
 
 Endpoint = Annotated[str, Field(pattern=r"^tcp://[^:/]+:\d{1,5}$")]
 Host = Annotated[str, Field(pattern=r"^[^\s:/]+$")]
@@ -77,7 +77,7 @@ class WeightsConfig(StrictModel):
         yield from self._problems_of_location()
         for bind, told in (("bind", self.advertise), ("relay_bind", self.relay_advertise)):
             endpoint: str = getattr(self, bind)
-            if told is not None and is_loopback(_host_of(endpoint)) and not is_loopback(told):
+            if told is not None and is_loopback(split_endpoint(endpoint)[0]) and not is_loopback(told):
                 yield (
                     f"{bind} ({endpoint}) listens on the loopback only, but others would be told to come to {told}, "
                     f"where nobody answers. Set weights.{bind} to tcp://0.0.0.0:PORT, or to an address of this machine"
@@ -103,7 +103,3 @@ class WeightsConfig(StrictModel):
                 f"weights.encrypt ({self.encrypt}) is about sockets, and transport {self.transport} has none: who may "
                 "read weights.location is decided there. Set weights.encrypt to off"
             )
-
-
-def _host_of(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0]

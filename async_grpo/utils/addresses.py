@@ -1,4 +1,4 @@
-"""Which hosts are this machine's own."""
+"""Hosts of endpoints, and which hosts are this machine's own."""
 
 from __future__ import annotations
 
@@ -13,3 +13,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
     mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1
     return (mapped or address).is_loopback
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """Host and port of an endpoint.
+
+    >>> split_endpoint("tcp://[::1]:5600")
+    ('[::1]', '5600')
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, port

@@ -26,6 +26,18 @@ def run_mark(role_mark: str) -> str:
     return f"{role_mark.rpartition('/')[0]}/"
 
 
+def signal_name(number: int) -> str:
+    """Name of a signal; real-time signals have only their number.
+
+    >>> signal_name(9), signal_name(40)
+    ('SIGKILL', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def child_argv(
     argv: Sequence[str], *, with_signal: signal.Signals = signal.SIGKILL, cores: Sequence[int] = ()
 ) -> list[str]:

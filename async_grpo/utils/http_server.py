@@ -92,16 +92,16 @@ class LocalNamesOnly:
     """Refuses requests for host names that are not this machine's: a web page whose name resolves to the loopback would
     otherwise be of the same origin."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refusal: ASGIApp | None = None) -> None:
         self._app = app
+        self._refusal = refusal or PlainTextResponse("this server answers to localhost only\n", 403)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] == "http" and not is_local_name(dict(scope["headers"]).get(b"host", b"").decode("latin-1")):
-            refusal = PlainTextResponse("this server answers to localhost only\n", 403)
-            await refusal(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            await self._refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def is_local_name(host: str) -> bool:

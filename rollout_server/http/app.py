@@ -1,6 +1,6 @@
 """The HTTP application: all routes behind the host check, with the probes and the administration.
 
-    request --> HostCheck (known host? counted) --> route --> answer, or {"error": ...} with a status
+    request --> ResponseCounter --> LocalNamesOnly --> route --> answer, or {"error": ...} with a status
 
 - /healthz, /readyz: for supervisors and load balancers
 - /admin/*: pause and resume the admission of groups, or drain the server
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from async_grpo.utils.http_server import is_local_name
+from async_grpo.utils.http_server import LocalNamesOnly
 from rollout_server.dispatch.admission import AdmissionGate
 from rollout_server.http.completions import completion_routes
 from rollout_server.http.context import HttpContext
@@ -91,20 +91,19 @@ def make_app(http: HttpContext) -> ASGIApp:
     app.add_exception_handler(HttpError, _explain)
     app.add_exception_handler(HTTPException, _explain_unknown)
     local_only = http.config.rollout.http.is_local and not http.keys.completions
-    return HostCheck(app, http.responses, local_only=local_only)
+    refusal = HttpError(403, "this server answers to localhost only. Use its address from the log").response()
+    return ResponseCounter(LocalNamesOnly(app, refusal) if local_only else app, http.responses)
 
 
-class HostCheck:
-    """Counts answers by route and status. With `local_only`, refuses host names that are not this machine's: a web page
-    whose name resolves to the loopback would otherwise be of the same origin."""
+class ResponseCounter:
+    """Counts answers by route and status."""
 
-    def __init__(self, app: ASGIApp, responses: Counter[tuple[str, int]], *, local_only: bool) -> None:
+    def __init__(self, app: ASGIApp, responses: Counter[tuple[str, int]]) -> None:
         self._app = app
         self._responses = responses
-        self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check and count one request."""
+        """Count one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -114,12 +113,7 @@ class HostCheck:
                 self._responses[getattr(scope.get("route"), "path", "other"), message["status"]] += 1
             await send(message)
 
-        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-        if self._local_only and not is_local_name(host):
-            refusal = HttpError(403, "this server answers to localhost only. Use its address from the log")
-            await refusal.response()(scope, receive, counted)
-        else:
-            await self._app(scope, receive, counted)
+        await self._app(scope, receive, counted)
 
 
 async def _explain(_request: Request, error: Exception) -> Response:

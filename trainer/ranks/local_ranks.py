@@ -22,7 +22,7 @@ from async_grpo.errors import CONFIG_FAULTS, TrainingError
 from async_grpo.telemetry.logging import fatal_events, redact_secrets
 from async_grpo.telemetry.role_history import VARIABLE
 from async_grpo.utils.aio import cancel_and_wait
-from async_grpo.utils.child_process import child_argv
+from async_grpo.utils.child_process import child_argv, signal_name
 from async_grpo.utils.network import card_environment
 from trainer.platform import select_platform
 from trainer.ranks.store import OPENED
@@ -153,7 +153,7 @@ class Rank:
         if code == -signal.SIGTERM:
             raise Terminated(f"rank {self.number} was killed by SIGTERM")
         if code < 0:
-            raise TrainingError(f"rank {self.number} was killed by {signal.Signals(-code).name}")
+            raise TrainingError(f"rank {self.number} was killed by {signal_name(-code)}")
         if code > 0:
             await self.errors.read_to_the_end()
             cause = self.errors.last_error()

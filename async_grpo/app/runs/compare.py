@@ -15,6 +15,7 @@ from async_grpo.app.runs.run import Run
 from async_grpo.config.load import differing_keys
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.rows import Facts
+from async_grpo.utils.dotted import look_up
 
 FIGURES = {
     "steps": ("optimizer steps", ",.0f"),
@@ -61,7 +62,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     keys = sorted({key for other in settings[1:] for key in differing_keys(settings[0], other, free=_PLACE)})
     return Comparison(
         names=_short_names([run.path for run in runs]),
-        settings={key: [_value(one, key) for one in settings] for key in keys},
+        settings={key: [look_up(one, key) for one in settings] for key in keys},
         figures={key: [_number(summary, key) for summary in summaries] for key in FIGURES},
     )
 
@@ -70,13 +71,6 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
     """The names of the folders, or their paths if two folders have the same name."""
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
-
-
-def _value(settings: Facts, key: str) -> Any:
-    value: Any = settings
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def _number(summary: Facts, key: str) -> float | None:

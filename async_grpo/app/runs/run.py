@@ -55,7 +55,7 @@ class Run:
     @classmethod
     def open(cls, path: Path) -> Run:
         """Raises ConfigError if `path` is not the folder of a run."""
-        if not _is_run(path):
+        if not is_run(path):
             raise ConfigError(
                 f"{path} is not the folder of a run: it has no config.yaml. Runs lie in runs/ unless runs_dir says "
                 "otherwise; `async-grpo runs list` shows them"
@@ -197,7 +197,8 @@ def _evaluation(row: Row) -> Evaluation:
     return msgspec.convert(row, Evaluation)
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """True for the folder of a run."""
     return (path / "config.yaml").is_file()
 
 
@@ -208,7 +209,7 @@ def list_runs(root: Path) -> list[Run]:
     """
     if not root.is_dir():
         raise ConfigError(f"{root} is not a folder. Name the folder that holds the runs, such as runs/")
-    if _is_run(root):
+    if is_run(root):
         return [Run(root)]
-    found = {path for pattern in ("*", "*/*", "*/*/*") for path in root.glob(pattern) if _is_run(path)}
+    found = {path for pattern in ("*", "*/*", "*/*/*") for path in root.glob(pattern) if is_run(path)}
     return sorted(map(Run, found), key=lambda run: run.written_s, reverse=True)

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.data.base import RejectedRow
+from async_grpo.utils.dotted import look_up
 
 Chat = list[dict[str, str]]
+_MISSING = object()
 _ONE_NUMBER = re.compile(r"[^\d,()\[\]{}]*\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d,()\[\]{}]*")
 """One number with thousands separators, and perhaps a sign, a currency or a unit: $1,800."""
 
@@ -137,14 +139,10 @@ def _is_message(value: Any) -> bool:
 
 def _look_up(fields: Mapping[str, Any], name: str) -> Any:
     """The value at a dotted name. A field whose own name has the dot comes first. Raises RejectedRow."""
-    if name in fields:
-        return fields[name]
-    value: Any = fields
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            shown = ", ".join(map(str, fields))[:200]
-            raise RejectedRow("field missing", f"there is no field {name!r} (the row has {shown or 'none'})")
-        value = value[part]
+    value = fields[name] if name in fields else look_up(fields, name, _MISSING)
+    if value is _MISSING:
+        shown = ", ".join(map(str, fields))[:200]
+        raise RejectedRow("field missing", f"there is no field {name!r} (the row has {shown or 'none'})")
     return value
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from async_grpo.app.report.drawing import smoothing_window
 from async_grpo.lab.sweep.results import FINISHED, Curve, PointMetrics
 from async_grpo.telemetry.rows import mean
+from async_grpo.utils.dotted import look_up
 from async_grpo.utils.text import smooth
 
 _BAND_POINTS = 200
@@ -100,13 +101,7 @@ def shown_values(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, st
     >>> shown_values({"trainer": {"optimizer": {"lr": 0.0001}}}, ["trainer.optimizer.lr"])
     {'trainer.optimizer.lr': '0.0001'}
     """
-    return {key: _shown(_look_up(config, key)) for key in keys}
-
-
-def _look_up(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else None
-    return config
+    return {key: _shown(look_up(config, key)) for key in keys}
 
 
 def _shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from fastapi import HTTPException
 
-from async_grpo.app.runs.run import Run, RunStatus, list_runs
+from async_grpo.app.runs.run import Run, RunStatus, is_run, list_runs
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.load import renew
 from async_grpo.errors import ConfigError
@@ -172,8 +172,3 @@ class RunsRoot:
     def _is_inside(self, path: Path) -> bool:
         """Whether the folder lies below the root and its path contains no link."""
         return path.resolve() == path and path.is_relative_to(self.path)
-
-
-def is_run(folder: Path) -> bool:
-    """Whether the folder is that of a run."""
-    return (folder / "config.yaml").is_file() or (folder / "metrics.jsonl").is_file()

@@ -19,11 +19,12 @@ from fastapi.responses import FileResponse, HTMLResponse, Response
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from async_grpo.app.runs.run import RunStatus
+from async_grpo.app.runs.run import RunStatus, is_run
 from async_grpo.config.load import differing_keys
-from async_grpo.lab.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot, is_run
+from async_grpo.lab.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot
 from async_grpo.lab.view.columns import READ_S, ROLLOUT_IDLE, TRAINER_IDLE, metric_groups, thinned
 from async_grpo.lab.view.vendor import UPLOT, is_there
+from async_grpo.utils.dotted import look_up
 
 LOG_BYTES = 64 << 10
 """Most bytes of a log that are shown, from its end."""
@@ -172,13 +173,7 @@ def differences_of(runs: list[KnownRun]) -> list[dict[str, Any]]:
     """The dotted keys of config.yaml that differ between any two runs, with the value in each."""
     settings = [run.run.settings() for run in runs]
     keys = {key for other in settings[1:] for key in differing_keys(settings[0], other, free=("name",))}
-    return [{"key": key, "values": [_value(each, key) for each in settings]} for key in sorted(keys)]
-
-
-def _value(settings: Any, key: str) -> Any:
-    for part in key.split("."):
-        settings = settings.get(part) if isinstance(settings, dict) else None
-    return settings
+    return [{"key": key, "values": [look_up(each, key) for each in settings]} for key in sorted(keys)]
 
 
 def _sweep_facts(root: RunsRoot, path: Path, runs: list[KnownRun]) -> dict[str, Any]:

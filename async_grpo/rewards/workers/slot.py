@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,7 @@ from async_grpo.rewards.workers.messages import (
     pack,
     unpack,
 )
+from async_grpo.utils.child_process import signal_name
 from async_grpo.utils.frames import FrameReader
 
 _GRACE_S = 0.05
@@ -194,7 +194,7 @@ def _describe_exit(exited: WorkerExited | None) -> str:
         return _OUT_OF_MEMORY
     if exited.cause:
         return "closed its channel and was killed"
-    how = f"ended with code {exited.code}" if exited.code >= 0 else f"was ended by {_signal_name(-exited.code)}"
+    how = f"ended with code {exited.code}" if exited.code >= 0 else f"was ended by {signal_name(-exited.code)}"
     output = _excerpt(exited.output.strip())
     return f"{how}. It wrote: {output}" if output else how
 
@@ -203,10 +203,3 @@ def _excerpt(output: str) -> str:
     """The beginning of what Python's fault handler wrote, if it wrote anything; else the end of the output."""
     start = output.rfind("Fatal Python error")
     return output[start:][:_SHOWN_OUTPUT] if start >= 0 else output[-_SHOWN_OUTPUT:]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

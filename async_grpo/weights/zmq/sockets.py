@@ -29,6 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils import addresses
+from async_grpo.utils.addresses import split_endpoint
 from async_grpo.utils.network import address_towards
 
 Socket = zmq.Socket[bytes]
@@ -102,9 +103,9 @@ def listen(listener: Socket, bind: str, port_offset: int, keys: CurveKeys | None
         listener.curve_server = True
         listener.curve_secretkey = keys.server_secret
         listener.zap_domain = _DOMAIN
-    host, port = _host_and_port(bind)
+    host, port = split_endpoint(bind)
     listener.bind(f"tcp://{host}:{int(port) + port_offset if int(port) else '*'}")
-    _, real_port = _host_and_port(listener.getsockopt_string(zmq.LAST_ENDPOINT))
+    _, real_port = split_endpoint(listener.getsockopt_string(zmq.LAST_ENDPOINT))
     return f"tcp://{advertise or (socket.gethostname() if host in _WILDCARDS else host)}:{real_port}"
 
 
@@ -114,10 +115,10 @@ def as_seen_from(peer: str, endpoint: str, bind: str) -> str:
     Unlike the machine's name, that address needs no resolver. The name stays if there is no route, or if the address
     is on the loopback, which would not tell others how to reach this machine.
     """
-    if _host_and_port(bind)[0] not in _WILDCARDS:
+    if split_endpoint(bind)[0] not in _WILDCARDS:
         return endpoint
-    host, port = _host_and_port(peer)
-    seen = f"tcp://{address_towards(host, int(port))}:{_host_and_port(endpoint)[1]}"
+    host, port = split_endpoint(peer)
+    seen = f"tcp://{address_towards(host, int(port))}:{split_endpoint(endpoint)[1]}"
     return endpoint if is_loopback(seen) else seen
 
 
@@ -135,17 +136,7 @@ def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: CurveKe
 
 def is_loopback(endpoint: str) -> bool:
     """Whether only this machine can reach the endpoint."""
-    return addresses.is_loopback(host_of(endpoint))
-
-
-def host_of(endpoint: str) -> str:
-    """The host of an endpoint."""
-    return _host_and_port(endpoint)[0]
-
-
-def _host_and_port(endpoint: str) -> tuple[str, str]:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host, port
+    return addresses.is_loopback(split_endpoint(endpoint)[0])
 
 
 class CurveGuard:

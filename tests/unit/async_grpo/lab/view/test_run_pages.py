@@ -57,6 +57,12 @@ async def test_the_list_has_runs_in_folders_too_with_their_figures(page: Page) -
     assert (two["reward"], two["age_max"], two["duration_s"]) == (1.0, 2.0, 9.0)
 
 
+async def test_a_folder_without_a_configuration_is_a_run_neither_in_the_list_nor_by_its_id(page: Page) -> None:
+    write_metrics(page.root / "bare", range(1, 3))
+    assert "bare" not in {run["id"] for run in await page.json("/api/runs")}
+    await page.ask("/api/runs/bare", 404)
+
+
 async def test_a_row_that_is_torn_counts_when_it_is_whole_and_a_repeated_step_once(page: Page) -> None:
     path = page.root / "one" / "metrics.jsonl"
     assert (await page.json("/api/runs/one"))["step"] == 10
