@@ -49,9 +49,7 @@ class Cleared(Record, frozen=True, kw_only=True, tag="cleared"):
 
 
 class Publish(Versioned, frozen=True, kw_only=True, tag="publish"):
-    """The store holds this version: encode, serve and announce it. Copying it took `snapshot_s`."""
-
-    snapshot_s: float = 0.0
+    """The store holds this version: encode, serve and announce it."""
 
 
 class Published(Versioned, frozen=True, kw_only=True, tag="published"):
@@ -75,12 +73,11 @@ class Announcement(Record, frozen=True, kw_only=True, tag="announcement"):
 
 
 class ReceiverHeartbeat(Record, frozen=True, kw_only=True, tag="beat"):
-    """A receiver is alive: where it serves others, what it has, and from whom it could not fetch."""
+    """A receiver is alive: where it serves others, and from whom it could not fetch."""
 
     node: str
     host: str
     relay: str
-    held: tuple[int, int] | None = None
     suspect: str = ""
     """The relay endpoint that failed this receiver."""
 
@@ -133,25 +130,18 @@ class PublisherStats(msgspec.Struct, kw_only=True, tag="publisher_stats", tag_fi
     versions: int = 0
     delta_versions: int = 0
     """Versions with patches."""
-    dense_bytes: int = 0
-    """Length of all published versions."""
     encoded_bytes: int = 0
     """What a receiver that follows every version has to fetch of them."""
-    last_snapshot_s: float = 0.0
-    """The trainer's copy into shared memory."""
     waited_s: float = 0.0
     """How long the trainer waited for the encoder before it could copy."""
     served_bytes: int = 0
     """Chunks and patches sent."""
     served_chunks: int = 0
-    served_patches: int = 0
     fallbacks: dict[str, int] = {}
     """Versions that went dense under `auto` or `delta`, by reason."""
     receivers: int = 0
     direct_receivers: int = 0
     """Receivers that fetch from the publisher itself."""
-    most_behind: int = 0
-    """Versions between the newest and the oldest that a receiver has."""
     refused: int = 0
     """Peers without this run's key."""
     unsigned: int = 0

@@ -145,11 +145,8 @@ class NodeReceiver:
 
     def _send_heartbeat(self, suspect: str = "") -> None:
         if self._publisher is not None:
-            held = self._slots.newest
             relay = self._relay_endpoint
-            self._publisher.send(
-                ReceiverHeartbeat(node=self._node, host=self._host, relay=relay, held=held, suspect=suspect)
-            )
+            self._publisher.send(ReceiverHeartbeat(node=self._node, host=self._host, relay=relay, suspect=suspect))
 
     def _advance(self) -> None:
         """Do one step of the work that needs no waiting."""

@@ -134,7 +134,6 @@ class PublisherProcess:
             case Prepare():
                 self._prepare_since_s = time.monotonic()
             case Publish():
-                self._stats.last_snapshot_s = order.snapshot_s
                 self._control.send(encode(Published(**order.identity._asdict())))
                 block = self._store.snapshot(order.identity).block
                 self._encoder.start(order.identity, block, self._newest)
@@ -193,7 +192,6 @@ class PublisherProcess:
         stats = self._stats
         stats.versions += 1
         stats.delta_versions += encoded.base is not None
-        stats.dense_bytes += self._store.layout.total_bytes
         stats.encoded_bytes += encoded.encoded_bytes
         if encoded.reason and self._config.encoding != "dense":
             count(stats.fallbacks, encoded.reason)
@@ -201,9 +199,8 @@ class PublisherProcess:
     def _count(self) -> PublisherStats:
         stats, server = self._stats, self._server
         stats.served_bytes, stats.served_chunks = server.served_bytes, server.served_chunks
-        stats.served_patches, stats.unsigned = server.served_patches, server.unsigned
-        self._tracker.count(stats, self._newest.identity if self._newest else None)
-        stats.refused = self._guard.refused
+        stats.unsigned, stats.refused = server.unsigned, self._guard.refused
+        stats.receivers, stats.direct_receivers = self._tracker.count_receivers()
         return stats
 
     def _newest_manifest(self) -> ManifestReply:

@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.messages import (
     ManifestReply,
     ManifestRequest,
     ParentAssignment,
-    PublisherStats,
     ReceiverHeartbeat,
     ReceiverLeaving,
     TrackerReply,
@@ -131,13 +129,10 @@ class RelayTracker:
         self._own_chunks = own_chunks
         self._silence_s = HEARTBEATS_OF_SILENCE * heartbeat_s
         self._heard_s: dict[str, float] = {}
-        self._held: dict[str, WeightVersion | None] = {}
 
-    def count(self, stats: PublisherStats, newest: WeightVersion | None) -> None:
-        """Set the counters of receivers. Those without weights of the newest epoch are not behind."""
-        stats.receivers, stats.direct_receivers = len(self._tree), len(self._tree.children_of(ROOT))
-        held = [identity for identity in self._held.values() if identity and newest and identity.epoch == newest.epoch]
-        stats.most_behind = newest.version - min(held).version if newest and held else 0
+    def count_receivers(self) -> tuple[int, int]:
+        """Number of receivers, and of those that fetch from the publisher itself."""
+        return len(self._tree), len(self._tree.children_of(ROOT))
 
     def handle(self, frames: Sequence[bytes], newest_manifest: Callable[[], ManifestReply]) -> None:
         """Answer one request. A request for the manifest is answered with `newest_manifest()`."""
@@ -166,7 +161,6 @@ class RelayTracker:
 
     def _register(self, heartbeat: ReceiverHeartbeat) -> ParentAssignment:
         self._heard_s[heartbeat.node] = time.monotonic()
-        self._held[heartbeat.node] = WeightVersion(*heartbeat.held) if heartbeat.held else None
         self._tree.join(heartbeat.node, heartbeat.host, heartbeat.relay)
         if heartbeat.suspect:
             self._tree.suspect(heartbeat.node, heartbeat.suspect)
@@ -176,4 +170,4 @@ class RelayTracker:
     def _forget(self, node: str) -> None:
         if node in self._tree:
             self._tree.leave(node)
-            del self._heard_s[node], self._held[node]
+            del self._heard_s[node]

@@ -111,8 +111,7 @@ class ZmqWeightSender:
         identity = WeightVersion(self._epoch, self._begun)
         self._store.commit(identity)
         self._newest = self._begun
-        copied_s = time.monotonic() - self._cleared_s
-        order = Publish(epoch=self._epoch, version=identity.version, snapshot_s=copied_s)
+        order = Publish(epoch=self._epoch, version=identity.version)
         self._ask(order, Published, f"the publisher to take {identity}")
         return Publication(time.monotonic() - self._begun_s, self._cleared_s - self._begun_s)
 
