@@ -2,7 +2,7 @@
 
 The checks of a platform are `Platform.probes`, those of an engine `engine_probes`. None of them imports torch in this
 process, so that the doctor works where nothing is installed. `checks_of_run` adds those of one configuration: what
-`async-grpo run` refuses before it starts (`preflight.checks`), and what it would only find out later.
+`async-grpo run` refuses before it starts (`plan.start_checks`), and what it would only find out later.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel
 
-from async_grpo.app.launch import inputs, preflight
+from async_grpo.app.launch import inputs
 from async_grpo.app.launch.memory_plan import copies_in_shared_memory, model_bytes
+from async_grpo.app.launch.plan import RunPlan, start_checks
 from async_grpo.app.launch.run_folder import PATIENCE_S
 from async_grpo.config import RunConfig
 from async_grpo.data.arithmetic import STREAM, ProblemSet
@@ -129,10 +130,11 @@ def checks_of_run(config: RunConfig) -> Iterator[Check]:
         with contextlib.suppress(ConfigError):  # the finding above tells
             config = inputs.pin(config, planning=True)
     local = inputs.here(config)
-    for name, check in preflight.checks(local, planning=bool(inputs.hub_inputs(local))):
+    plan = RunPlan(config, local, downloads=not inputs.hub_inputs(local))
+    for name, check in start_checks(plan):
         yield partial(_as_finding, name, check)
     yield partial(_check_first_row, local)
-    yield partial(_as_finding, "Placement", lambda: _placed(config))
+    yield partial(_as_finding, "Placement", partial(_describe_placement, plan))
     yield partial(_check_plan_of_memory, config)
     yield partial(_check_memory_of, config)
     yield partial(_check_disk, config)
@@ -153,12 +155,12 @@ def _as_finding(name: str, check: Callable[[], object]) -> Finding:
 
 def _ask_hub(config: RunConfig) -> str:
     """What starting the run would download. Raises ConfigError if a hub lacks it or cannot be reached."""
-    missing = inputs.to_download(inputs.pin(config))
+    missing = inputs.to_download(inputs.here(inputs.pin(config)))
     return "; ".join(f"{key}: {what}" for key, what in missing.items()) or "everything is already downloaded"
 
 
-def _placed(config: RunConfig) -> str:
-    rows = preflight.placement(config)
+def _describe_placement(plan: RunPlan) -> str:
+    rows = [*plan.placement, *(plan.memory.rows() if plan.memory is not None else [])]
     return "; ".join(f"{what}: {found}" for what, found in rows) or "every role may use all cores of this machine"
 
 

@@ -34,11 +34,11 @@ def slurm(
     It needs redis.url, and a runs_dir that all nodes share. Preempted roles save their work and are requeued; the same
     command resumes a run that has ended before its last step, and --servers N adds servers to one that is running.
     """
-    from async_grpo.app.launch.preflight import resolve
+    from async_grpo.app.launch.plan import plan_run
     from async_grpo.app.launch.slurm import dependency, jobs, submit
 
     def work() -> int:
-        run = resolve(config, override or [], steps=steps, planning=dry_run)
+        run = plan_run(config, override or [], download=not dry_run, steps=steps).config
         if not dry_run:
             submit(run, servers, print_line)
             return 0
@@ -71,12 +71,12 @@ def ray(
     It needs redis.url, and a runs_dir that all nodes share. Roles of lost nodes are started elsewhere, those of drained
     nodes save their work first; the same command resumes. Ctrl-C stops what this command has started.
     """
-    from async_grpo.app.launch.preflight import resolve
+    from async_grpo.app.launch.plan import plan_run
     from async_grpo.app.launch.ray import launch, plan
     from async_grpo.app.launch.ray import remove as remove_server
 
     def work() -> int:
-        run = resolve(config, override or [], steps=steps, planning=dry_run)
+        run = plan_run(config, override or [], download=not dry_run, steps=steps).config
         if dry_run:
             for role, bundles in plan(run, run.rollout.servers if servers is None else servers).items():
                 typer.echo(f"{role}: {json.dumps(bundles)}")

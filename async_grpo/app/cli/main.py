@@ -33,7 +33,8 @@ from async_grpo.app.cli.sweep import sweep
 from async_grpo.app.cli.tune import tune
 from async_grpo.app.cli.view import view
 from async_grpo.app.cli.why import why
-from async_grpo.app.launch.preflight import load_named
+from async_grpo.app.launch.plan import load_run_config, plan_run
+from async_grpo.app.launch.plan_table import plan_table
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
@@ -100,21 +101,14 @@ def run(
     has its own folder under runs/. --steps does not: it trains the run of that name further.
     """
     from async_grpo.app.launch.base import make_launcher
-    from async_grpo.app.launch.preflight import describe, resolve, resolve_here
 
     def work() -> int:
         if dry_run:
-            resolved = resolve(config, override or [], steps=steps, planning=True)
-        else:
-            resolved = resolve_here(config, override or [], steps=steps)
-        launcher = make_launcher((lambda question: True) if yes else _ask)
-        if dry_run:
-            console = Console()
-            console.print(describe(resolved))
-            for file, text in launcher.render(resolved).items():
-                console.print(f"{file}:\n{text}", markup=False)
+            Console().print(plan_table(plan_run(config, override or [], download=False, steps=steps)))
             return 0
-        return asyncio.run(launcher.launch(resolved, fresh=fresh, command=command_of(config, override, steps)))
+        plan = plan_run(config, override or [], download=True, steps=steps, on_this_machine=True)
+        launcher = make_launcher((lambda question: True) if yes else _ask)
+        return asyncio.run(launcher.launch(plan.config, fresh=fresh, command=command_of(config, override, steps)))
 
     exit_with(work)
 
@@ -136,7 +130,6 @@ def resume(
     others are trained again on new groups, and the log says how many.
     """
     from async_grpo.app.launch.base import make_launcher
-    from async_grpo.app.launch.preflight import resolve_here
     from async_grpo.app.launch.run_folder import choose_checkpoint
     from async_grpo.app.runs.run import Run
 
@@ -146,11 +139,11 @@ def resume(
             raise ConfigError(
                 f"--steps is {steps}, but {run} has trained {trained} steps already. N is the total: name a larger one"
             )
-        resolved = resolve_here(run, [], steps=steps)
+        plan = plan_run(run, [], download=True, steps=steps, on_this_machine=True)
         if checkpoint is not None:
             version = choose_checkpoint(run, checkpoint)
             print(f"resuming from version {version}; steps after it, of {trained} so far, are trained again")
-        return asyncio.run(make_launcher().launch(resolved, fresh=False, command=command_of(run, None, steps)))
+        return asyncio.run(make_launcher().launch(plan.config, fresh=False, command=command_of(run, None, steps)))
 
     exit_with(work)
 
@@ -251,7 +244,7 @@ def doctor(
     checked, findings = None, []
     if config is not None:
         try:
-            checked = load_named(config, override or [])
+            checked = load_run_config(config, override or [])
         except ConfigError as error:
             findings.append(Finding("Configuration", False, str(error), f"correct {config}, or the overrides"))
     chosen: PlatformName = platform or (checked.trainer.platform if checked is not None else "cpu")

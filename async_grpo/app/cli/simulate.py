@@ -63,14 +63,14 @@ def simulate(
     Without --grid it also says what one change would give: one more server, a larger S, faster weights. With --check
     it says how far it is from runs that it has not seen.
     """
-    from async_grpo.app.launch.preflight import resolve
+    from async_grpo.app.launch.plan import plan_run
     from async_grpo.lab.simulate import prediction
     from async_grpo.lab.simulate.determined import determined_in_words
     from async_grpo.lab.simulate.recorded import read_recorded
     from async_grpo.lab.simulate.whatif import changes
 
     def work() -> int:
-        base = resolve(config, override or [], planning=True)
+        base = plan_run(config, override or [], download=False).config
         seen = [read_recorded(path) for path in check or []]
         options = prediction.TimingsOptions(runs or [], device, timings)
         found, notes, uncertainty = options.read_with_uncertainty(base)

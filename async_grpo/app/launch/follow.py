@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from async_grpo.app.launch.local import headline, write_results
-from async_grpo.app.launch.preflight import load_named
+from async_grpo.app.launch.plan import load_run_config
 from async_grpo.app.launch.run_copy import copy_results
 from async_grpo.app.launch.run_folder import RunFolder, RunState
 from async_grpo.app.launch.state_plane import StatePlane
@@ -37,7 +37,7 @@ def follow_run(path: Path, say: Callable[[str], None]) -> int:
 
     Raises ConfigError without redis.url, RoleFailed if no trainer begins the run within launch.ready_timeout_s.
     """
-    config = load_named(path, [])
+    config = load_run_config(path, [])
     if config.redis.url is None:
         raise ConfigError(
             "redis.url is not set: this run brings its own server, and `async-grpo run` writes its report. Leave "

@@ -1,6 +1,6 @@
 """Models and data that a configuration names by hub id: pinned for the run, and downloaded to this machine.
 
-configuration --pin--> ids with commits (config.yaml) --fetch--> local files (roles.yaml, checks, roles)
+configuration --pin--> ids with commits (config.yaml) --fetch, here--> local files (roles.yaml, checks, roles)
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def here(config: RunConfig) -> RunConfig:
 
 
 def to_download(config: RunConfig) -> dict[str, str]:
-    """Configuration key -> what would be downloaded for it, in words; nothing for what is here."""
+    """Configuration key -> what would be downloaded for it, in words, for the ids that `here` has left."""
     found = {}
-    for key, repo in hub_inputs(here(config)).items():
+    for key, repo in hub_inputs(config).items():
         try:
             size = f", {sum(repo.files().values()) / 1e6:,.1f} MB"
         except ConfigError:

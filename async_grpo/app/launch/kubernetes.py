@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from async_grpo.app.launch.preflight import load_named
+from async_grpo.app.launch.plan import load_run_config
 from async_grpo.app.launch.role_specs import EXIT_STOPPED, stoppable
 from async_grpo.config import RunConfig, dump
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
@@ -57,7 +57,7 @@ exec valkey-server /tmp/own.conf --port {REDIS} --dir /data --appendonly yes --a
 
 def resolve_for_cluster(path: Path, overrides: Sequence[str], steps: int | None) -> RunConfig:
     """The run with the addresses and folders that its pods have. Raises ConfigError."""
-    given = load_named(path, overrides, steps)
+    given = load_run_config(path, overrides, steps)
     name = object_name(given)
     told = [*overrides, f"runs_dir={RUNS}", f"weights.bind=tcp://0.0.0.0:{WEIGHTS}"]
     told += [f"weights.advertise={name}-trainer-0-0.{name}", f"weights.relay_bind=tcp://0.0.0.0:{RELAY}"]
@@ -67,7 +67,7 @@ def resolve_for_cluster(path: Path, overrides: Sequence[str], steps: int | None)
         told.append(f"redis.url=redis://{name}-redis:{REDIS}")
     if given.weights.encrypt == "off":
         told.append("weights.encrypt=control")
-    return load_named(path, told, steps)
+    return load_run_config(path, told, steps)
 
 
 def objects(config: RunConfig) -> list[Object]:

@@ -25,7 +25,7 @@ from async_grpo.app.launch.first_policy import made_in_s, prepare_model
 from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.memory_plan import check_shared_memory
 from async_grpo.app.launch.monitor import Monitor
-from async_grpo.app.launch.preflight import check_with_policy
+from async_grpo.app.launch.plan import check_with_policy
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
 from async_grpo.app.launch.run_copy import copy_results, fetch_run, remove_copy

@@ -1,4 +1,4 @@
-"""Which role starts on which machine, with which devices, and the commands to type there.
+"""The placement of a run: which role starts on which machine, with which cores and devices, and the commands to type.
 
     node 0 .. trainer.nodes - 1   the trainer's ranks, trainer.processes / trainer.nodes on the first devices of each
     what these leave, then more   rollout servers, one after the other; none is spread over two nodes
@@ -10,10 +10,13 @@ launch.share_devices the servers are on the devices of the trainer.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
-from async_grpo.app.launch.role_specs import devices_by_role
+from async_grpo.app.launch.role_process import cores_here, role_cores
+from async_grpo.app.launch.role_specs import assign_devices, devices_by_role
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
+from async_grpo.utils.addresses import is_loopback
 from trainer.platform import Platform
 
 USUAL_DEVICES = {"npu": 16, "cuda": 8}
@@ -81,18 +84,63 @@ def plan_nodes(config: RunConfig) -> list[PlannedNode]:
     return nodes
 
 
-def node_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """Rows of the dry run for a run on several machines: the devices, and the commands for each node."""
+def placement_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """Rows with the cores and devices of each role, and for several machines the commands for each.
+
+    Raises ConfigError for cores and devices that this machine lacks.
+    """
+    rows = []
+    if config.trainer.nodes == 1:
+        sides = zip(("trainer", "rollout servers"), role_cores(config, cores_here()), strict=True)
+        pinned = [f"{side}: {','.join(map(str, cores))}" for side, cores in sides if cores]
+        if pinned:
+            rows.append(("cores", "; ".join(pinned)))
+
+    excess = needs_more_nodes(config)
+    if excess:
+        rows.append(("too many devices", excess))
+    if excess or config.trainer.nodes > 1:
+        rows += _node_rows(config)
+        try:
+            check_reachable(config)
+        except ConfigError as error:
+            rows.append(("set before", str(error)))
+    else:
+        shares = assign_devices(config, {})
+        devices = {role: ",".join(shown.values()) for role, shown in shares.items() if any(shown.values())}
+        if devices:
+            rows.append(("devices", "; ".join(f"{role}: {numbers}" for role, numbers in devices.items())))
+    return rows
+
+
+def _node_rows(config: RunConfig) -> list[tuple[str, str]]:
     try:
         nodes = plan_nodes(config)
     except ConfigError as error:
         return [("too many devices", str(error))]
-    found = []
+    rows = []
     for number, node in enumerate(nodes):
         dealt = [f"{role}: {','.join(devices)}" for role, devices in node.roles.items() if devices]
         if dealt:
-            found.append((f"devices, node {number}", "; ".join(dealt)))
-    return [*found, *((f"type on node {number}", "\n".join(node.commands)) for number, node in enumerate(nodes))]
+            rows.append((f"devices, node {number}", "; ".join(dealt)))
+    for number, node in enumerate(nodes):
+        rows.append((f"type on node {number}", "\n".join(node.commands)))
+    return rows
+
+
+def check_reachable(config: RunConfig, *, one_machine: bool = False) -> None:
+    """Raise ConfigError for addresses at which roles on other machines do not find this run."""
+    if config.redis.url is None:
+        raise ConfigError(
+            "redis.url is not set: the roles meet on a server that every node reaches, and that outlives their jobs. "
+            "Start one (docs/operations.md), and set redis.url to redis://HOST:6379"
+        )
+    for key, url in (("redis.url", config.redis.url), ("weights.bind", config.weights.bind)):
+        if not one_machine and is_loopback(urlsplit(url).hostname or ""):
+            raise ConfigError(
+                f"{key} is {url}, which other nodes do not reach. Set it to an address of the cluster's network"
+                + (", or to tcp://0.0.0.0:5600, and weights.encrypt to control" if key == "weights.bind" else "")
+            )
 
 
 def _has_room(node: PlannedNode, config: RunConfig, platform: Platform, count: int) -> bool:

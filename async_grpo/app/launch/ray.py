@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from async_grpo.app.launch.node_plan import check_reachable
 from async_grpo.app.launch.ray_role import RayRole
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.app.launch.run_folder import open_run, write_config
-from async_grpo.app.launch.slurm import check_reachable
 from async_grpo.app.launch.supervisor import TRAINER, RestartDecision, decide
 from async_grpo.config import RunConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError, DependencyError, RoleFailed, WaitTimeout

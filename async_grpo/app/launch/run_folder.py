@@ -194,6 +194,21 @@ class RunFolder:
         write_atomic(self.path / _STATE, json.dumps(asdict(state), indent=2) + "\n")
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError unless the folder exists or can be made, and is writable."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(
+            f"runs_dir and name make the run's folder {folder}, but {existing} is a file. Set runs_dir to a folder (-o "
+            "runs_dir=...), or move that file away"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"runs_dir and name make the run's folder {folder}, but {existing} cannot be written to by this user. Set "
+            "runs_dir to a folder that can (-o runs_dir=...)"
+        )
+
+
 def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
     """Make the folder of a run, or take up the one that is there; `fresh` removes that first.
 

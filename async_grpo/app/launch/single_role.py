@@ -22,8 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from async_grpo.app.launch.first_policy import made_in_s, prepare_model
-from async_grpo.app.launch.inputs import fetch
-from async_grpo.app.launch.preflight import resolve
+from async_grpo.app.launch.plan import RunPlan, plan_run
 from async_grpo.app.launch.role_specs import rank_argv, rollout_argv, trainer_argv, trainer_environment
 from async_grpo.app.launch.run_copy import fetch_run
 from async_grpo.app.launch.run_folder import LEADER, RunFolder, find_run, open_run, write_config, write_role
@@ -58,14 +57,14 @@ class ProcessPlacement:
 def prepare_inputs(path: Path, overrides: Sequence[str]) -> int:
     """Check a run, and download or make all that its roles will find: model, data, first policy."""
     say = say_as("init")
-    local = fetch(resolve(path, overrides, say=say), say)
-    say(f"ready: {asyncio.run(prepare_model(local, say))}")
+    plan = plan_run(path, overrides, download=True, say=say)
+    say(f"ready: {asyncio.run(prepare_model(plan.inputs, say))}")
     return 0
 
 
 def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
     """Become a rollout server. Raises ConfigError without redis.url."""
-    file, model = _make_ready(_resolve(path, overrides, name), name)
+    file, model = _make_ready(_plan_role(path, overrides, name), name)
     return _become(rollout_argv(file, model, name))
 
 
@@ -91,9 +90,10 @@ async def _prepare_to_join(config: RunConfig, name: str) -> Path:
 
 def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> int:
     """Become the trainer, or its node `node_rank`. Raises ConfigError without redis.url or for a wrong rank."""
-    config = _resolve(path, overrides, "trainer")
+    plan = _plan_role(path, overrides, "trainer")
+    config = plan.config
     place = placed(config, node_rank, os.environ)
-    file, model = _make_ready(config, f"trainer-{place.number}", place.address)
+    file, model = _make_ready(plan, f"trainer-{place.number}", place.address)
     environment = trainer_environment(config, os.environ)
     if place.local_rank is None:
         return _become(trainer_argv(file, model, place.number), environment)
@@ -178,23 +178,23 @@ def _node_from(config: RunConfig, environment: Mapping[str, str]) -> tuple[int |
     return None, None
 
 
-def _resolve(path: Path, overrides: Sequence[str], role: str) -> RunConfig:
-    config = resolve(path, overrides, say=say_as(role))
-    if config.redis.url is None:
+def _plan_role(path: Path, overrides: Sequence[str], role: str) -> RunPlan:
+    plan = plan_run(path, overrides, download=True, say=say_as(role))
+    if plan.config.redis.url is None:
         raise ConfigError(
             "redis.url is not set: a role on its own needs a server that the other roles reach too. "
             "Pass -o redis.url=redis://HOST:6379, or use `async-grpo run`, which brings its own"
         )
-    return config
+    return plan
 
 
-def _make_ready(config: RunConfig, role: str, node_0: str | None = None) -> tuple[Path, Path]:
+def _make_ready(plan: RunPlan, role: str, node_0: str | None = None) -> tuple[Path, Path]:
     """The configuration file of this role and the folder of the first policy.
 
     The address of node 0 is in the file of this start alone: after a restart, another machine may be node 0.
     """
     began_s, say = time.monotonic(), say_as(role)
-    local = fetch(config, say)
+    config, local = plan.config, plan.inputs
     model = asyncio.run(prepare_model(local, say))
     if role == LEADER:
         fetch_run(config, say)

@@ -23,13 +23,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from async_grpo.app.launch.node_plan import check_reachable
 from async_grpo.app.launch.role_specs import EXIT_STOPPED, stoppable
 from async_grpo.app.launch.run_folder import open_run, write_config
 from async_grpo.config import RunConfig
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
-from async_grpo.utils.addresses import is_loopback
 from async_grpo.utils.files import write_atomic
 from trainer.platform import Platform, select_platform
 
@@ -194,21 +193,6 @@ def _script(
         give_up=give_up,
         show_npus=show_npus,
     )
-
-
-def check_reachable(config: RunConfig, *, one_machine: bool = False) -> None:
-    """Raise ConfigError for addresses at which roles on other machines do not find this run."""
-    if config.redis.url is None:
-        raise ConfigError(
-            "redis.url is not set: the roles meet on a server that every node reaches, and that outlives their jobs. "
-            "Start one (docs/operations.md), and set redis.url to redis://HOST:6379"
-        )
-    for key, url in (("redis.url", config.redis.url), ("weights.bind", config.weights.bind)):
-        if not one_machine and is_loopback(urlsplit(url).hostname or ""):
-            raise ConfigError(
-                f"{key} is {url}, which other nodes do not reach. Set it to an address of the cluster's network"
-                + (", or to tcp://0.0.0.0:5600, and weights.encrypt to control" if key == "weights.bind" else "")
-            )
 
 
 def _slurm(*argv: str) -> str:

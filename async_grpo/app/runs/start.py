@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.app.launch.base import make_launcher
-from async_grpo.app.launch.preflight import load_named, resolve_here
+from async_grpo.app.launch.plan import load_run_config, plan_run
 from async_grpo.app.runs.run import Run
 from async_grpo.config import RunConfig, dump, validate
 from async_grpo.errors import AsyncGrpoError, ConfigError, DataError, DependencyError, RoleFailed
@@ -63,7 +63,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder:
         asked = Path(folder)
         file, given = _file_of(config, asked), _assignments(overrides)
-        folder_of_run = load_named(file, given, steps).run_dir
+        folder_of_run = load_run_config(file, given, steps).run_dir
         request = {"config": str(file), "overrides": given, "steps": steps, "fresh": fresh}
         (asked / "request.json").write_text(json.dumps(request))
         code = _follow(asked, progress)
@@ -168,8 +168,9 @@ def main(asked: Path) -> int:
     """Entry point of the child: perform the run that request.json describes, and write error.json if it fails."""
     request = json.loads((asked / "request.json").read_text())
     try:
-        config = resolve_here(Path(request["config"]), request["overrides"], steps=request["steps"])
-        return asyncio.run(make_launcher().launch(config, fresh=request["fresh"], command=""))
+        file, overrides, steps = Path(request["config"]), request["overrides"], request["steps"]
+        plan = plan_run(file, overrides, download=True, steps=steps, on_this_machine=True)
+        return asyncio.run(make_launcher().launch(plan.config, fresh=request["fresh"], command=""))
     except (AsyncGrpoError, OSError) as error:
         write_atomic(asked / "error.json", json.dumps({"error": type(error).__name__, "message": str(error)}))
         return 1

@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.app.launch.preflight import resolve
+from async_grpo.app.launch.plan import plan_run
 from async_grpo.app.report.drawing import BLUE, GREEN, GREY, ORANGE, legend_above, new_figure, percent, save_figures
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
@@ -208,7 +208,7 @@ def predict(
     found = []
     for values in combinations([parse_axis(text) for text in grid]):
         typed = assignments(values)
-        config = resolve(file, [*overrides, *typed], planning=True)
+        config = plan_run(file, [*overrides, *typed], download=False).config
         settings = SimulatedSettings.of(config)
         settings = with_enough_steps(settings, timings) if steps is None else settings.with_steps(steps)
         own = timings.model_copy(update={"lengths": timings.lengths.at_most(config.sampling.max_tokens)})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,9 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from async_grpo.app.launch.inputs import hub_inputs
-from async_grpo.app.launch.preflight import resolve
+from async_grpo.app.launch.plan import plan_run
 from async_grpo.app.launch.run_folder import run_name
-from async_grpo.config import load
+from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 from async_grpo.lab.sweep.folder import SweepFolder, SweepRecord
 from async_grpo.lab.sweep.plan import (
@@ -74,7 +73,11 @@ def make_plan(options: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
     request = SweepRequest(name, options.overrides, axes, seeds, folder.runs_dir)
     known = folder.points(folder.read())
     held = [repo for point in known for repo in hub_inputs(point.config).values()]
-    return folder, lay_out(request, known, partial(resolve, options.config, held=held))
+
+    def resolve(overrides: Sequence[str]) -> RunConfig:
+        return plan_run(options.config, overrides, download=True, held=held).config
+
+    return folder, lay_out(request, known, resolve)
 
 
 def print_result(folder: SweepFolder, comparison: SweepComparison) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from async_grpo.app.launch.preflight import resolve
+from async_grpo.app.launch.plan import plan_run
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.lab.simulate.calibrate import Measured
@@ -113,7 +113,7 @@ class TuningSearch:
     def _is_usable(self, one: TunedPoint) -> bool:
         """Whether `async-grpo run` would start it: its memory, for one, is checked only here."""
         try:
-            resolve(self._file, self._typed(one.overrides), planning=True)
+            plan_run(self._file, self._typed(one.overrides), download=False)
         except DependencyError:
             return True
         except ConfigError:

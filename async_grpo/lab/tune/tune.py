@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.app.launch.preflight import resolve
+from async_grpo.app.launch.plan import plan_run
 from async_grpo.app.report.drawing import save_figures
 from async_grpo.app.runs.run import Run
 from async_grpo.errors import ConfigError, DataError
@@ -69,7 +69,7 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
     Raises ConfigError for options that are wrong, before anything is run, and if no point keeps the bounds; DataError
     for runs that say too little.
     """
-    base = resolve(options.config, options.overrides, planning=True)
+    base = plan_run(options.config, options.overrides, download=False).config
     goal, notes = _goal_of(options)
     axes = axes_of(base, options.vary, options.fix)
     timings, said, uncertainty = options.timings.read_with_uncertainty(base)
@@ -158,7 +158,7 @@ def _run(
         own = point_name(name, values, one.config.seed)
         steps = f"steps={options.real_steps + steps_aside(one.config.max_staleness)}"
         typed = [*options.overrides, *(f"{key}={value}" for key, value in values.items()), *_SHORT, steps]
-        config = resolve(options.config, typed)
+        config = plan_run(options.config, typed, download=True).config
         update = {"name": own, "runs_dir": folder.runs_dir}
         planned[one.places] = Point(values, config.model_copy(update=update))
     plan = SweepPlan(list(planned.values()), frozenset(point.name for point in planned.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ from async_grpo.app.cli.main import app
 from async_grpo.app.launch import first_policy, single_role
 from async_grpo.app.launch.first_policy import prepare_model
 from async_grpo.app.launch.inputs import fetch
-from async_grpo.app.launch.preflight import describe, resolve
+from async_grpo.app.launch.plan import plan_run
+from async_grpo.app.launch.plan_table import plan_table
 from async_grpo.app.launch.run_folder import RunFolder, open_run, write_config
 from async_grpo.config import RunConfig, load
 from async_grpo.config.model import RandomModelConfig
@@ -98,10 +99,10 @@ def test_a_run_keeps_its_commits_and_its_roles_get_local_files(
 
 
 async def test_the_first_policy_is_the_downloaded_one(hub: HubServer, config_file: Path) -> None:
-    config = resolve(config_file, [], planning=True)
-    model = await prepare_model(config, print)
+    plan = plan_run(config_file, [], download=False)
+    model = await prepare_model(plan.inputs, print)
     assert (model / "model.safetensors").is_file()
-    assert describe(resolve(config_file, [], planning=True)).row_count
+    assert plan_table(plan_run(config_file, [], download=False)).row_count
 
 
 def test_everything_starts_without_the_hub_after_the_first_time(
@@ -117,6 +118,10 @@ def test_everything_starts_without_the_hub_after_the_first_time(
 
 
 REFERENCE = ("trainer.reference.path=acme/ref", "trainer.reference.source=frozen", "trainer.objective.kl_beta=0.1")
+
+
+def resolve(file: Path, overrides: Sequence[str], steps: int | None = None) -> RunConfig:
+    return plan_run(file, overrides, download=True, steps=steps).config
 
 
 def begun(config: RunConfig) -> RunFolder:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from async_grpo.app.launch.preflight import check_rewards
+from async_grpo.app.launch.checks.trials import check_rewards
 from async_grpo.config.rewards import HttpRewardConfig, RewardConfig, RewardsConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult

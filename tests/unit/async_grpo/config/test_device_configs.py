@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
-from async_grpo.app.launch import preflight
+from async_grpo.app.launch import plan as run_plan
 from async_grpo.app.launch.memory_plan import device_plan
 from async_grpo.config import RunConfig, load
 from async_grpo.utils.text import GIB
@@ -167,7 +167,7 @@ def test_devices_of_unknown_size_are_said_to_be_unknown() -> None:
 
 
 def test_a_run_wants_its_files_whatever_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "check_machine", lambda _: None)  # as on a machine with the devices
+    monkeypatch.setattr(run_plan, "check_machine", lambda _: None)  # as on a machine with the devices
     words = ["run", str(CONFIGS / "qwen2.5_7b_gsm8k_cuda.yaml"), "-o", "model.path=models/Qwen2.5-7B"]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
     assert result.exit_code == 1

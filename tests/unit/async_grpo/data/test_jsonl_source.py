@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.preflight import check_data
+from async_grpo.app.launch.checks.data import find_rejected_rows
 from async_grpo.data.arithmetic import ArithmeticSource
 from async_grpo.data.jsonl import JsonlSource
 from async_grpo.data.prepare.formats import reference
@@ -98,7 +98,7 @@ def test_a_hostile_row_is_named_and_the_others_are_used(tmp_path: Path, line: by
     good = [json.dumps(row).encode() for row in questions(5)]
     path.write_bytes(b"\n".join([good[0], line, *good[1:], b""]))
     config, started = config_of(path=path), time.process_time()
-    source, rejected = JsonlSource(config, Bytes()), check_data(config)
+    source, rejected = JsonlSource(config, Bytes()), find_rejected_rows(config)
     assert time.process_time() - started < 3.0
     assert source.dropped == rejected == {reason: 1}
     assert source.dropped.first == rejected.first
@@ -127,7 +127,7 @@ def test_data_that_no_run_can_be_started_with_are_refused_by_check_and_source(
 ) -> None:
     path = written(tmp_path / "d.jsonl", questions(rows) if isinstance(rows, int) else rows)
     config = config_of(**{"path": path, **data})
-    for use in (check_data, lambda config: JsonlSource(config, Bytes())):
+    for use in (find_rejected_rows, lambda config: JsonlSource(config, Bytes())):
         with pytest.raises(DataError, match=message):
             use(config)
 
@@ -155,5 +155,5 @@ def test_gsm8k_as_published_can_be_used_and_is_checked_quickly() -> None:
     assert set(source.dropped) <= {"prompt too long", "also held out"}
     assert all(float(source.task(index).answer) is not None for index in range(source.training_rows))
     started = time.process_time()
-    assert check_data(config_of(prompts=100, path=TRAIN)) == {}
+    assert find_rejected_rows(config_of(prompts=100, path=TRAIN)) == {}
     assert time.process_time() - started < 2.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.preflight import check_data
+from async_grpo.app.launch.checks.data import find_rejected_rows
 from async_grpo.data.prepared_source import PreparedSource
 from async_grpo.errors import DataError
 from async_grpo.models.random_model import prompt_texts
@@ -75,14 +75,14 @@ def test_wrong_files_are_named_before_anything_starts(folder: Path, tmp_path: Pa
         (folder / "train.tokens", "is a part of a prepared folder"),
     ]:
         if not message:
-            assert check_data(config_of(path=path)) == {}
+            assert find_rejected_rows(config_of(path=path)) == {}
             continue
         with pytest.raises(DataError, match=re.escape(message)):
-            check_data(config_of(path=path))
+            find_rejected_rows(config_of(path=path))
     with (folder / "train.tokens").open("ab") as file:
         file.write(b"x")
     with pytest.raises(DataError, match="prepared data are damaged"):
-        check_data(config_of(path=folder))
+        find_rejected_rows(config_of(path=folder))
     (folder / "prepared.json").write_text("[" * 20_000 + "]" * 20_000)
     with pytest.raises(DataError, match="prepared data are damaged"):
-        check_data(config_of(path=folder))
+        find_rejected_rows(config_of(path=folder))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from async_grpo.app.launch.preflight import resolve
+from async_grpo.app.launch.plan import plan_run
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.config.trainer import ReferenceConfig, TrainerConfig
 from async_grpo.errors import ConfigError
@@ -116,5 +116,5 @@ def test_a_dry_run_refuses_a_reference_of_another_network(tmp_path: Path) -> Non
         )
     )
     with pytest.raises(ConfigError, match=r"rms_norm_eps 0\.001 \(the policy 1e-06\).*placement to model"):
-        resolve(config, [], planning=True)
-    resolve(config, ["trainer.reference.placement=model"], planning=True)
+        plan_run(config, [], download=False)
+    plan_run(config, ["trainer.reference.placement=model"], download=False)

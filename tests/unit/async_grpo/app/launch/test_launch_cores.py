@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.table import Table
 
-from async_grpo.app.launch.preflight import describe
+from async_grpo.app.launch.plan import RunPlan
+from async_grpo.app.launch.plan_table import plan_table
 from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
 from async_grpo.app.launch.run_folder import RunFolder
@@ -53,11 +55,16 @@ def test_a_core_that_is_not_there_is_refused_with_those_that_are() -> None:
         role_cores(config(rollout=[0]), here=[])
 
 
+def table(config: RunConfig) -> Table:
+    """The table of a dry run."""
+    return plan_table(RunPlan(config, config))
+
+
 @needs_affinity
 def test_a_dry_run_shows_the_cores_and_refuses_those_that_are_not_there() -> None:
     first = cores_here()[0]
-    names, shown = (list(column.cells) for column in describe(config(trainer=[first])).columns)
+    names, shown = (list(column.cells) for column in table(config(trainer=[first])).columns)
     assert str(shown[names.index("cores")]) == f"trainer: {first}"
     with pytest.raises(ConfigError, match=r"launch.cores.trainer names 99999"):
-        describe(config(trainer=[99999]))
-    assert "cores" not in list(describe(config()).columns[0].cells)
+        table(config(trainer=[99999]))
+    assert "cores" not in list(table(config()).columns[0].cells)

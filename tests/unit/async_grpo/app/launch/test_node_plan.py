@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from async_grpo.app.launch.node_plan import needs_more_nodes, plan_nodes
-from async_grpo.app.launch.preflight import describe, placement
+from async_grpo.app.launch.node_plan import needs_more_nodes, placement_rows, plan_nodes
+from async_grpo.app.launch.plan import RunPlan
+from async_grpo.app.launch.plan_table import plan_table
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
 
@@ -30,14 +31,14 @@ def raw_npus(processes: int, servers: int, nodes: int = 1, width: int = 4, **vll
 def printed(config: RunConfig, width: int) -> str:
     """The table of a dry run in a terminal of that width."""
     console = Console(width=width, record=True, file=StringIO())
-    console.print(describe(config))
+    console.print(plan_table(RunPlan(config, config)))
     return console.export_text()
 
 
 def test_more_devices_than_a_node_has_are_reported_with_the_machines_that_they_take() -> None:
     too_many = npus(16, 1, width=2)
     assert needs_more_nodes(too_many).startswith("18 devices are planned, but a node has 16")
-    rows = dict(placement(too_many))
+    rows = dict(placement_rows(too_many))
     assert "too many devices" in rows
     assert rows["devices, node 1"] == "rollout-0: 0,1"
     assert rows["type on node 1"].startswith("ASCEND_RT_VISIBLE_DEVICES=0,1 async-grpo rollout CONFIG --name rollout-0")
@@ -46,7 +47,7 @@ def test_more_devices_than_a_node_has_are_reported_with_the_machines_that_they_t
 def test_a_run_that_fits_on_its_node_is_not_reported() -> None:
     assert not needs_more_nodes(npus(8, 2))
     assert not needs_more_nodes(npus(16, 1, width=2, devices_per_node=18))
-    assert dict(placement(npus(8, 2))) == {
+    assert dict(placement_rows(npus(8, 2))) == {
         "devices": "trainer: 0,1,2,3,4,5,6,7; rollout-0: 8,9,10,11; rollout-1: 12,13,14,15"
     }
 
@@ -75,9 +76,9 @@ def test_commands_are_printed_whole_in_a_narrow_terminal() -> None:
 
 def test_a_run_on_several_machines_names_what_its_roles_cannot_reach() -> None:
     raw = raw_npus(24, 1, nodes=2)
-    assert "redis.url is not set" in dict(placement(validate(raw, "test")))["set before"]
+    assert "redis.url is not set" in dict(placement_rows(validate(raw, "test")))["set before"]
     raw |= {"redis": {"url": "redis://10.0.0.5:6379"}, "weights": {"bind": "tcp://10.0.0.5:5600", "encrypt": "control"}}
-    assert "set before" not in dict(placement(validate(raw, "test")))
+    assert "set before" not in dict(placement_rows(validate(raw, "test")))
 
 
 def test_an_engine_without_captured_graphs_is_mentioned() -> None:

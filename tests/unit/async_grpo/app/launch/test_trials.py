@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from async_grpo.app.launch.checks.data import prompt_lengths
+from async_grpo.app.launch.checks.trials import check_rewards, check_workflow, first_rows
 from async_grpo.app.launch.memory_plan import check_shared_memory
-from async_grpo.app.launch.preflight import describe, prompt_lengths
-from async_grpo.app.launch.trials import check_rewards, check_workflow, first_rows
+from async_grpo.app.launch.plan import RunPlan
+from async_grpo.app.launch.plan_table import plan_table
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.models.tiny.arithmetic import build_char_tokenizer
@@ -124,9 +126,8 @@ def test_prompts_that_are_all_too_long_in_tokens_are_refused(model: Path) -> Non
     ("every_steps", "when"), [(0, "before and after"), (25, "every 25 steps"), (100, "before and after")]
 )
 def test_the_plan_says_when_a_run_evaluates(model: Path, every_steps: int, when: str) -> None:
-    names, shown = (
-        list(column.cells) for column in describe(config(eval={"prompts": 4, "every_steps": every_steps})).columns
-    )
+    planned = config(eval={"prompts": 4, "every_steps": every_steps})
+    names, shown = (list(column.cells) for column in plan_table(RunPlan(planned, planned)).columns)
     assert when in str(shown[names.index("evaluation")])
     assert ("every" in str(shown[names.index("evaluation")])) is (when != "before and after")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.app.launch.memory_plan import device_plan
-from async_grpo.app.launch.preflight import resolve
+from async_grpo.app.launch.plan import plan_run
 from async_grpo.config import RunConfig
 from async_grpo.lab.simulate.devices import estimate
 from async_grpo.lab.simulate.prediction import predict
@@ -36,7 +36,7 @@ near = partial(pytest.approx, rel=0.05)
 
 
 def planned(name: str) -> RunConfig:
-    return resolve(CONFIGS / name, [], planning=True)
+    return plan_run(CONFIGS / name, [], download=False).config
 
 
 def stated(name: str, pattern: re.Pattern[str]) -> re.Match[str]:
@@ -102,7 +102,7 @@ def test_tune_would_not_split_the_devices_in_another_way(name: str) -> None:
 @pytest.mark.slow
 def test_tune_moves_npus_to_the_side_that_needs_them() -> None:
     name, halves = "qwen2.5_7b_gsm8k_ascend.yaml", ["trainer.processes=8", "rollout.servers=2"]
-    config = resolve(CONFIGS / name, halves, planning=True)
+    config = plan_run(CONFIGS / name, halves, download=False).config
     axes = [axis for axis in axes_of(config, [], []) if axis.name == SPLIT]
     best = chosen_split(name, axes, estimate(config, "910c"), halves)
     assert best == {"trainer.processes": "12", "rollout.servers": "1"}

@@ -174,7 +174,7 @@ async def _play(config: RunConfig, workflow: Workflow, task: Task, prompt: list[
 
 def _place(error: BaseException) -> str:
     """` at wf.py, line 12`: the last line of code that is neither ours nor Python's; "" if unknown."""
-    ours = Path(__file__).parents[3]
+    ours = Path(__file__).parents[4]
     foreign = (ours / "async_grpo", ours / "rollout_server", Path(asyncio.__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
