@@ -1,4 +1,4 @@
-"""What every launcher promises before it starts anything."""
+"""What `async-grpo run` promises before it starts anything."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.base import Launcher, make_launcher
+from async_grpo.app.launch.local import run_locally
+from async_grpo.app.launch.plan import RunPlan
 from async_grpo.app.launch.run_folder import RunState, open_run, write_config
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
 
 
-@pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
-    """The local launcher, in an empty folder."""
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    return make_launcher()
 
 
 def config(**changes: Any) -> RunConfig:
     return validate({"name": "one", "model": {"path": "any"}, **changes}, "test")
+
+
+async def start(config: RunConfig, command: str = "") -> int:
+    return await run_locally(RunPlan(config, config), fresh=False, command=command)
 
 
 def begun(config: RunConfig) -> RunState:
@@ -30,12 +34,6 @@ def begun(config: RunConfig) -> RunState:
     write_config(folder, config, for_roles=config)
     folder.write_state(state)
     return state
-
-
-async def test_rendering_is_text_for_relative_files_and_writes_none_of_them(launcher: Launcher) -> None:
-    for file, text in launcher.render(config()).items():
-        assert text and not file.is_absolute()
-    assert not list(Path.cwd().iterdir())
 
 
 @pytest.mark.parametrize(
@@ -48,22 +46,20 @@ async def test_rendering_is_text_for_relative_files_and_writes_none_of_them(laun
         ),
     ],
 )
-async def test_a_run_that_cannot_be_started_here_leaves_no_trace(
-    launcher: Launcher, changes: dict[str, Any], words: str
-) -> None:
+async def test_a_run_that_cannot_be_started_here_leaves_no_trace(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        await launcher.launch(config(**changes), fresh=False, command="")
+        await start(config(**changes))
     assert not list(Path.cwd().iterdir())
 
 
-async def test_a_finished_run_is_not_started_again(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_finished_run_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
     state = begun(config())
-    assert await launcher.launch(config(), fresh=False, command="again") == 0
+    assert await start(config(), command="again") == 0
     assert open_run(config()).read_state() == state
     assert "this run is finished" in " ".join(capsys.readouterr().out.split())
 
 
-async def test_a_run_that_another_process_holds_is_refused(launcher: Launcher) -> None:
+async def test_a_run_that_another_process_holds_is_refused() -> None:
     begun(config())
     with open_run(config()).locked(), pytest.raises(ConfigError, match="another `async-grpo run`"):
-        await launcher.launch(config(), fresh=False, command="")
+        await start(config())

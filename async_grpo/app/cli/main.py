@@ -100,15 +100,16 @@ def run(
     Ctrl-C stops cleanly; the same command again resumes. Overrides become part of the run's name, so every experiment
     has its own folder under runs/. --steps does not: it trains the run of that name further.
     """
-    from async_grpo.app.launch.base import make_launcher
+    from async_grpo.app.launch.local import run_locally
 
     def work() -> int:
         if dry_run:
             Console().print(plan_table(plan_run(config, override or [], download=False, steps=steps)))
             return 0
         plan = plan_run(config, override or [], download=True, steps=steps, on_this_machine=True)
-        launcher = make_launcher((lambda question: True) if yes else _ask)
-        return asyncio.run(launcher.launch(plan.config, fresh=fresh, command=command_of(config, override, steps)))
+        confirm = (lambda question: True) if yes else _ask
+        command = command_of(config, override, steps)
+        return asyncio.run(run_locally(plan, fresh=fresh, command=command, confirm=confirm))
 
     exit_with(work)
 
@@ -129,7 +130,7 @@ def resume(
     --from VERSION gives up the checkpoints after VERSION. Steps whose groups the buffer still has are repeated exactly;
     others are trained again on new groups, and the log says how many.
     """
-    from async_grpo.app.launch.base import make_launcher
+    from async_grpo.app.launch.local import run_locally
     from async_grpo.app.launch.run_folder import choose_checkpoint
     from async_grpo.app.runs.run import Run
 
@@ -143,7 +144,7 @@ def resume(
         if checkpoint is not None:
             version = choose_checkpoint(run, checkpoint)
             print(f"resuming from version {version}; steps after it, of {trained} so far, are trained again")
-        return asyncio.run(make_launcher().launch(plan.config, fresh=False, command=command_of(run, None, steps)))
+        return asyncio.run(run_locally(plan, fresh=False, command=command_of(run, None, steps)))
 
     exit_with(work)
 

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from async_grpo.app.launch.local import headline, write_results
 from async_grpo.app.launch.plan import load_run_config
+from async_grpo.app.launch.results import headline, write_results
 from async_grpo.app.launch.run_copy import copy_results
 from async_grpo.app.launch.run_folder import RunFolder, RunState
 from async_grpo.app.launch.state_plane import StatePlane
@@ -155,6 +155,6 @@ class RunFollower:
         state.finished_steps = self._config.steps if over else 0
         state.failure = "" if over else self._folder.role_failure()
         self._folder.write_state(state)
-        summary = await write_results(plane, self._folder, state, await plane.buffer.stats())
+        summary = await write_results(plane, self._folder, state)
         await asyncio.to_thread(copy_results, self._config, self._folder, self._say)
         self._say(headline(summary, self._folder))

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -168,9 +169,22 @@ def stoppable(command: str) -> str:
     return _STOPPABLE.format(command=command, stopped=EXIT_STOPPED, fault=EXIT_CONFIG)
 
 
-def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
-    """Every role of a run on this machine, the trainer first and spare servers last, each with the devices that are its
-    own. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class RoleSpecs:
+    """The roles of a run on one machine."""
+
+    trainer: RoleSpec
+    servers: list[RoleSpec]
+    spares: list[RoleSpec]
+    """Rollout servers that the autoscaler may add."""
+
+    def without_servers(self) -> RoleSpecs:
+        """The trainer alone."""
+        return RoleSpecs(self.trainer, [], [])
+
+
+def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> RoleSpecs:
+    """Every role of a run on this machine, each with its own devices. Raises ConfigError."""
     devices = assign_devices(config, os.environ, devices_here(config))
     trainer_cores, rollout_cores = role_cores(config, cores_here())
     restarts = config.launch.restarts
@@ -182,7 +196,7 @@ def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSp
         env=trainer_environment(config, os.environ) | devices.pop("trainer"),
         cores=trainer_cores,
     )
-    servers = (
+    servers = [
         RoleSpec(
             name,
             rollout_argv(folder.roles_file, model, name),
@@ -192,8 +206,9 @@ def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSp
             cores=rollout_cores,
         )
         for name, environment in devices.items()
-    )
-    return [trainer, *servers]
+    ]
+    first = config.rollout.servers
+    return RoleSpecs(trainer, servers[:first], servers[first:])
 
 
 def _files(config_file: Path, model: Path) -> list[str]:

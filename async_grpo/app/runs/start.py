@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_grpo.app.launch.base import make_launcher
+from async_grpo.app.launch.local import run_locally
 from async_grpo.app.launch.plan import load_run_config, plan_run
 from async_grpo.app.runs.run import Run
 from async_grpo.config import RunConfig, dump, validate
@@ -170,7 +170,7 @@ def main(asked: Path) -> int:
     try:
         file, overrides, steps = Path(request["config"]), request["overrides"], request["steps"]
         plan = plan_run(file, overrides, download=True, steps=steps, on_this_machine=True)
-        return asyncio.run(make_launcher().launch(plan.config, fresh=request["fresh"], command=""))
+        return asyncio.run(run_locally(plan, fresh=request["fresh"], command=""))
     except (AsyncGrpoError, OSError) as error:
         write_atomic(asked / "error.json", json.dumps({"error": type(error).__name__, "message": str(error)}))
         return 1

@@ -90,9 +90,9 @@ def test_the_roles_are_started_with_their_devices(
     node: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    specs = {spec.name: spec.env for spec in role_specs(node, RunFolder(tmp_path), tmp_path)}
-    assert specs["trainer"]["ASCEND_RT_VISIBLE_DEVICES"] == "0,1,2,3"
-    assert specs["rollout-1"] == {"ASCEND_RT_VISIBLE_DEVICES": "6,7"}
+    roles = role_specs(node, RunFolder(tmp_path), tmp_path)
+    assert roles.trainer.env["ASCEND_RT_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert roles.servers[1].env == {"ASCEND_RT_VISIBLE_DEVICES": "6,7"}
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ async def test_a_role_and_what_it_starts_run_on_its_cores_or_on_all(tmp_path: Pa
 @needs_affinity
 def test_every_role_of_a_side_gets_the_cores_of_that_side(tmp_path: Path) -> None:
     first = cores_here()[0]
-    specs = {spec.name: spec for spec in role_specs(config(rollout=[first]), RunFolder(tmp_path), tmp_path)}
-    assert specs["trainer"].cores == ()
-    assert specs["rollout-0"].cores == specs["rollout-1"].cores == (first,)
+    roles = role_specs(config(rollout=[first]), RunFolder(tmp_path), tmp_path)
+    assert roles.trainer.cores == ()
+    assert [server.cores for server in roles.servers] == [(first,), (first,)]
 
 
 def test_a_core_that_is_not_there_is_refused_with_those_that_are() -> None:

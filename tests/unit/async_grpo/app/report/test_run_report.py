@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.local import headline
+from async_grpo.app.launch.results import headline
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.app.report.run_report import samples_section, write_report
 from async_grpo.app.report.summary import summarize

@@ -1,0 +1,62 @@
+"""The results of a run: summary.json, report.md with its plots, timeline.json, and the headline in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+from async_grpo.app.launch.run_folder import RunFolder, RunState
+from async_grpo.app.launch.state_plane import StatePlane
+from async_grpo.app.report.run_report import write_report
+from async_grpo.app.report.summary import learned, summarize
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.rows import RESTARTS_PREFIX, rows_of_kind
+from async_grpo.telemetry.timeline import merge_timelines
+from async_grpo.telemetry.trackers import make_trackers
+
+
+async def write_results(plane: StatePlane, folder: RunFolder, state: RunState) -> dict[str, Any]:
+    """Write summary.json, report.md with its plots, and timeline.json; returns the summary. Safe to repeat."""
+    stats = await plane.buffer.stats()
+    rows = read_rows(folder.path / "metrics.jsonl")
+    restarts = {f"{RESTARTS_PREFIX}{role}": count for role, count in state.restarts.items()}
+    evaluations = await plane.board.evaluations()
+    summary = summarize(
+        plane.config,
+        rows_of_kind(rows, "step"),
+        rows_of_kind(rows, "probe"),
+        evaluations,
+        {**asdict(stats), "active": stats.active},
+        {**await plane.board.counters(), **restarts},
+        state.wall_s,
+        prepare_s=state.prepare_s,
+        servers=[read_rows(path) for path in sorted((folder.path / "timeline").glob("rollout-*.jsonl"))],
+        given_up=state.given_up,
+    )
+    trackers = make_trackers(plane.config)
+    for evaluation in evaluations:
+        trackers.evaluation(evaluation)
+    await asyncio.to_thread(merge_timelines, folder.path)
+    trackers.attach([await asyncio.to_thread(write_report, folder.path, summary)])
+    await asyncio.to_thread(trackers.close)
+    return summary
+
+
+def headline(summary: dict[str, Any], folder: RunFolder) -> str:
+    """The result of a run in a few lines."""
+    if not summary["steps"]:
+        return f"nothing was trained: no step was finished\nreport: {folder.path / 'report.md'}"
+    groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
+    noted = ", ".join(summary["engine_notes"])
+    lines = [
+        f"steps {summary['steps']}, tokens: {summary['generated_tokens']} made, {summary['trained_tokens']} trained",
+        learned(summary),
+        summary["bottleneck"],
+        f"age of trained tokens: max {summary['max_age']} (bound {summary['age_bound']})",
+        f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",
+        f"went on without {', '.join(summary['given_up'])}: the report says why" if summary["given_up"] else "",
+        f"without captured graphs: {noted}; the report says why" if noted else "",
+        f"report: {folder.path / 'report.md'}",
+    ]
+    return "\n".join(line for line in lines if line)
