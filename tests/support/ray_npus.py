@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ray
 
-from async_grpo.app.launch.ray import RayJob, plan
+from async_grpo.app.launch.ray import RayRunner, plan
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.config import validate
 
@@ -29,14 +29,14 @@ def main() -> None:
     config = validate(RAW, "test")
     ray.init(address=sys.argv[1], namespace="async-grpo", logging_level="error")
     groups = plan(config, 1)
-    job = RayJob(config, ray, groups, print)
     seen = {}
     for role, bundles in groups.items():
+        runner = RayRunner(config, ray, role, bundles, print)
         group = ray.util.placement_group(bundles)
         ray.get(group.ready(), timeout=60)
         log = Path(tempfile.mkdtemp()) / f"{role}.log"
         spec = RoleSpec(role, SHOW, log, 0)
-        code, explanation = ray.get(job._start(role, group, 0).run.remote(spec, config.name), timeout=60)
+        code, explanation = ray.get(runner.make_actor(group, 0).run.remote(spec, config.name), timeout=60)
         assert code == 0, explanation
         seen[role] = log.read_text().strip().split(",")
     print(json.dumps(seen))

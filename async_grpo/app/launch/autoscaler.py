@@ -1,6 +1,6 @@
 """Autoscaler: starts and stops rollout servers of `async-grpo run` by what the run can use.
 
-    Monitor --rows, heartbeats--> Autoscaler --start_spare, retire--> RoleSupervisor
+    Monitor --rows, heartbeats--> Autoscaler --start_spare, retire_server--> Supervisor
                                       |
                                  ServerDemand (how many the run can use) --> SteadyDemand (since when)
 
@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
+from async_grpo.app.launch.supervisor import TRAINER, Supervisor
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.rows import Row
 from async_grpo.telemetry.servers_wanted import ServerDemand
@@ -46,7 +46,7 @@ class SteadyDemand:
 class Autoscaler:
     """Keeps between rollout.servers and launch.autoscale.max_servers servers."""
 
-    def __init__(self, config: RunConfig, supervisor: RoleSupervisor, say: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         self._supervisor, self._say = supervisor, say
         self._most = config.most_servers
         self._demand = ServerDemand.of(config)
@@ -57,7 +57,7 @@ class Autoscaler:
         for row in rows:
             self._demand.step(row)
         self._demand.beats(beats)
-        kept = [name for name in self._supervisor.states if name != TRAINER and self._supervisor.is_kept(name)]
+        kept = [name for name in self._supervisor.states if name != TRAINER and self._supervisor.is_active(name)]
         if not rows or {beat.name for beat in beats}.isdisjoint(kept) or not self._all_run(kept):
             return
         wanted = self._demand.wanted(self._most)
@@ -68,10 +68,10 @@ class Autoscaler:
             if name := self._supervisor.start_spare():
                 self._say(f"{name} joins: the run can use {target} rollout servers")
         evaluating = {beat.name for beat in beats if beat.evaluation is not None}
-        spare = [name for name in reversed(kept) if self._supervisor.is_spare(name) and name not in evaluating]
+        spare = [name for name in reversed(kept) if self._supervisor.can_retire(name) and name not in evaluating]
         for name in spare[: max(0, len(kept) - target)]:
             self._say(f"{name} leaves: the run can use {target} rollout servers")
-            self._supervisor.retire(name)
+            self._supervisor.retire_server(name)
         if target != len(kept):
             self._steady.forget()
 

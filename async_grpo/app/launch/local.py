@@ -21,18 +21,17 @@ from rich.console import Console
 
 from async_grpo.app.launch.first_policy import made_in_s, prepare_model
 from async_grpo.app.launch.memory_plan import check_shared_memory
-from async_grpo.app.launch.monitor import Monitor
+from async_grpo.app.launch.monitor import LocalProgress, Monitor
 from async_grpo.app.launch.plan import RunPlan, check_with_policy
 from async_grpo.app.launch.results import headline, write_results
-from async_grpo.app.launch.role_process import cores_here, role_cores
+from async_grpo.app.launch.role_process import cores_here, role_cores, supervise_processes
 from async_grpo.app.launch.role_specs import RoleSpecs, role_specs
 from async_grpo.app.launch.run_copy import copy_results, fetch_run, remove_copy
 from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, write_config
 from async_grpo.app.launch.state_plane import StatePlane, check_fresh, open_state_plane
-from async_grpo.app.launch.supervisor import RoleSupervisor
 from async_grpo.app.report.live_view import LiveView
 from async_grpo.config import RunConfig
-from async_grpo.errors import AsyncGrpoError, BufferFault, ConfigError, RoleFailed, ServerLost
+from async_grpo.errors import AsyncGrpoError, BufferFault, ConfigError, RoleFailed
 from async_grpo.telemetry.logging import bind_process, redact_secrets
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.child_process import adopt_orphans
@@ -40,8 +39,6 @@ from buffer import is_over
 
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C or SIGTERM has stopped."""
-EXPIRE_TIMEOUT_S = 2.0
-"""Seconds that the restart of a dead server may wait for the buffer."""
 
 
 async def run_locally(
@@ -145,19 +142,17 @@ class LocalRun:
         self._plane, self._folder, self._state, self._view = plane, folder, state, view
         self._started_s = time.monotonic()
         self._wall_before_s = state.wall_s
-        self._supervisor = RoleSupervisor(
+        self._progress = LocalProgress(plane, view.say)
+        self._supervisor = supervise_processes(
             plane.config.name,
             [roles.trainer, *roles.servers],
             spares=roles.spares,
             restarts=state.restarts,
-            say=view.say,
             warn=view.warn,
             stop_timeout_s=plane.config.launch.stop_timeout_s,
-            trained=lambda: self._monitor.trained(),
-            generated=self._generated,
-            expire_leases=self._expire_leases,
+            progress=self._progress,
         )
-        self._monitor = Monitor(plane, self._supervisor, show=view.update, say=view.say, warn=view.warn)
+        self._monitor = Monitor(plane, self._supervisor, self._progress, show=view.update, say=view.say, warn=view.warn)
         self._roles: asyncio.Task[None] | None = None
 
     async def run_to_report(self, interrupted: asyncio.Event) -> None:
@@ -192,24 +187,8 @@ class LocalRun:
         finally:
             await cancel_and_wait(*looks)
         await self._monitor.look()
-        if not self._monitor.trained():
+        if not self._progress.is_trained():
             raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
-
-    async def _generated(self) -> bool:
-        """True if rollout servers have nothing left to do; False if the server of the buffer does not answer."""
-        try:
-            return self._monitor.trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
-        except ServerLost:
-            return False  # a role that comes back needlessly leaves by itself
-
-    async def _expire_leases(self, name: str) -> None:
-        """Return the groups of a dead server to the others. Without an answer, its leases run out by themselves."""
-        try:
-            async with asyncio.timeout(EXPIRE_TIMEOUT_S):
-                await self._plane.buffer.expire_leases(name, life=round(1000 * time.time()))
-        except (BufferFault, TimeoutError) as error:
-            reason = str(error) or "the buffer does not answer"
-            self._view.say(f"the leases of {name} run out by themselves: {reason}")
 
     async def _stop_roles(self, interrupted_again: asyncio.Event) -> None:
         """Send SIGTERM and wait; after a second Ctrl-C, kill. No role is left, or about to start."""

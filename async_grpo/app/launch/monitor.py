@@ -16,18 +16,50 @@ from typing import Any
 from async_grpo.app.launch.autoscaler import Autoscaler
 from async_grpo.app.launch.role_process import StartTimes
 from async_grpo.app.launch.state_plane import StatePlane
-from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
-from async_grpo.app.report.live_state import LiveState, Warn, warn_by
-from async_grpo.errors import ServerLost
+from async_grpo.app.launch.supervisor import TRAINER, RunProgress, Supervisor
+from async_grpo.app.report.live_state import LiveState, Warn
+from async_grpo.errors import BufferFault, ServerLost
 from async_grpo.models.hub import cache_dir
 from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.rows import number, rows_of_kind
 from async_grpo.wire.board import ReplayProgress
-from buffer import BufferStats, EmbeddedServer
+from buffer import BufferStats, EmbeddedServer, is_over
 
 LOOK_EVERY_S = 0.5
 ROOM_BYTES = 16 << 20
 """Bytes that must become free before a server whose disk was full is started again."""
+
+
+EXPIRE_TIMEOUT_S = 2.0
+"""Seconds that the restart of a dead server may wait for the buffer."""
+
+
+class LocalProgress(RunProgress):
+    """The progress of a run by its server. `stats` are those of the monitor's last look."""
+
+    def __init__(self, plane: StatePlane, say: Callable[[str], None]) -> None:
+        self._plane, self._say = plane, say
+        self.stats: BufferStats | None = None
+
+    def is_trained(self) -> bool:
+        """True if the last step has been published."""
+        return self.stats is not None and self.stats.version >= self._plane.config.steps
+
+    async def is_generated(self) -> bool:
+        """True if rollout servers have nothing left to do; False if the server of the buffer does not answer."""
+        try:
+            return self.is_trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
+        except ServerLost:
+            return False  # a role that comes back needlessly leaves by itself
+
+    async def expire_leases(self, server: str) -> None:
+        """Return the groups of a dead rollout server to the others. Without an answer, its leases expire later."""
+        try:
+            async with asyncio.timeout(EXPIRE_TIMEOUT_S):
+                await self._plane.buffer.expire_leases(server, life=round(1000 * time.time()))
+        except (BufferFault, TimeoutError) as error:
+            reason = str(error) or "the buffer does not answer"
+            self._say(f"the leases of {server} run out by themselves: {reason}")
 
 
 class Monitor:
@@ -36,31 +68,28 @@ class Monitor:
     def __init__(
         self,
         plane: StatePlane,
-        supervisor: RoleSupervisor,
+        supervisor: Supervisor,
+        progress: LocalProgress,
         *,
         show: Callable[[LiveState], None],
         say: Callable[[str], None],
-        warn: Warn | None = None,
+        warn: Warn,
     ) -> None:
-        """`warn` gets problems, `say` if it is None."""
+        """`progress` gets what each look finds, `say` the servers that come and leave, `warn` problems."""
         self._plane = plane
         self._config = plane.config
         self._supervisor = supervisor
         self._show = show
-        self._warn = warn or warn_by(say)
+        self._warn = warn
         self._starts = StartTimes(plane.config, cache_dir() / "starts.json")
         self._metrics = RowFollower(plane.config.run_dir / "metrics.jsonl")
         self._step: dict[str, Any] | None = None
         self._started_s, self._started_at_s = time.monotonic(), time.time()
         self._unready_since: dict[str, float] = {}
         self._replay: ReplayProgress | None = None
-        self._stats: BufferStats | None = None
+        self._progress = progress
         scales = plane.config.launch.autoscale.max_servers is not None
         self._autoscaler = Autoscaler(plane.config, supervisor, say) if scales else None
-
-    def trained(self) -> bool:
-        """Whether the last step has been published."""
-        return self._stats is not None and self._stats.version >= self._config.steps
 
     async def watch(self) -> None:
         """Look until cancelled. Raises RoleFailed when the trainer, or no rollout server, becomes ready in time."""
@@ -78,7 +107,7 @@ class Monitor:
 
     async def look(self) -> None:
         """Read the state once, check deadlines and show it. Raises ServerLost, RoleFailed."""
-        stats = self._stats = await self._plane.buffer.stats()
+        stats = self._progress.stats = await self._plane.buffer.stats()
         beats = await self._plane.board.servers()
         published = await self._plane.board.publisher() is not None
         ready = {beat.name for beat in beats} | ({TRAINER} if published else set())
@@ -110,7 +139,7 @@ class Monitor:
                 capacity=stats.capacity,
                 servers=beats,
                 counters=await self._plane.board.counters(),
-                roles=self._supervisor.shown(self._starts.usual_s),
+                roles=self._supervisor.live_states(self._starts.usual_s),
                 elapsed_s=time.monotonic() - self._started_s,
             )
         )
@@ -123,14 +152,14 @@ class Monitor:
         """
         limit = self._config.launch.ready_timeout_s
         for name, role in list(self._supervisor.states.items()):
-            if name in ready and (took_s := self._supervisor.heard_of(name)) is not None:
+            if name in ready and (took_s := self._supervisor.mark_ready(name)) is not None:
                 self._starts.note(name, took_s)
             if name in ready or role.state in ("finished", "stopped", "failed"):
                 self._unready_since.pop(name, None)
                 continue
             since = self._unready_since.setdefault(name, time.monotonic())
             if time.monotonic() - since > limit:
-                self._supervisor.give_up(
+                self._supervisor.give_up_role(
                     name,
                     f"{name} has not been ready for {limit:g} s. Its log says more: "
                     f"{self._config.run_dir / 'logs' / name}.log. A slow machine needs a larger launch.ready_timeout_s",

@@ -2,11 +2,11 @@
 
     trainer     a placement group with a bundle on each of trainer.nodes, and in each an actor: `async-grpo trainer`
     rollout-i   a placement group of one bundle for each server: `async-grpo rollout`
-    report      `async-grpo runs report --wait`, beside this command
+    report      `async-grpo runs report --wait`, next to this command
 
-This command is the job: it stays, watches its actors, and starts a role again wherever there is room. Ray ends the
+This command is the job: it stays, supervises its actors, and starts a role again wherever there is room. Ray ends the
 actors when it dies; the same command resumes the run. Roles meet on redis and not through Ray, which carries commands
-and exit codes only. A role ends for one of five reasons, and `_keep` decides what comes next:
+and exit codes only. A role ends for one of five reasons, after which the `Supervisor` does the following:
 
     0   the run is over, or the server was removed     it is not started again
     its node is drained (preemption)                   it is stopped, saves its work, and is started elsewhere
@@ -14,7 +14,7 @@ and exit codes only. A role ends for one of five reasons, and `_keep` decides wh
     78  the configuration is at fault                  not started again
     else: it failed                                    as for a lost actor
 
-A trainer that is given up ends the run; without a server it goes on, as long as there is another.
+A trainer that is given up ends the run; without a server it continues, as long as there is another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,10 @@ from async_grpo.app.launch.node_plan import check_reachable
 from async_grpo.app.launch.ray_role import RayRole
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.app.launch.run_folder import open_run, write_config
-from async_grpo.app.launch.supervisor import TRAINER, RestartDecision, decide
+from async_grpo.app.launch.supervisor import TRAINER, RoleEnd, Supervisor
+from async_grpo.app.report.live_state import warn_by
 from async_grpo.config import RunConfig
-from async_grpo.errors import AsyncGrpoError, ConfigError, DependencyError, RoleFailed, WaitTimeout
+from async_grpo.errors import ConfigError, DependencyError, WaitTimeout
 from async_grpo.utils.addresses import is_loopback
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.child_process import child_argv
@@ -92,7 +92,7 @@ def launch(config: RunConfig, servers: int | None, say: Callable[[str], None]) -
         write_config(open_run(config), config, for_roles=config)
         job = ray.get_runtime_context().get_job_id()
         named = {name.replace("rollout-", f"rollout-{job}-"): bundles for name, bundles in groups.items()}
-        return asyncio.run(RayJob(config, ray, named, say).go())
+        return asyncio.run(RayJob(config, ray, named, say).run())
 
 
 def remove(config: RunConfig, server: str) -> None:
@@ -107,182 +107,197 @@ def remove(config: RunConfig, server: str) -> None:
         ray.get(actor.stop.remote(config.launch.stop_timeout_s), timeout=config.launch.stop_timeout_s + GRACE_S)
 
 
-@dataclass(slots=True)
-class RayJob:
-    """The roles that one command keeps, by name."""
+class RayRunner:
+    """The `RoleRunner` of a Ray cluster: every start of the role is a placement group with an actor in each bundle."""
 
-    config: RunConfig
-    ray: Any
-    groups: dict[str, Bundles]
-    say: Callable[[str], None]
-    _actors: dict[str, list[Any]] = field(default_factory=dict)
-    _nodes: dict[str, set[str]] = field(default_factory=dict)
-    """Where the actors are."""
-    _drained: set[str] = field(default_factory=set)
-    """Roles that were stopped because a node of theirs is going to leave."""
-    _stopping: bool = False
-    _report: asyncio.subprocess.Process | None = None
+    def __init__(self, config: RunConfig, ray: Any, name: str, bundles: Bundles, say: Callable[[str], None]) -> None:
+        limits = config.launch.restarts
+        self.name = name
+        self.restarts = limits.trainer if name == TRAINER else limits.rollout
+        self.waits_for_room = False
+        self.pid = None
+        self.placed = asyncio.Event()
+        """Set once the role has had room for the first time."""
+        self.nodes: set[str] = set()
+        """Where its actors are."""
+        self._config, self._ray, self._bundles, self._say = config, ray, bundles, say
+        self._stop_asked = asyncio.Event()
+        self._is_moving = False
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._runs: list[Any] = []
 
-    async def go(self) -> int:
-        """Keep the roles until the run is over, an error or a signal; none is left."""
-        interrupted, over = asyncio.Event(), False
-        watching = asyncio.create_task(self._watch_nodes())
-        with stop_signals(interrupted.set):
+    async def start(self) -> None:
+        """Wait for room, then start an actor on each node. Raises WaitTimeout after launch.ray.wait_s."""
+        from ray.util import placement_group, placement_group_table
+
+        self._stop_asked.clear()
+        self._is_moving, self._runs = False, []
+        self._group = placement_group(self._bundles, strategy="STRICT_SPREAD" if len(self._bundles) > 1 else "PACK")
+        try:
+            self.waits_for_room = True
             try:
-                await race(self._keep_all(), interrupted.wait())
-                over = True
+                await race(self._wait_for_room(), self._stop_asked.wait())
             except Overtaken:
-                self.say("stopped; the same command resumes")
-                return 130
-            finally:
-                await cancel_and_wait(watching)
-                await self._end_report(over)
-        return 0
-
-    async def _keep_all(self) -> None:
-        """Wait until all roles have ended. Raises the error with which the trainer, or the last server, was given up.
-        However it ends, roles that are left are asked to stop, and have time for it."""
-        keeping = {name: asyncio.create_task(self._keep(name)) for name in self.groups}
-        pending = set(keeping.values())
-        try:
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for name, task in keeping.items():
-                    if task in done and not task.cancelled():
-                        self._judge(name, task.exception(), keeping)
-        finally:
-            self._stopping = True
-            for name, task in keeping.items():
-                if name not in self._actors:  # it waits for room
-                    task.cancel()
-            self._ask_to_stop(self._actors)
-            await asyncio.wait(keeping.values(), timeout=self.config.launch.stop_timeout_s + GRACE_S)
-            await cancel_and_wait(*keeping.values())
-
-    def _judge(self, name: str, error: BaseException | None, keeping: dict[str, asyncio.Task[None]]) -> None:
-        """What the end of one role means for the others; raises `error` if the run cannot go on without it."""
-        others = [task for other, task in keeping.items() if other not in (name, TRAINER)]
-        if error is None and name != TRAINER and TRAINER in keeping and keeping[TRAINER].done():
-            for other, task in keeping.items():  # the run is over: there is nothing left for servers without room
-                if other not in self._actors:
-                    task.cancel()
-        if error is None:
-            return
-        given_up = isinstance(error, AsyncGrpoError) and name != TRAINER
-        if not given_up or all(task.done() for task in others):
-            raise error
-        self.say(f"{error}. The run continues without {name}")
-
-    async def _keep(self, name: str) -> None:
-        """Run a role, and start it again as long as `decide` says so. Raises RoleFailed, WaitTimeout."""
-        restarts, used = self.config.launch.restarts, 0
-        limit = restarts.trainer if name == TRAINER else restarts.rollout
-        while not self._stopping:
-            ends = await self._run_once(name)
-            if name in self._drained and not self._stopping:
-                self._drained.remove(name)
-                self.say(f"{name}: its node is drained; it is started elsewhere")
-                continue
-            code, words = max(ends, key=lambda end: abs(end[0]))
-            decision = decide(code=code, stopping=self._stopping, over=False, needed=False, restarts=used, limit=limit)
-            if decision is RestartDecision.DONE:
+                self._free_room()
                 return
-            if decision is RestartDecision.GIVE_UP:
-                raise RoleFailed(f"{words}; restarts: {used}; the same command resumes the run")
-            used += 1
-            self.say(f"{words}; restart {used} of {limit}")
+            finally:
+                self.waits_for_room = False
+            places = placement_group_table(self._group)["bundles_to_node_id"]
+            self.nodes = set(places.values())
+            for index in range(len(self._bundles)):
+                self._actors.append(self.make_actor(self._group, index))
+            for actor, spec in zip(self._actors, self._specs(places), strict=True):
+                self._runs.append(actor.run.remote(spec, self._config.name))
+        except BaseException:
+            self._free_room()
+            raise
+        self.placed.set()
+        self._say(f"{self.name}: started on {', '.join(sorted({self._addresses()[node] for node in self.nodes}))}")
 
-    async def _run_once(self, name: str) -> list[tuple[int, str]]:
-        """Place a role and run it. Returns how its process on each node has ended: exit code, and words."""
-        from ray.util import placement_group, placement_group_table, remove_placement_group
-
-        bundles = self.groups[name]
-        group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+    async def wait(self) -> RoleEnd:
+        """Wait until the process on each node has ended, and free the room; the end is that of the worst."""
+        if not self._runs:
+            return RoleEnd(0, f"{self.name} was stopped before it had room")
         try:
-            await self._placed(group, name)
-            places = placement_group_table(group)["bundles_to_node_id"]
-            self._nodes[name] = set(places.values())
-            self._actors[name] = [self._start(name, group, index) for index in range(len(bundles))]
-            runs = [
-                actor.run.remote(spec, self.config.name)
-                for actor, spec in zip(self._actors[name], self._specs(name, places), strict=True)
-            ]
-            self.say(f"{name}: started on {', '.join(sorted({self._addresses()[node] for node in places.values()}))}")
-            if name == TRAINER:
-                await self._begin_report()
-            return list(await asyncio.gather(*(self._end_of(run, name) for run in runs)))
+            ends = await asyncio.gather(*(self._wait_for_actor(run) for run in self._runs))
         finally:
-            for actor in self._actors.pop(name, []):
-                self.ray.kill(actor)
-            remove_placement_group(group)
+            self._free_room()
+        code, explanation = max(ends, key=lambda end: abs(end[0]))
+        if self._is_moving:
+            return RoleEnd(code, f"{self.name}: its node is drained", is_moved=True)
+        return RoleEnd(code, explanation)
 
-    async def _placed(self, group: Any, name: str) -> None:
-        wait_s = self.config.launch.ray.wait_s
-        try:
-            async with asyncio.timeout(wait_s):
-                await group.ready()
-        except TimeoutError:
-            fix = "See `ray status`; add nodes, lower launch.ray.trainer or rollout, or raise launch.ray.wait_s"
-            raise WaitTimeout(f"room for {name} on the Ray cluster, {self.groups[name]}", wait_s, fix) from None
+    def stop(self) -> None:
+        """Have the actors send SIGTERM, and SIGKILL after launch.stop_timeout_s; a role without room is not started."""
+        self._stop_asked.set()
+        for actor in self._actors:
+            actor.stop.remote(self._config.launch.stop_timeout_s)
 
-    def _start(self, name: str, group: Any, index: int) -> Any:
+    def kill(self) -> None:
+        """Kill the actors; their processes die with them."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+
+    def stage(self) -> str:
+        """ ""; the logs are on other machines."""
+        return ""
+
+    def move(self) -> None:
+        """Stop the role so that it is started elsewhere, since a node of it is going to leave."""
+        if not self._is_moving:
+            self._is_moving = True
+            self.stop()
+
+    def make_actor(self, group: Any, index: int) -> Any:
+        """Make the actor for a bundle of the placement group."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        resources = dict(self.groups[name][index])
+        resources = dict(self._bundles[index])
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
             "resources": resources,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             "namespace": NAMESPACE,
-            "name": _actor_name(self.config, f"{name}-{index}" if name == TRAINER else name),
-            "max_concurrency": 4,  # `stop` beside `run`
+            "name": _actor_name(self._config, f"{self.name}-{index}" if self.name == TRAINER else self.name),
+            "max_concurrency": 4,  # `stop` is called while `run` lasts
         }
-        return self.ray.remote(**options)(RayRole).remote()
+        return self._ray.remote(**options)(RayRole).remote()
 
-    def _specs(self, name: str, places: dict[int, str]) -> list[RoleSpec]:
-        """The process of each node of a role; those of a trainer of several are told their rank and node 0."""
-        run, folder = str(_run_dir(self.config)), _folder(self.config)
+    async def _wait_for_room(self) -> None:
+        wait_s = self._config.launch.ray.wait_s
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._group.ready()
+        except TimeoutError:
+            fix = "See `ray status`; add nodes, lower launch.ray.trainer or rollout, or raise launch.ray.wait_s"
+            raise WaitTimeout(f"room for {self.name} on the Ray cluster, {self._bundles}", wait_s, fix) from None
+
+    async def _wait_for_actor(self, run: Any) -> tuple[int, str]:
+        try:
+            end: tuple[int, str] = await run
+        except self._ray.exceptions.RayError as error:
+            return LOST, f"{self.name} was lost: {str(error).strip().splitlines()[-1]}"
+        return end
+
+    def _free_room(self) -> None:
+        from ray.util import remove_placement_group
+
+        self.kill()
+        self._actors, self.nodes = [], set()
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _specs(self, places: dict[int, str]) -> list[RoleSpec]:
+        """The process of each node of the role; those of a trainer of several nodes get their rank and node 0."""
+        run, folder, name = str(_run_dir(self._config)), _folder(self._config), self.name
         if name != TRAINER:
             return [RoleSpec(name, [*_COMMAND, "rollout", run, "--name", name], folder / f"{name}.log", 0)]
         nodes = len(places)
-        shared = {"WORLD_SIZE": str(nodes), "MASTER_ADDR": self._addresses()[places[0]]} if nodes > 1 else {}
-        return [
-            RoleSpec(name, [*_COMMAND, "trainer", run], folder / f"{name}.{rank}.log", 0, {**shared, **own})
-            for rank in range(nodes)
-            for own in [{"RANK": str(rank)} if shared else {}]
-        ]
+        specs = []
+        for rank in range(nodes):
+            environment = {}
+            if nodes > 1:
+                environment = {"RANK": str(rank), "WORLD_SIZE": str(nodes), "MASTER_ADDR": self._addresses()[places[0]]}
+            specs.append(RoleSpec(name, [*_COMMAND, "trainer", run], folder / f"{name}.{rank}.log", 0, environment))
+        return specs
 
     def _addresses(self) -> dict[str, str]:
-        return {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
+        return {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
 
-    async def _end_of(self, run: Any, name: str) -> tuple[int, str]:
-        try:
-            ended: tuple[int, str] = await run
-        except self.ray.exceptions.RayError as error:
-            return LOST, f"{name} was lost: {str(error).strip().splitlines()[-1]}"
-        return ended
 
-    async def _watch_nodes(self) -> None:
-        """Stop the roles of nodes that are being drained: they are preempted, or given back."""
+class RayJob:
+    """The roles that one command keeps, and the report next to them."""
+
+    def __init__(self, config: RunConfig, ray: Any, groups: dict[str, Bundles], say: Callable[[str], None]) -> None:
+        self._config, self._say = config, say
+        self._runners = {name: RayRunner(config, ray, name, bundles, say) for name, bundles in groups.items()}
+        self._supervisor = Supervisor(
+            [*self._runners.values()],
+            restarts={},
+            warn=warn_by(say),
+            stop_timeout_s=config.launch.stop_timeout_s + GRACE_S,  # the actors kill after launch.stop_timeout_s
+            sees_whole_run=False,
+        )
+        self._report: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> int:
+        """Keep the roles until the run is over, an error or a signal; none is left. Returns the exit code."""
+        interrupted, over = asyncio.Event(), False
+        helpers = [asyncio.create_task(self._move_drained_roles())]
+        if TRAINER in self._runners:
+            helpers.append(asyncio.create_task(self._start_report()))
+        with stop_signals(interrupted.set):
+            try:
+                await race(self._supervisor.watch(), interrupted.wait())
+                over = True
+            except Overtaken:
+                self._say("stopped; the same command resumes")
+                return 130
+            finally:
+                await self._supervisor.stop()
+                await cancel_and_wait(*helpers)
+                await self._end_report(over)
+        return 0
+
+    async def _move_drained_roles(self) -> None:
+        """Move the roles off nodes that are being drained: they are preempted, or given back."""
         from ray._private.state import state
 
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             leaving = set(await asyncio.to_thread(state.get_draining_nodes))
-            affected = {name for name in self._actors if self._nodes[name] & leaving} - self._drained
-            self._drained |= affected
-            self._ask_to_stop(affected)
+            for runner in self._runners.values():
+                if runner.nodes & leaving:
+                    runner.move()
 
-    def _ask_to_stop(self, names: Any) -> None:
-        for name in names:
-            for actor in self._actors[name]:
-                actor.stop.remote(self.config.launch.stop_timeout_s)
-
-    async def _begin_report(self) -> None:
-        if self._report is None:
-            argv = child_argv([*_COMMAND, "runs", "report", str(_run_dir(self.config)), "--wait"])
-            self._report = await asyncio.create_subprocess_exec(*argv, start_new_session=True)
+    async def _start_report(self) -> None:
+        # The report waits launch.ready_timeout_s for the trainer, which may wait longer than that for room.
+        await self._runners[TRAINER].placed.wait()
+        argv = child_argv([*_COMMAND, "runs", "report", str(_run_dir(self._config)), "--wait"])
+        self._report = await asyncio.create_subprocess_exec(*argv, start_new_session=True)
 
     async def _end_report(self, over: bool) -> None:
         """Wait for the report, which is written now if the run is not over."""
@@ -291,10 +306,10 @@ class RayJob:
         if not over and self._report.returncode is None:
             self._report.terminate()
         try:
-            await asyncio.wait_for(self._report.wait(), self.config.launch.ready_timeout_s)
+            await asyncio.wait_for(self._report.wait(), self._config.launch.ready_timeout_s)
         except TimeoutError:
             self._report.kill()
-            self.say(f"the report is not written: run `async-grpo runs report {_run_dir(self.config)}`")
+            self._say(f"the report is not written: run `async-grpo runs report {_run_dir(self._config)}`")
 
 
 @contextmanager

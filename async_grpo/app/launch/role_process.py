@@ -1,4 +1,7 @@
-"""RoleProcess: one supervised process, from its start to the reason for its end, and the cores that roles may use.
+"""Roles as processes of this machine, from their start to the reason for their end, and the cores that they may use.
+
+    RoleProcess     one start of a role
+    ProcessRunner   the role itself, start after start, for the supervisor
 
     trainer     launch.cores.trainer: ranks, publisher
     rollout-i   launch.cores.rollout: server, engine, receiver, verifiers; all servers of the machine share them
@@ -17,10 +20,12 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from async_grpo import errors
+from async_grpo.app.launch.supervisor import RoleEnd, RunProgress, Supervisor
+from async_grpo.app.report.live_state import Warn
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import fatal_events
@@ -149,16 +154,9 @@ class RoleProcess:
 
     def explain(self, code: int) -> str:
         """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         reason = last_error(self.spec.log, self._log_start) if code not in _FROM_OUTSIDE else _FROM_OUTSIDE[code]
         return f"{self.spec.name} {how}{': ' + reason if reason else ''} (log: {self.spec.log})"
-
-
-def end_fields(name: str, code: int) -> dict[str, Any]:
-    """How a role has ended, for a JSON log."""
-    if code < 0:
-        return {"failed_role": name, "signal": _signal_name(-code)}
-    return {"failed_role": name, "exit_code": code}
 
 
 _FROM_OUTSIDE = {
@@ -166,13 +164,6 @@ _FROM_OUTSIDE = {
     -signal.SIGTERM: "",
 }
 """Exit code of a role that was ended from outside -> explanation, because its log has none."""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def last_error(log: Path, start: int = 0) -> str:
@@ -197,6 +188,69 @@ def _tail(log: Path, start: int) -> str:
 def kind_of(role: str) -> str:
     """`trainer`, or `rollout` for every rollout server."""
     return "trainer" if role == "trainer" else "rollout"
+
+
+class ProcessRunner:
+    """The `RoleRunner` of this machine: every start of the role is a process."""
+
+    def __init__(self, spec: RoleSpec, run: str) -> None:
+        self.name, self.restarts = spec.name, spec.restarts
+        self.waits_for_room = False
+        self._spec, self._run = spec, run
+        self._process: RoleProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """PID of the process; None if there is none."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process."""
+        self._process = await RoleProcess.start(self._spec, self._run)
+
+    async def wait(self) -> RoleEnd:
+        """Wait until the process has ended, with its children."""
+        assert self._process is not None, "start comes first"
+        code = await self._process.wait()
+        end = RoleEnd(code, self._process.explain(code))
+        self._process = None
+        return end
+
+    def stop(self) -> None:
+        """Send SIGTERM, if there is a process."""
+        if self._process is not None:
+            self._process.ask_to_stop()
+
+    def kill(self) -> None:
+        """Send SIGKILL, if there is a process."""
+        if self._process is not None:
+            self._process.kill()
+
+    def stage(self) -> str:
+        """The stage of its start, according to its log."""
+        return "" if self._process is None else self._process.stage()
+
+
+def supervise_processes(
+    run: str,
+    specs: Sequence[RoleSpec],
+    *,
+    spares: Sequence[RoleSpec] = (),
+    restarts: dict[str, int],
+    warn: Warn,
+    stop_timeout_s: float,
+    progress: RunProgress | None = None,
+) -> Supervisor:
+    """The supervisor of a run whose roles are processes of this machine. Nothing of them is left after `stop`."""
+    return Supervisor(
+        [ProcessRunner(spec, run) for spec in specs],
+        spares=[ProcessRunner(spec, run) for spec in spares],
+        restarts=restarts,
+        warn=warn,
+        stop_timeout_s=stop_timeout_s,
+        progress=progress,
+        end_leftovers=partial(processes.end_family, processes.mark(run)),
+    )
 
 
 class StartTimes:

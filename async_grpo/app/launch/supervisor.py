@@ -1,31 +1,110 @@
-"""RoleSupervisor: starts the roles of a run, watches them, restarts them or gives up, and stops them in order.
+"""Supervisor: starts the roles of a run, watches them, restarts them or gives up, and stops them in order.
 
-    watch():  starts every role at once (each waits by itself for what it needs); one task for each role waits for its
-              end. Returns when the trainer has finished and the rollout servers have left, or raises RoleFailed when
-              the trainer, or the last rollout server, has died too often
-    start_spare(), retire(): one server more, or one less, which gives back what it has
-    give_up(): stop a server that does not become ready; the run continues with the others
-    stop():   SIGTERM to all roles (rollout servers store partials, the trainer saves a checkpoint), SIGKILL to those
-              that are still there at the deadline; no process is left
+    watch():         starts every role (each waits by itself for what it needs) in a task of its own, which waits for
+                     its end. Returns when all have ended, or raises when the run cannot continue without one
+    start_spare(), retire_server():  add or remove one server; a removed server returns its groups to the buffer
+    give_up_role():  stop a server that does not become ready; the run continues with the others
+    stop():          SIGTERM to all roles (rollout servers store partials, the trainer saves a checkpoint), SIGKILL to
+                     those that are still there at the deadline
 
-The server that holds the buffer is started before all roles and stopped after them. `decide` is the pure policy of
-restarts.
+A role is starting until `mark_ready`, then running; after its end it is restarting, finished, stopped or failed:
+
+    starting -> running -> restarting -> starting ...
+        |          |-> finished   it left, and the run needs it no more
+        |          |-> stopped    the supervisor asked for it
+        +----------+-> failed     it ended too often, or was not ready in time
+
+A `RoleRunner` is where a role runs: a process of this machine (`ProcessRunner`) or actors of a Ray cluster
+(`RayRunner`). `decide` is the policy of restarts for both.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any, Protocol
 
-from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, end_fields
-from async_grpo.app.report.live_state import RoleState, Warn, warn_by
-from async_grpo.errors import EXIT_CONFIG, RoleFailed
-from async_grpo.utils import processes
+from async_grpo.app.report.live_state import RoleState, Warn
+from async_grpo.errors import EXIT_CONFIG, AsyncGrpoError, RoleFailed, WaitTimeout
+from async_grpo.utils.processes import signal_name
 
 TRAINER = "trainer"
 """The name of the trainer's role; all others are rollout servers."""
+ACTIVE = ("starting", "running", "restarting")
+"""States of a role that runs, or is about to."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleEnd:
+    """How a role has ended."""
+
+    code: int
+    """Exit code; -N: killed by signal N."""
+    explanation: str
+    is_moved: bool = False
+    """True if it was stopped because its machine leaves: it is started elsewhere, which costs no restart."""
+
+
+class RoleRunner(Protocol):
+    """Runs one role, one start after the other."""
+
+    @property
+    def name(self) -> str:
+        """Name of the role."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often the role may be started again in this invocation after it has died."""
+        ...
+
+    @property
+    def waits_for_room(self) -> bool:
+        """True while `start` waits for a machine; `stop` then ends it without a start."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """PID of the role's process on this machine; None if there is none."""
+        ...
+
+    async def start(self) -> None:
+        """Start the role; waits for room on a cluster. Raises WaitTimeout."""
+        ...
+
+    async def wait(self) -> RoleEnd:
+        """Wait until the role has ended and nothing of it is left."""
+        ...
+
+    def stop(self) -> None:
+        """Send SIGTERM: the role finishes what it must and ends."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        ...
+
+    def stage(self) -> str:
+        """The stage of its start; "" if unknown."""
+        ...
+
+
+class RunProgress:
+    """What a supervisor can find out about its run and do for it. This one knows nothing: what leaves is done."""
+
+    def is_trained(self) -> bool:
+        """True if the last step has been trained."""
+        return True
+
+    async def is_generated(self) -> bool:
+        """True if rollout servers have nothing left to do."""
+        return False
+
+    async def expire_leases(self, server: str) -> None:
+        """Return the groups of a dead rollout server to the others. Here they wait until its leases expire."""
 
 
 class RestartDecision(Enum):
@@ -50,88 +129,220 @@ def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int
     return RestartDecision.RESTART if restarts < limit and code != EXIT_CONFIG else RestartDecision.GIVE_UP
 
 
-async def _not_yet() -> bool:
-    return False
-
-
-async def _keep_leases(name: str) -> None:
-    """Default without a buffer: let the leases of a dead server expire."""
-
-
-class RoleSupervisor:
-    """The roles of one run on this machine."""
+class Supervisor:
+    """The roles of one run that this command keeps."""
 
     def __init__(
         self,
-        run: str,
-        specs: Sequence[RoleSpec],
+        runners: Sequence[RoleRunner],
         *,
-        spares: Sequence[RoleSpec] = (),
+        spares: Sequence[RoleRunner] = (),
         restarts: dict[str, int],
-        say: Callable[[str], None],
-        warn: Warn | None = None,
+        warn: Warn,
         stop_timeout_s: float,
-        trained: Callable[[], bool] = lambda: True,
-        generated: Callable[[], Awaitable[bool]] = _not_yet,
-        expire_leases: Callable[[str], Awaitable[None]] = _keep_leases,
+        progress: RunProgress | None = None,
+        sees_whole_run: bool = True,
+        end_leftovers: Callable[[], object] = lambda: None,
     ) -> None:
-        """`warn` gets the deaths of roles, `say` if it is None. `spares`: servers that are started on demand.
-        `restarts` counts those of earlier invocations, by role. `trained` says whether the last step has been trained,
-        `generated` whether the rollout servers have nothing left to do: then none is restarted. `expire_leases` gets
-        the name of a rollout server that has died."""
-        self._run = run
-        self._specs = {spec.name: spec for spec in specs}
-        self._warn = warn or warn_by(say)
+        """Args:
+        spares: Servers that are started on demand.
+        restarts: Restarts of earlier invocations, by role.
+        warn: Gets the deaths of roles.
+        stop_timeout_s: Seconds from SIGTERM to SIGKILL.
+        sees_whole_run: False if other commands keep servers of the same run and nobody calls `mark_ready`: then a
+            server that leaves is never needed, and one that starts counts as one that runs.
+        end_leftovers: Ends processes that roles have shared, once all roles have ended.
+        """
+        self._runners = {runner.name: runner for runner in (*runners, *spares)}
+        self._first = [runner.name for runner in runners]
+        self._spares = [runner.name for runner in spares]
+        self._warn = warn
         self._stop_timeout_s = stop_timeout_s
+        self._progress = progress or RunProgress()
+        self._sees_whole_run = sees_whole_run
+        self._end_leftovers = end_leftovers
         self._stopping = False
-        self._spares = {spec.name: spec for spec in spares}
         self._retired: set[str] = set()
         self.given_up: dict[str, str] = {}
         """Rollout server that was given up -> the reason."""
         self._tasks: asyncio.TaskGroup | None = None
-        self._trained = trained
-        self._generated = generated
-        self._expire_leases = expire_leases
-        self._running: dict[str, RoleProcess] = {}
-        self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._specs}
+        self._ends: dict[str, asyncio.Future[RoleEnd]] = {}
+        """Role that has been started -> its end."""
+        self._started_s: dict[str, float] = {}
+        self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._first}
 
     async def watch(self) -> None:
-        """Start every role and wait until all have ended. Raises RoleFailed when one has died too often without which
-        the run cannot go on."""
+        """Start every role and wait until all have ended. Raises RoleFailed, or WaitTimeout for a role without room,
+        when the run cannot continue without a role."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._tasks = group
-                for spec in self._specs.values():
-                    group.create_task(self._keep(spec), name=f"keep {spec.name}")
-        except* RoleFailed as failures:
+                for name in self._first:
+                    group.create_task(self._run_with_restarts(self._runners[name]), name=f"run {name}")
+        except* AsyncGrpoError as failures:
             raise failures.exceptions[0] from None
 
     def start_spare(self) -> str:
         """Start the first spare server that does not run; returns its name, "" if there is none or the run ends."""
-        free = [name for name in self._spares if not self.is_kept(name) and name not in self.given_up]
+        free = [name for name in self._spares if not self.is_active(name) and name not in self.given_up]
         if not free or self._tasks is None or self._is_ending():
             return ""
         name = free[0]
         self._retired.discard(name)
         self.states[name] = RoleState(name, "starting", self.states[name].restarts if name in self.states else 0)
-        self._tasks.create_task(self._keep(self._spares[name]), name=f"keep {name}")
+        self._tasks.create_task(self._run_with_restarts(self._runners[name]), name=f"run {name}")
         return name
 
-    def retire(self, name: str) -> None:
+    def retire_server(self, name: str) -> None:
         """Stop a spare server for now: it stores its partials, gives its groups back and is not restarted."""
-        if self._tasks is not None and not self._is_ending() and name in self._spares and self.is_kept(name):
+        if self._tasks is not None and not self._is_ending() and name in self._spares and self.is_active(name):
             self._retired.add(name)
-            self._tasks.create_task(self._part_with(name), name=f"retire {name}")
+            self._tasks.create_task(self._terminate(name), name=f"retire {name}")
 
-    def give_up(self, name: str, why: str) -> None:
+    def give_up_role(self, name: str, why: str) -> None:
         """Stop a rollout server for good; the run continues with the others. Raises RoleFailed, with the reason `why`,
         for the trainer and for the last server."""
-        self._continue_without(name, why, self._other_servers(name, "starting", "running", "restarting"))
+        self._continue_without(name, why, self._other_servers(name, ACTIVE))
         if self._tasks is not None and not self._stopping:
-            self._tasks.create_task(self._part_with(name), name=f"give up {name}")
+            self._tasks.create_task(self._terminate(name), name=f"give up {name}")
+
+    def can_retire(self, name: str) -> bool:
+        """True if the role is a server that `retire_server` would stop."""
+        return name in self._spares and name not in self._retired
+
+    def is_active(self, name: str) -> bool:
+        """True if the role runs, or is about to."""
+        return name in self.states and self.states[name].state in ACTIVE
+
+    def mark_ready(self, name: str) -> float | None:
+        """Record that the role is ready. The first time since its start, returns the seconds that the start took."""
+        role = self.states[name]
+        if role.state != "starting" or name not in self._ends:
+            return None
+        self.states[name] = replace(role, state="running")
+        return time.monotonic() - self._started_s[name]
+
+    def live_states(self, usual_s: Callable[[str], float | None]) -> list[RoleState]:
+        """The states of all roles, with stage and duration of the start for those that are starting."""
+        found = []
+        for name, role in self.states.items():
+            if role.state == "starting" and name in self._ends:
+                stage, age_s = self._runners[name].stage(), time.monotonic() - self._started_s[name]
+                role = replace(role, stage=stage, since_s=age_s, usual_s=usual_s(name))
+            found.append(role)
+        return found
+
+    def pid(self, name: str) -> int | None:
+        """PID of the role's process; None if it does not run on this machine."""
+        return self._runners[name].pid
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Restarts by role, those of earlier invocations of this run included."""
+        return {name: state.restarts for name, state in self.states.items()}
+
+    async def stop(self) -> None:
+        """Send SIGTERM to every role, wait, kill those that stay, and end the processes that they left. Idempotent."""
+        self._stopping = True
+        for runner in self._runners.values():
+            runner.stop()
+        ends = dict(self._ends)
+        if ends:
+            await asyncio.wait(ends.values(), timeout=self._stop_timeout_s)
+            for name, end in ends.items():
+                if not end.done():
+                    self._runners[name].kill()
+            await asyncio.gather(*ends.values())
+        await asyncio.to_thread(self._end_leftovers)
+
+    def kill(self) -> None:
+        """Send SIGKILL to all roles now; `stop` then has nothing to wait for."""
+        for runner in self._runners.values():
+            runner.kill()
+
+    async def _run_with_restarts(self, runner: RoleRunner) -> None:
+        """Run the role, and start it again as long as `decide` allows it."""
+        name, used = runner.name, 0
+        while not self._stopping and name not in self.given_up:
+            try:
+                end = await self._run_once(runner)
+            except WaitTimeout as error:
+                others = self._other_servers(name, ACTIVE)
+                if name == TRAINER or not others:
+                    raise
+                self._continue_without(name, str(error), others)
+                return
+            if end.is_moved and self._is_wanted(name):
+                self._set_state(name, "restarting")
+                self._warn(f"{end.explanation}; it is started elsewhere")
+                continue
+            if end.code and name != TRAINER and not self._stopping:
+                # It could not give its groups back, and until their leases expire no other server continues them.
+                await self._progress.expire_leases(name)
+
+            decision = decide(
+                code=end.code,
+                stopping=not self._is_wanted(name),
+                over=name != TRAINER and not self._stopping and await self._progress.is_generated(),
+                needed=self._is_needed(name),
+                restarts=used,
+                limit=runner.restarts,
+            )
+            if decision is RestartDecision.DONE:
+                self._finish(name, end)
+                return
+            if decision is RestartDecision.GIVE_UP:
+                # A server that still starts reads the same configuration, and would end in the same way.
+                same_fault = end.code == EXIT_CONFIG and self._sees_whole_run
+                able = self._other_servers(name, ("running",) if same_fault else ACTIVE)
+                self._continue_without(name, f"{end.explanation}. {_why_no_more(end.code, used)}", able)
+                return
+
+            used += 1
+            self.states[name] = RoleState(name, "restarting", self.states[name].restarts + 1)
+            self._warn(
+                f"{end.explanation}; restart {used} of {runner.restarts}",
+                failed_role=name,
+                **_how_it_ended(end.code),
+                restart=used,
+                restart_limit=runner.restarts,
+            )
+
+    async def _run_once(self, runner: RoleRunner) -> RoleEnd:
+        """Start the role and wait for its end."""
+        name = runner.name
+        await runner.start()
+        self._started_s[name] = time.monotonic()
+        self._ends[name] = asyncio.ensure_future(runner.wait())
+        if name not in self.given_up:
+            self._set_state(name, "starting")
+        if not self._is_wanted(name):  # stopped, retired or given up while it was being started
+            runner.stop()
+        end = await asyncio.shield(self._ends[name])
+        del self._ends[name]  # not reached when cancelled: `stop` then still waits for the role
+        return end
+
+    def _finish(self, name: str, end: RoleEnd) -> None:
+        if name not in self.given_up:
+            self._set_state(name, "stopped" if end.code and self._stopping else "finished")
+        if name == TRAINER:
+            # The run is over: servers that have no room yet would wait for it in vain.
+            for runner in self._runners.values():
+                if runner.waits_for_room:
+                    runner.stop()
+
+    async def _terminate(self, name: str) -> None:
+        """Send SIGTERM to a retired server, and SIGKILL if it stays."""
+        end = self._ends.get(name)
+        if end is None:
+            return  # it is between two starts; `_run_once` stops the next
+        self._runners[name].stop()
+        await asyncio.wait([end], timeout=self._stop_timeout_s)
+        if not end.done():
+            self._runners[name].kill()
 
     def _continue_without(self, name: str, why: str, others: Sequence[str]) -> None:
-        self.states[name] = replace(self.states[name], state="failed")
+        self._set_state(name, "failed")
         if name == TRAINER or not others:
             raise RoleFailed(f"{why}; the same command resumes the run")
         self.given_up[name] = why
@@ -142,131 +353,31 @@ class RoleSupervisor:
             given_up=True,
         )
 
-    def _other_servers(self, name: str, *states: str) -> list[str]:
+    def _other_servers(self, name: str, states: Sequence[str]) -> list[str]:
         """The other rollout servers that are in one of these states."""
         return [role.name for role in self.states.values() if role.name not in (TRAINER, name) and role.state in states]
 
-    def is_spare(self, name: str) -> bool:
-        """Whether the role is a server that may be retired."""
-        return name in self._spares and name not in self._retired
-
-    def is_kept(self, name: str) -> bool:
-        """Whether the role runs, or is about to."""
-        return name in self.states and self.states[name].state in ("starting", "running", "restarting")
+    def _is_wanted(self, name: str) -> bool:
+        return not (self._stopping or name in self._retired or name in self.given_up)
 
     def _is_ending(self) -> bool:
-        return self._stopping or not self.is_kept(TRAINER)
+        return self._stopping or not self.is_active(TRAINER)
 
-    async def _part_with(self, name: str) -> None:
-        """Send SIGTERM to a retired server, and SIGKILL if it stays."""
-        if (role := self._running.get(name)) is None:
-            return  # it is between two starts; `_run_once` stops the next
-        role.ask_to_stop()
-        await asyncio.wait([asyncio.ensure_future(role.wait())], timeout=self._stop_timeout_s)
-        role.kill()
-
-    async def stop(self) -> None:
-        """Send SIGTERM to every role, wait, kill those that stay, and end the processes that they left. Idempotent."""
-        self._stopping = True
-        leaving = list(self._running.values())
-        for role in leaving:
-            role.ask_to_stop()
-        if leaving:
-            waits = [asyncio.create_task(role.wait()) for role in leaving]
-            _, late = await asyncio.wait(waits, timeout=self._stop_timeout_s)
-            for role in leaving if late else []:
-                role.kill()
-            await asyncio.gather(*waits)
-        await asyncio.to_thread(processes.end_family, processes.mark(self._run))
-
-    def kill(self) -> None:
-        """Send SIGKILL to all roles now; `stop` then has nothing to wait for."""
-        for role in self._running.values():
-            role.kill()
-
-    def pid(self, name: str) -> int | None:
-        """PID of the role's process; None if it does not run."""
-        role = self._running.get(name)
-        return role.pid if role else None
-
-    def heard_of(self, name: str) -> float | None:
-        """Record that the role is ready. The first time since its start, returns the seconds that the start took."""
-        role, process = self.states[name], self._running.get(name)
-        if role.state != "starting" or process is None:
-            return None
-        self.states[name] = replace(role, state="running")
-        return process.age_s
-
-    def shown(self, usual_s: Callable[[str], float | None]) -> list[RoleState]:
-        """The states of all roles, with stage and duration of the start for those that are starting."""
-        return [self._shown(role, usual_s) for role in self.states.values()]
-
-    def _shown(self, role: RoleState, usual_s: Callable[[str], float | None]) -> RoleState:
-        process = self._running.get(role.name)
-        if role.state != "starting" or process is None:
-            return role
-        return replace(role, stage=process.stage(), since_s=process.age_s, usual_s=usual_s(role.name))
-
-    @property
-    def restarts(self) -> dict[str, int]:
-        """Restarts by role, those of earlier invocations of this run included."""
-        return {name: state.restarts for name, state in self.states.items()}
-
-    async def _keep(self, spec: RoleSpec) -> None:
-        """Run the role, and restart it as long as `decide` says so."""
-        used = 0
-        while not self._stopping and spec.name not in self.given_up:
-            role, code = await self._run_once(spec)
-            if code and spec.name != TRAINER and not self._stopping:
-                # It could not give its groups back, and until their leases expire nobody else would go on with them.
-                await self._expire_leases(spec.name)
-            decision = decide(
-                code=code,
-                stopping=self._stopping or spec.name in self._retired or spec.name in self.given_up,
-                over=spec.name != TRAINER and not self._stopping and await self._generated(),
-                needed=self._needed(spec),
-                restarts=used,
-                limit=spec.restarts,
-            )
-            if decision is RestartDecision.DONE:
-                if spec.name not in self.given_up:
-                    self._mark(spec, "stopped" if code and self._stopping else "finished")
-                return
-            if decision is RestartDecision.GIVE_UP:
-                # A server that still starts reads the same configuration, and would end in the same way.
-                able = ("running",) if code == EXIT_CONFIG else ("starting", "running", "restarting")
-                why = f"{role.explain(code)}. {_why_no_more(code, used)}"
-                self._continue_without(spec.name, why, self._other_servers(spec.name, *able))
-                return
-            used += 1
-            self.states[spec.name] = RoleState(spec.name, "restarting", self.states[spec.name].restarts + 1)
-            self._warn(
-                f"{role.explain(code)}; restart {used} of {spec.restarts}",
-                **end_fields(spec.name, code),
-                restart=used,
-                restart_limit=spec.restarts,
-            )
-
-    async def _run_once(self, spec: RoleSpec) -> tuple[RoleProcess, int]:
-        role = await RoleProcess.start(spec, self._run)
-        self._running[spec.name] = role
-        if spec.name not in self.given_up:
-            self._mark(spec, "starting")
-        if self._stopping or spec.name in self._retired or spec.name in self.given_up:  # while it was being started
-            role.ask_to_stop()
-        code = await asyncio.shield(role.wait())
-        self._running.pop(spec.name)  # not reached when cancelled: `stop` then still finds the role
-        return role, code
-
-    def _needed(self, spec: RoleSpec) -> bool:
+    def _is_needed(self, name: str) -> bool:
         """The run needs its trainer until every step is trained, and a rollout server until the trainer has left."""
-        if spec.name == TRAINER:
-            return not self._trained()
-        alone = not self._other_servers(spec.name, "starting", "running", "restarting")
-        return alone and self.states[TRAINER].state != "finished"
+        if not self._sees_whole_run:
+            return False
+        if name == TRAINER:
+            return not self._progress.is_trained()
+        return not self._other_servers(name, ACTIVE) and self.states[TRAINER].state != "finished"
 
-    def _mark(self, spec: RoleSpec, state: str) -> None:
-        self.states[spec.name] = replace(self.states[spec.name], state=state)
+    def _set_state(self, name: str, state: str) -> None:
+        self.states[name] = replace(self.states[name], state=state)
+
+
+def _how_it_ended(code: int) -> dict[str, Any]:
+    """How a role has ended, for a JSON log."""
+    return {"signal": signal_name(-code)} if code < 0 else {"exit_code": code}
 
 
 def _why_no_more(code: int, used: int) -> str:

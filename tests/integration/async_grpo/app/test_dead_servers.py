@@ -10,8 +10,9 @@ import time
 import uuid
 from pathlib import Path
 
-from async_grpo.app.launch.role_process import RoleSpec
-from async_grpo.app.launch.supervisor import RoleSupervisor
+from async_grpo.app.launch.role_process import RoleSpec, supervise_processes
+from async_grpo.app.launch.supervisor import RunProgress
+from async_grpo.app.report.live_state import warn_by
 from async_grpo.config.buffer import RedisConfig
 from buffer import RedisBuffer, connect
 from tests.support.buffer_cases import policy, tasks
@@ -46,8 +47,8 @@ async def test_a_killed_server_is_restarted_and_its_groups_are_free_at_once(
         RoleSpec("trainer", sleeper, tmp_path / "trainer.log", restarts=0),
         RoleSpec("rollout-0", [sys.executable, "-c", program], log, restarts=1),
     ]
-    keeper = RoleSupervisor(
-        run, specs, restarts={}, say=print, stop_timeout_s=5.0, expire_leases=lambda name: expire(buffer, name)
+    keeper = supervise_processes(
+        run, specs, restarts={}, warn=warn_by(print), stop_timeout_s=5.0, progress=ExpiringProgress(buffer)
     )
     watching = asyncio.create_task(keeper.watch())
     await printed(log, 1)
@@ -60,8 +61,12 @@ async def test_a_killed_server_is_restarted_and_its_groups_are_free_at_once(
     await buffer.aclose()
 
 
-async def expire(buffer: RedisBuffer, name: str) -> None:
-    await buffer.expire_leases(name, life=round(1000 * time.time()))
+class ExpiringProgress(RunProgress):
+    def __init__(self, buffer: RedisBuffer) -> None:
+        self._buffer = buffer
+
+    async def expire_leases(self, server: str) -> None:
+        await self._buffer.expire_leases(server, life=round(1000 * time.time()))
 
 
 async def printed(log: Path, lines: int) -> list[str]:

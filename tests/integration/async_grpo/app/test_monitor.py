@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from async_grpo.app.launch.monitor import Monitor
-from async_grpo.app.launch.role_process import RoleSpec
+from async_grpo.app.launch.monitor import LocalProgress, Monitor
+from async_grpo.app.launch.role_process import RoleSpec, supervise_processes
 from async_grpo.app.launch.state_plane import StatePlane
-from async_grpo.app.launch.supervisor import RoleSupervisor
-from async_grpo.app.report.live_state import LiveState, RoleState
+from async_grpo.app.report.live_state import LiveState, RoleState, warn_by
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import RoleFailed, ServerLost
@@ -47,8 +46,9 @@ class Watched:
     def __init__(self, plane: StatePlane) -> None:
         self.shown: list[LiveState] = []
         self.said: list[str] = []
-        no_roles = RoleSupervisor("watched", [], restarts={}, say=self.said.append, stop_timeout_s=1.0)
-        self.monitor = Monitor(plane, no_roles, show=self.shown.append, say=self.said.append)
+        say, warn = self.said.append, warn_by(self.said.append)
+        no_roles = supervise_processes("watched", [], restarts={}, warn=warn, stop_timeout_s=1.0)
+        self.monitor = Monitor(plane, no_roles, LocalProgress(plane, say), show=self.shown.append, say=say, warn=warn)
 
     async def until(self, true: Callable[[], object], what: str) -> None:
         async with asyncio.timeout(60):
@@ -137,13 +137,15 @@ async def test_a_server_that_is_not_ready_in_time_leaves_the_run_to_the_others(t
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ready_timeout_s": limit_s})})
         sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
         specs = [RoleSpec(name, sleeps, tmp_path / f"{name}.log", 0) for name in ("trainer", "rollout-0", "rollout-1")]
-        roles = RoleSupervisor("watched", specs, restarts={}, say=said.append, stop_timeout_s=5.0)
+        warn = warn_by(said.append)
+        roles = supervise_processes("watched", specs, restarts={}, warn=warn, stop_timeout_s=5.0)
         keeping = asyncio.create_task(roles.watch())
         async with watching(config) as watched:
             board = await connect_board(config.redis, config.name)
             await board.set_publisher(PublisherAddress(epoch=1, announce="a", requests="b"))
             plane = StatePlane(config, await open_run(config), board, None)
-            monitor = Monitor(plane, roles, show=watched.shown.append, say=said.append)
+            progress = LocalProgress(plane, said.append)
+            monitor = Monitor(plane, roles, progress, show=watched.shown.append, say=said.append, warn=warn)
             watch = asyncio.create_task(monitor.watch())
             try:
                 async with asyncio.timeout(30):

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_grpo.app.launch.role_process import RoleProcess, RoleSpec
+from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, supervise_processes
 from async_grpo.app.launch.role_specs import trainer_argv
-from async_grpo.app.launch.supervisor import RoleSupervisor
+from async_grpo.app.launch.supervisor import RunProgress, Supervisor
+from async_grpo.app.report.live_state import warn_by
 from async_grpo.config import dump, validate
 from async_grpo.errors import RoleFailed
 from async_grpo.utils.child_process import adopt_orphans, child_argv
@@ -187,8 +188,8 @@ async def test_the_explanation_of_a_trainer_is_the_error_of_its_rank(tmp_path: P
     assert last.startswith("RankFailed: rank 0 ended with exit code 78: DependencyError: trainer.platform is npu")
 
 
-def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> RoleSupervisor:
-    return RoleSupervisor("run", specs, restarts={}, say=said.append, stop_timeout_s=5.0)
+def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> Supervisor:
+    return supervise_processes("run", specs, restarts={}, warn=warn_by(said.append), stop_timeout_s=5.0)
 
 
 async def test_a_role_that_dies_is_named_restarted_and_given_up_at_its_limit(tmp_path: Path) -> None:
@@ -224,10 +225,13 @@ async def test_servers_that_leave_while_the_trainer_is_restarted_after_the_end_a
     dies_once = f"{second_life}; os._exit(0) if life.exists() else (life.touch(), time.sleep(0.3), os._exit(1))"
     specs = [spec(tmp_path, dies_once, name="trainer", restarts=1), spec(tmp_path, "", name="rollout-0")]
 
-    async def generated() -> bool:
-        return True
+    class Generated(RunProgress):
+        async def is_generated(self) -> bool:
+            return True
 
-    keeper = RoleSupervisor("run", specs, restarts={}, say=said.append, stop_timeout_s=5.0, generated=generated)
+    keeper = supervise_processes(
+        "run", specs, restarts={}, warn=warn_by(said.append), stop_timeout_s=5.0, progress=Generated()
+    )
     await asyncio.wait_for(keeper.watch(), 20)
     assert keeper.restarts == {"trainer": 1, "rollout-0": 0}
     assert {role.state for role in keeper.states.values()} == {"finished"}
@@ -241,7 +245,7 @@ async def test_the_death_of_a_role_is_a_warning_with_fields(tmp_path: Path) -> N
 
     dies = "import os; os.kill(os.getpid(), 9)"
     specs = [spec(tmp_path, dies, name="trainer", restarts=1)]
-    keeper = RoleSupervisor("run", specs, restarts={}, say=print, warn=warn, stop_timeout_s=5.0)
+    keeper = supervise_processes("run", specs, restarts={}, warn=warn, stop_timeout_s=5.0)
     with pytest.raises(RoleFailed):
         await keeper.watch()
     shown = {"failed_role": "trainer", "signal": "SIGKILL", "restart": 1, "restart_limit": 1}
@@ -250,12 +254,12 @@ async def test_the_death_of_a_role_is_a_warning_with_fields(tmp_path: Path) -> N
 
 async def test_a_run_goes_on_with_the_servers_that_it_has(tmp_path: Path) -> None:
     said: list[str] = []
-    keeper = RoleSupervisor(
+    keeper = supervise_processes(
         "run",
         [spec(tmp_path, SLEEPER, name=name) for name in ("trainer", "rollout-0", "rollout-1")],
         spares=[spec(tmp_path, "import sys; sys.exit(3)", name="rollout-2")],
         restarts={},
-        say=said.append,
+        warn=warn_by(said.append),
         stop_timeout_s=5.0,
     )
     watching = asyncio.create_task(keeper.watch())
@@ -266,18 +270,18 @@ async def test_a_run_goes_on_with_the_servers_that_it_has(tmp_path: Path) -> Non
                 await asyncio.sleep(0.02)
 
     async with asyncio.timeout(10):
-        while any(keeper.heard_of(name) is None for name in keeper.states if keeper.states[name].state == "starting"):
+        while any(keeper.mark_ready(name) is None for name in keeper.states if keeper.states[name].state == "starting"):
             await asyncio.sleep(0.02)
     assert keeper.start_spare() == "rollout-2"
     await until_failed("rollout-2")  # it dies too often
-    keeper.give_up("rollout-1", "rollout-1 has not been ready for 1 s")
+    keeper.give_up_role("rollout-1", "rollout-1 has not been ready for 1 s")
     await until_failed("rollout-1")
     assert set(keeper.given_up) == {"rollout-1", "rollout-2"}
     assert keeper.start_spare() == "", "a spare that was given up would fail again"
     assert len(said) == 2 and not watching.done()
     for name in ("rollout-0", "trainer"):  # the last server, and the trainer
         with pytest.raises(RoleFailed, match=f"{name} has not"):
-            keeper.give_up(name, f"{name} has not been ready for 1 s")
+            keeper.give_up_role(name, f"{name} has not been ready for 1 s")
     await keeper.stop()
     await asyncio.wait_for(watching, 10)
 
@@ -291,7 +295,7 @@ async def test_a_server_with_a_faulty_configuration_ends_the_run_unless_others_r
     keeper = supervisor(tmp_path, *(spec(tmp_path, text, name=name) for name, text in programs.items()), said=[])
     watching = asyncio.create_task(keeper.watch())
     async with asyncio.timeout(10):
-        while others == "running" and keeper.heard_of("rollout-0") is None:
+        while others == "running" and keeper.mark_ready("rollout-0") is None:
             await asyncio.sleep(0.02)
         while keeper.states["rollout-1"].state != "failed":
             await asyncio.sleep(0.02)
@@ -338,8 +342,8 @@ async def test_what_roles_share_outlives_each_of_them_and_ends_with_the_last_als
 
 async def test_a_role_that_ignores_sigterm_is_killed_at_the_deadline(tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-    keeper = RoleSupervisor(
-        "run", [spec(tmp_path, stubborn, name="trainer")], restarts={}, say=print, stop_timeout_s=0.5
+    keeper = supervise_processes(
+        "run", [spec(tmp_path, stubborn, name="trainer")], restarts={}, warn=warn_by(print), stop_timeout_s=0.5
     )
     watching = asyncio.create_task(keeper.watch())
     await first_line(tmp_path / "trainer.log")
@@ -358,7 +362,7 @@ async def test_a_role_counts_as_running_once_it_has_been_heard_of(tmp_path: Path
         while keeper.pid("trainer") is None:
             await asyncio.sleep(0.02)
         assert keeper.states["trainer"].state == "starting"
-        keeper.heard_of("trainer")
+        keeper.mark_ready("trainer")
         assert keeper.states["trainer"].state == "running"
         await keeper.stop()
         await watching
@@ -367,12 +371,12 @@ async def test_a_role_counts_as_running_once_it_has_been_heard_of(tmp_path: Path
 async def test_spare_servers_start_leave_and_start_again_and_stop_with_the_others(tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     said: list[str] = []
-    keeper = RoleSupervisor(
+    keeper = supervise_processes(
         "run",
         [spec(tmp_path, SLEEPER, name="trainer")],
         spares=[spec(tmp_path, program, name=name) for name, program in (("one", SLEEPER), ("two", stubborn))],
         restarts={},
-        say=said.append,
+        warn=warn_by(said.append),
         stop_timeout_s=0.5,
     )
     assert keeper.start_spare() == ""  # nothing runs yet
@@ -380,7 +384,7 @@ async def test_spare_servers_start_leave_and_start_again_and_stop_with_the_other
 
     async def until(name: str, *, runs: bool) -> None:
         async with asyncio.timeout(10):
-            while (keeper.pid(name) is not None) != runs or keeper.is_kept(name) != runs:
+            while (keeper.pid(name) is not None) != runs or keeper.is_active(name) != runs:
                 await asyncio.sleep(0.02)
 
     await until("trainer", runs=True)
@@ -389,11 +393,11 @@ async def test_spare_servers_start_leave_and_start_again_and_stop_with_the_other
     await first_line(tmp_path / "two.log")
     for name in ("one", "two"):  # one obeys, the other is killed at the deadline
         await until(name, runs=True)
-        keeper.retire(name)
+        keeper.retire_server(name)
         await until(name, runs=False)
     assert keeper.start_spare() == "one"
     await until("one", runs=True)
-    assert keeper.is_spare("one") and not keeper.is_spare("two") and not keeper.is_spare("trainer")
+    assert keeper.can_retire("one") and not keeper.can_retire("two") and not keeper.can_retire("trainer")
     await keeper.stop()
     await asyncio.wait_for(watching, 10)
     assert said == [] and keeper.pid("one") is None
