@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_grpo.app.launch.slurm import jobs
+from async_grpo.app.launch.clusters.slurm import jobs
 from async_grpo.config import load
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.jsonl import read_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ray
 
-from async_grpo.app.launch.ray import RayRunner, plan
+from async_grpo.app.launch.clusters.ray import RayRunner, plan
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.config import validate
 

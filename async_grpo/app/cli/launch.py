@@ -34,8 +34,8 @@ def slurm(
     It needs redis.url, and a runs_dir that all nodes share. Preempted roles save their work and are requeued; the same
     command resumes a run that has ended before its last step, and --servers N adds servers to one that is running.
     """
+    from async_grpo.app.launch.clusters.slurm import dependency, jobs, submit
     from async_grpo.app.launch.plan import plan_run
-    from async_grpo.app.launch.slurm import dependency, jobs, submit
 
     def work() -> int:
         run = plan_run(config, override or [], download=not dry_run, steps=steps).config
@@ -71,9 +71,9 @@ def ray(
     It needs redis.url, and a runs_dir that all nodes share. Roles of lost nodes are started elsewhere, those of drained
     nodes save their work first; the same command resumes. Ctrl-C stops what this command has started.
     """
+    from async_grpo.app.launch.clusters.ray import launch, plan
+    from async_grpo.app.launch.clusters.ray import remove as remove_server
     from async_grpo.app.launch.plan import plan_run
-    from async_grpo.app.launch.ray import launch, plan
-    from async_grpo.app.launch.ray import remove as remove_server
 
     def work() -> int:
         run = plan_run(config, override or [], download=not dry_run, steps=steps).config
@@ -95,7 +95,7 @@ def kubernetes(config: ConfigFile, override: Override = None, steps: Steps = Non
 
     Addresses and runs_dir are set for the cluster; models, data and the Secret with the passwords must be there.
     """
-    from async_grpo.app.launch.kubernetes import apply, resolve_for_cluster, text
+    from async_grpo.app.launch.clusters.kubernetes import apply, resolve_for_cluster, text
 
     def work() -> int:
         run = resolve_for_cluster(config, override or [], steps)

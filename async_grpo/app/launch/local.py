@@ -2,6 +2,9 @@
 
     folder -> first policy -> server -> trainer and rollout servers -> summary.json, report.md, plots, timeline.json
 
+    trainer     python -m trainer.node_main -> trainer.main, once for each rank -> trainer.loop.train
+    rollout-i   python -m rollout_server.main
+
 Start: the server first, because everyone needs it, then trainer and rollout servers together. The trainer publishes
 version 0, the rollout servers wait for it, and each role is ready when it reports to the run board. Stop: trainer and
 rollout servers, then the report, then the server. Ctrl-C stops in the same order; a second Ctrl-C does not wait. When

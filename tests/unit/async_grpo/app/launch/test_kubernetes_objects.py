@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from async_grpo.app.launch.kubernetes import apply, objects, resolve_for_cluster, text
+from async_grpo.app.launch.clusters.kubernetes import apply, objects, resolve_for_cluster, text
 from async_grpo.app.launch.role_specs import stoppable
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError, DependencyError

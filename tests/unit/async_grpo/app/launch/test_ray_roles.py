@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.ray import launch, plan
-from async_grpo.app.launch.ray_role import RayRole
+from async_grpo.app.launch.clusters.ray import launch, plan
+from async_grpo.app.launch.clusters.ray_role import RayRole
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError

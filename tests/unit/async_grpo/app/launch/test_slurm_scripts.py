@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
+from async_grpo.app.launch.clusters.slurm import jobs, submit
 from async_grpo.app.launch.single_role import ProcessPlacement, placed, rank_environment
-from async_grpo.app.launch.slurm import jobs, submit
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError, DependencyError
 

@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from async_grpo.app.launch.clusters.ray_role import RayRole
 from async_grpo.app.launch.node_plan import check_reachable
-from async_grpo.app.launch.ray_role import RayRole
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.app.launch.run_folder import open_run, write_config
 from async_grpo.app.launch.supervisor import TRAINER, RoleEnd, Supervisor
