@@ -64,8 +64,8 @@ async def run_locally(
     bind_process(run=config.name)
     adopt_orphans()
 
-    # Both come before the folder is opened. `fresh` deletes on the server, in the bucket and in the folder: any of
-    # them may refuse, and then none may have been touched. A machine without the folder gets it from the bucket.
+    # Both come before the folder is opened. `open_run` deletes an earlier folder, whose id shows whether a shared
+    # server and a bucket hold this run or a colleague's. A bare machine gets the folder from the bucket.
     if fresh:
         await check_fresh(config, confirm)
         await remove_copy(config, confirm)
@@ -77,11 +77,11 @@ async def run_locally(
     interrupted = asyncio.Event()
     with folder.locked(), LiveView(config, Console()) as view, stop_signals(interrupted.set):
         if state.finished_steps >= config.steps:
-            view.say(_finished(folder, state))
+            view.say(_finished_message(folder, state))
             return 0
         try:
-            # Making the first policy takes minutes and all cores. It comes before the server and the roles, so that
-            # none of them waits for it, and Ctrl-C has nothing to stop.
+            # Making the first policy may take minutes and all cores. It comes before the server and the roles, so
+            # that none of them waits for it, and Ctrl-C has nothing to stop.
             started_s = time.monotonic()
             model = await race(_prepare_policy(plan, view.phase), interrupted.wait())
             state.prepare_s = max(state.prepare_s, time.monotonic() - started_s, made_in_s(model))
@@ -118,7 +118,7 @@ async def _prepare_policy(plan: RunPlan, say: Callable[[str], None]) -> Path:
     return model
 
 
-def _finished(folder: RunFolder, state: RunState) -> str:
+def _finished_message(folder: RunFolder, state: RunState) -> str:
     """Commands that continue or repeat a finished run."""
     return (
         f"this run is finished: see {folder.path / 'report.md'}. To train it further: `async-grpo resume {folder.path} "
