@@ -65,14 +65,6 @@ def end_family(value: str, group: int | None = None) -> int:
     return len(left)
 
 
-def signal_name(number: int) -> str:
-    """Name of a signal, such as SIGKILL."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -30,7 +30,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import fatal_events
 from async_grpo.utils import processes
-from async_grpo.utils.child_process import child_argv
+from async_grpo.utils.child_process import child_argv, signal_name
 from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import clean_text
 
@@ -154,7 +154,7 @@ class RoleProcess:
 
     def explain(self, code: int) -> str:
         """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""
-        how = f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         reason = last_error(self.spec.log, self._log_start) if code not in _FROM_OUTSIDE else _FROM_OUTSIDE[code]
         return f"{self.spec.name} {how}{': ' + reason if reason else ''} (log: {self.spec.log})"
 

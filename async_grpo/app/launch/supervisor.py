@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from async_grpo.app.report.live_state import RoleState, Warn
 from async_grpo.errors import EXIT_CONFIG, AsyncGrpoError, RoleFailed, WaitTimeout
-from async_grpo.utils.processes import signal_name
+from async_grpo.utils.child_process import signal_name
 
 TRAINER = "trainer"
 """The name of the trainer's role; all others are rollout servers."""
