@@ -34,7 +34,7 @@ class PrivateNames:
     """Tested releases: from the first, below the second."""
     names: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    """Names that are used only if they exist; not checked."""
+    """Names that are used only if they exist, or only by the planted layer of `async-grpo accept`; not checked."""
 
     @property
     def range(self) -> str:
@@ -101,11 +101,14 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             *_of("vllm.model_executor.model_loader.reload:", "initialize_layerwise_reload"),
             *_of("vllm.model_executor.model_loader.reload:", "finalize_layerwise_reload"),
             "vllm.model_executor.model_loader:register_model_loader",
-            "vllm.model_executor.model_loader:base_loader.process_weights_after_loading",
-            "vllm.model_executor.layers.linear:LinearMethodBase",
             "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",
         ),
-        optional=("vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info", "torch.cpu:_init_amx"),
+        optional=(
+            "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info",
+            "torch.cpu:_init_amx",
+            "vllm.model_executor.model_loader:base_loader.process_weights_after_loading",
+            "vllm.model_executor.layers.linear:LinearMethodBase",
+        ),
     ),
     "buffer": PrivateNames(
         "redis",
