@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from async_grpo.errors import WeightsError
 from async_grpo.weights.manifest import TensorLayout, TensorSpec, Versioned, WeightVersion
-from async_grpo.weights.store import WeightStore
 from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
 
@@ -191,29 +190,3 @@ class TensorReader(Protocol):
     def verify(self) -> None:
         """Raise WeightsCorrupt if anything that was read may have been overwritten meanwhile."""
         ...
-
-
-class SourceReader:
-    """Opens held weights again and again; keeps a store mapped for as long as its file is the same."""
-
-    def __init__(self) -> None:
-        self._store: WeightStore | None = None
-        self._file: tuple[Path, int] | None = None
-
-    def open(self, held: HeldWeights) -> TensorReader:
-        """The tensors of exactly that version, adapters already added to their base. Raises WeightsError if there is no
-        store, WeightsReplaced if the store does not hold the version, WeightsCorrupt for adapters of another base."""
-        if isinstance(held.source, CheckpointSource):
-            from async_grpo.weights.checkpoint_folder import CheckpointReader  # it imports torch, as below
-
-            return CheckpointReader(held.source)
-        path = Path(held.source.path)
-        file = (path, path.stat().st_ino) if path.exists() else None
-        if self._store is None or file != self._file:
-            self._store, self._file = WeightStore.open(path), file
-        snapshot = self._store.snapshot(held.identity)
-        if held.base is None:
-            return snapshot
-        from async_grpo.weights.lora import AdapterReader  # it imports torch, which the transports do without
-
-        return AdapterReader(snapshot, held.base)

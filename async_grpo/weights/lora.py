@@ -16,7 +16,7 @@ import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -27,10 +27,8 @@ from torch import Tensor
 from async_grpo.config.model import LoraConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.utils.files import whole_folder
+from async_grpo.weights.base import MergeBase, TensorReader
 from async_grpo.weights.manifest import TensorSpec, WeightVersion, layout_of
-
-if TYPE_CHECKING:
-    from async_grpo.weights.base import MergeBase, TensorReader
 
 PREFIX = "base_model.model."
 DIGEST_BYTES = 8

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from async_grpo.lab.bench.rig import AnswerLines
-from async_grpo.weights.base import HeldWeights, SourceReader
+from async_grpo.weights.base import HeldWeights
+from async_grpo.weights.source_reader import SourceReader
 
 TENSOR_PARALLEL = 2
 ENGINE = "engine"

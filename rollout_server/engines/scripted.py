@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.errors import EngineError
-from async_grpo.weights.base import HeldWeights, SourceReader
+from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.source_reader import SourceReader
 from rollout_server.engines.base import (
     CHECKPOINT_VERSION,
     EngineLoad,

@@ -17,11 +17,12 @@ import pytest
 from async_grpo.config import RunConfig
 from async_grpo.errors import WaitTimeout, WeightsError
 from async_grpo.weights import make_receiver, make_sender
-from async_grpo.weights.base import SourceReader, WeightReceiver
+from async_grpo.weights.base import WeightReceiver
 from async_grpo.weights.folder.objects import open_objects
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import remove_stores, store_path
+from async_grpo.weights.source_reader import SourceReader
 from async_grpo.wire import decode
 from async_grpo.wire.board import PublisherAddress
 from tests.support.weight_plane import LAYOUT, Arrays, Board, random_weights

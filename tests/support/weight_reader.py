@@ -17,9 +17,10 @@ import xxhash
 from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.base import HeldWeights, MergeBase, SourceReader
+from async_grpo.weights.base import HeldWeights, MergeBase
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.receiver import SharedWeightReceiver
+from async_grpo.weights.source_reader import SourceReader
 from async_grpo.wire import decode
 from async_grpo.wire.board import PublisherAddress
 from tests.support.speech import Speech

@@ -21,8 +21,8 @@ import xxhash
 from async_grpo.config import RunConfig, load
 from async_grpo.lab.bench.rig import AnswerLines
 from async_grpo.weights import make_receiver
-from async_grpo.weights.base import SourceReader
 from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.source_reader import SourceReader
 from async_grpo.wire import decode
 from async_grpo.wire.board import PublisherAddress
 from rollout_server.assembly import start_engine

@@ -20,8 +20,9 @@ from msgspec.structs import replace
 
 from async_grpo.config.model import LoraConfig
 from async_grpo.errors import EngineError
-from async_grpo.weights.base import HeldWeights, MergeBase, SourceReader
+from async_grpo.weights.base import HeldWeights, MergeBase
 from async_grpo.weights.lora import AdapterReader, BaseFolder, adapter_names, base_digest, peft_config, write_peft
+from async_grpo.weights.source_reader import SourceReader
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`."""

@@ -36,8 +36,9 @@ from async_grpo.utils.aio import Overtaken, race
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.processes import become_owner
 from async_grpo.utils.requirements import installed
-from async_grpo.weights.base import HeldWeights, SourceReader
+from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.source_reader import SourceReader
 from rollout_server.engines.base import (
     CHECKPOINT_VERSION,
     PREFILL_S,

@@ -31,8 +31,9 @@ import torch
 
 from async_grpo.config.rollout import Quantization
 from async_grpo.errors import EngineError
-from async_grpo.weights.base import HeldWeights, SourceReader, TensorReader
+from async_grpo.weights.base import HeldWeights, TensorReader
 from async_grpo.weights.manifest import TensorSpec, WeightVersion
+from async_grpo.weights.source_reader import SourceReader
 from rollout_server.engines.vllm.compat import VllmCompat
 from rollout_server.engines.vllm.quantization import keep_scales, quantized_tensors, renew_packed
 from rollout_server.engines.vllm.staging import StagingRoom, Tensors

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from async_grpo.weights.base import CheckpointSource, HeldWeights, SourceReader, TensorReader
+from async_grpo.weights.base import CheckpointSource, HeldWeights, TensorReader
 from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.source_reader import SourceReader
 
 TENSORS = {
     "matrix": torch.arange(1.0, 7.0).view(3, 2),
