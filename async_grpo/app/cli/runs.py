@@ -92,8 +92,9 @@ def show(run: RunFolderArgument, as_json: AsJson = False) -> None:
             table.add_row(name, text)
         for name, text in facts["files"].items():
             table.add_row(name, Text(text))
-        table.add_row("next", Text(facts["next"]))
         _console().print(table)
+        # Outside the table, which would fold it: it is a command to copy.
+        _console().print(Text(f"next: {facts['next']}"), soft_wrap=True)
         return 0
 
     exit_with(work)
