@@ -39,7 +39,7 @@ _WIDTH = 160
 _NEXT = {
     "live": "async-grpo view {0}; async-grpo buffer stats {0}",
     "finished": "async-grpo eval {0}; async-grpo resume {0} --steps N trains it further",
-    "failed": "see {0}/logs; async-grpo resume {0} when it is mended",
+    "failed": "see {0}/logs; fix the cause, then: async-grpo resume {0}",
     "interrupted": "async-grpo resume {0}",
 }
 
