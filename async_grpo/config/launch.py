@@ -67,9 +67,9 @@ class RayConfig(StrictModel):
     address: str | None = None
     """HOST:PORT of the head. None: that of RAY_ADDRESS, which `ray job submit` sets."""
     trainer: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {"CPU": 1}
-    """What each node of the trainer asks of Ray besides its GPUs or NPUs, such as `{CPU: 32}`."""
+    """Ray resources of each trainer node besides its GPUs or NPUs, such as `{CPU: 32}`."""
     rollout: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {"CPU": 1}
-    """What a rollout server asks of Ray besides its GPUs or NPUs."""
+    """Ray resources of a rollout server besides its GPUs or NPUs."""
     wait_s: Seconds = 3600.0
     """Seconds to wait until Ray has room for a role; then it is given up."""
 

@@ -31,7 +31,7 @@ from buffer.redis.url import parse
 from trainer.checkpoint.store import RunStore
 
 Rows = list[tuple[str, str]]
-"""What and its value, in words, as a dry run prints them."""
+"""(label, text) of each row that a dry run prints."""
 StartCheck = tuple[str, Callable[[], object]]
 """Name of a check, and a function that raises ConfigError or DependencyError, or returns what it found."""
 
@@ -42,7 +42,7 @@ class RunPlan:
     the error of each."""
 
     config: RunConfig
-    """What config.yaml records: hub ids with their commits."""
+    """Content of config.yaml: hub ids with their commits."""
     inputs: RunConfig
     """The same with files of this machine instead of ids; ids that have not been downloaded stay."""
     downloads: bool = False
@@ -69,7 +69,7 @@ class RunPlan:
 
     @cached_property
     def notes(self) -> Rows:
-        """What a start on this machine would refuse, download, reject or find in the data. Raises DataError."""
+        """Rows about a start on this machine: refusals, downloads, rejected rows, prompt lengths. Raises DataError."""
         rows = []
         if refusal := self._find_refusal():
             rows.append(("on this machine", f"a start would be refused: {refusal}"))

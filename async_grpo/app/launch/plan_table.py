@@ -11,7 +11,7 @@ from buffer import memory_plan
 
 
 def plan_table(plan: RunPlan) -> Table:
-    """What starts, how much is in flight and what the staleness bound means.
+    """Table of the roles that start, the groups in flight and the meaning of the staleness bound.
 
     Raises ConfigError for cores that this machine does not have.
     """

@@ -93,7 +93,7 @@ class RoleRunner(Protocol):
 
 
 class RunProgress:
-    """What a supervisor can find out about its run and do for it. This one knows nothing: what leaves is done."""
+    """The supervisor's view of its run. This default has none: a role that ends with 0 is done."""
 
     def is_trained(self) -> bool:
         """True if the last step has been trained."""

@@ -1,4 +1,4 @@
-"""What this package remembers of a hub, and whether a cached snapshot is complete.
+"""Local records of a hub's answers, and whether a cached snapshot is complete.
 
     $ASYNC_GRPO_CACHE/hub/HUB-KIND-OWNER--NAME[@REVISION].commits   commits of a revision, the newest last
                                                         .files     names of all files of a pinned revision

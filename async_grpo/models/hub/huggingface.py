@@ -140,8 +140,7 @@ def _progress_lines(say: Callable[[str], None]) -> type:
 
 
 def _transport_errors() -> Iterator[type[Exception]]:
-    """What the HTTP client of huggingface_hub raises without an answer; it has changed its name with its major
-    release."""
+    """Errors of the HTTP client of huggingface_hub when no answer comes. The client's name depends on the release."""
     for name in ("httpx2", "httpx"):
         with contextlib.suppress(ImportError):
             yield import_module(name).TransportError

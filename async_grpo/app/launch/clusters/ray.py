@@ -51,7 +51,7 @@ LOST = 1
 _COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main"]
 
 Bundles = list[dict[str, float]]
-"""What each node of a role asks of Ray."""
+"""Ray resources of each node of a role."""
 
 
 def plan(config: RunConfig, servers: int) -> dict[str, Bundles]:
@@ -72,8 +72,10 @@ def _devices(platform: str, count: int) -> dict[str, float]:
 
 
 def launch(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> int:
-    """Start or resume the run and wait for its end; or, beside its trainer, keep `servers` more rollout servers. 0
-    keeps the trainer alone: its servers are started elsewhere.
+    """Start or resume the run and wait for its end.
+
+    `servers`: number of rollout servers, instead of `rollout.servers`. If the run has a trainer already, they are added
+    to it. With 0, only the trainer is started.
 
     Returns 0, or 130 after SIGTERM or Ctrl-C. Raises ConfigError before anything is started, DependencyError without
     Ray, RoleFailed or WaitTimeout when the trainer, or every server, was given up.
@@ -359,5 +361,5 @@ def _run_dir(config: RunConfig) -> Path:
 
 
 def _folder(config: RunConfig) -> Path:
-    """What the roles print."""
+    """Folder of the logs of the roles."""
     return _run_dir(config) / "ray"
