@@ -3,8 +3,9 @@
     dispatcher --judge(group)--> RewardPool --> WorkerSlot 1 .. N --> worker processes   (below one supervisor)
                                             --> HttpJudge --> an HTTP server
 
-- An item waits for a free slot. Another item frees it when it is done, at the latest after one deadline per
-  verifier. The waiting callers are the queue, so the queue is as long as what they hold.
+- The items of a call are divided evenly among the slots. Each part waits for a free slot, and the part before it frees
+  that slot, at the latest after one deadline per item and verifier. There is no explicit queue: callers block until a
+  slot is free.
 - A slot waits for one reply at a time (`workers.slot`). An HTTP request waits for its place and its reply
   (`http_judge`).
 
@@ -88,7 +89,12 @@ class RewardPool:
         """
         if self._closed:
             raise AsyncGrpoError("the reward pool is closed: nothing can be judged any more")
-        return await _all([self._judge(item) for item in items])
+        outcomes = await self._outcomes(items)
+        results = [combine(of_item, self._rewards.functions) for of_item in outcomes]
+        for result in results:
+            for name, failure in result.failures.items():
+                self._count(name, failure)
+        return results
 
     def why_no_answers(self, name: str) -> str:
         """Why the reward function `name` cannot extract the answer from a completion; "" if it can."""
@@ -100,7 +106,8 @@ class RewardPool:
 
     async def try_verifiers(self, item: RewardInput) -> dict[str, Outcome]:
         """Name -> outcome of every reward function that is no HTTP judge; nothing is counted."""
-        return await self._in_process(item)
+        (outcomes,) = await self._in_process([item])
+        return outcomes
 
     async def extract(self, name: str, completions: Sequence[str]) -> list[Extracted]:
         """The answer that the reward function `name` finds in each completion, in order.
@@ -127,7 +134,8 @@ class RewardPool:
 
     async def _try_verifiers(self, slot: WorkerSlot) -> None:
         """A user's verifier may raise (so it says that it cannot judge), but it must be callable and return a score."""
-        for name, outcome in (await slot.judge(DRY_ITEM)).items():
+        (outcomes,) = await slot.judge([DRY_ITEM])
+        for name, outcome in outcomes.items():
             if not isinstance(outcome, RewardFailure):
                 continue
             if outcome.kind in ("import", "start"):
@@ -139,25 +147,32 @@ class RewardPool:
                     f"{DRY_ITEM.answer!r}, and failed ({outcome.kind}): {outcome.reason}. It should be {SIGNATURE}"
                 )
 
-    async def _judge(self, item: RewardInput) -> RewardResult:
-        outcomes = await self._outcomes(item)
-        result = combine(outcomes, self._rewards.functions)
-        for name, failure in result.failures.items():
-            self._count(name, failure)
-        return result
-
-    async def _outcomes(self, item: RewardInput) -> dict[str, Outcome]:
+    async def _outcomes(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
+        """For every item the outcome of each reward function, by name."""
         if not self._http_judges:
-            return await self._in_process(item)
-        requests = [judge.judge(item) for judge in self._http_judges.values()]
-        parts = await _all([self._in_process(item), *requests])
-        return {name: outcome for part in parts for name, outcome in part.items()}
+            return await self._in_process(items)
+        requests = [self._over_http(judge, items) for judge in self._http_judges.values()]
+        parts = await _all([self._in_process(items), *requests])
+        merged: list[dict[str, Outcome]] = [{} for _ in items]
+        for part in parts:
+            for outcomes, of_part in zip(merged, part, strict=True):
+                outcomes |= of_part
+        return merged
 
-    async def _in_process(self, item: RewardInput) -> dict[str, Outcome]:
+    async def _over_http(self, judge: HttpJudge, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
+        return await _all([judge.judge(item) for item in items])
+
+    async def _in_process(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
+        """The outcomes of the verifiers in worker processes. Every slot gets an equal share of the items."""
         if not self._slots:
-            return {}
+            return [{} for _ in items]
+        share = -(-len(items) // len(self._slots))
+        shares = [items[start : start + share] for start in range(0, len(items), max(share, 1))]
+        return [outcomes for part in await _all([self._in_slot(part) for part in shares]) for outcomes in part]
+
+    async def _in_slot(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
         async with self._free_slot() as slot:
-            return await slot.judge(item)
+            return await slot.judge(items)
 
     async def _extract(self, name: str, completion: str) -> Extracted:
         async with self._free_slot() as slot:

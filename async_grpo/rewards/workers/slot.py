@@ -1,18 +1,21 @@
 """One slot of the pool: a worker, and its replacement when it hangs, dies or has served its number of items.
 
-    pool --judge(item)--> WorkerSlot --VerifierRequest--> worker --one reply a verifier--> WorkerSlot
+    pool --judge(items)--> WorkerSlot --a VerifierRequest per item--> worker --a reply per verifier--> WorkerSlot
 
-It waits for one reply at a time, at most `deadline_s`. The worker's next frame unblocks it, or the end of its channel,
-or the deadline, at which the worker is killed. Before it requests a new worker, it waits until the last one and all
-that it started are gone. So there are never more workers than slots.
+All requests of a call are sent in one write, and the worker answers them in order. (A separate exchange for every item
+costs the server more than most verifiers take.) The slot waits for one reply at a time, for `deadline_s` at most. The
+worker's next frame unblocks it, or the end of its channel, or the deadline, at which the worker is killed. Before it
+requests a new worker, it waits until the last one and all that it started are gone. So there are never more workers
+than slots.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -68,44 +71,45 @@ class WorkerSlot:
         self.extracting: frozenset[str] = frozenset()
         """Names of the verifiers that can extract answers, as the last worker reported them."""
 
-    async def judge(self, item: RewardInput) -> dict[str, Outcome]:
-        """The outcome of every verifier, by name. One that hangs or crashes costs the worker, not the others."""
-        return await self._replies(VerifierRequest(list(self._names), item._replace(metadata=dict(item.metadata))))
+    async def judge(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
+        """For every item the outcome of each verifier, by name. A verifier that hangs or crashes costs the worker, not
+        the other outcomes."""
+        names = list(self._names)
+        return await self._collect_replies(
+            [VerifierRequest(names, item._replace(metadata=dict(item.metadata))) for item in items]
+        )
 
     async def extract(self, completion: str, name: str) -> Extracted:
         """The answer that the verifier `name` finds in the completion."""
-        replies: dict[str, Extracted] = await self._replies(
-            VerifierRequest([name], RewardInput(completion, ""), extract=True)
-        )
-        return replies[name]
+        request = VerifierRequest([name], RewardInput(completion, ""), extract=True)
+        replies: list[dict[str, Extracted]] = await self._collect_replies([request])
+        return replies[0][name]
 
     async def warm(self) -> None:
         """Start a worker ahead of the first item. A failure shows when the worker is needed."""
         if self._worker is None:
             await self._start()
 
-    async def _replies(self, request: VerifierRequest) -> dict[str, Any]:
-        """The reply of every verifier, or why it has none."""
-        replies: dict[str, Any] = {}
+    async def _collect_replies(self, requests: Sequence[VerifierRequest]) -> list[dict[str, Any]]:
+        """For every request the reply of each verifier, or why it has none."""
+        replies: list[dict[str, Any]] = [{} for _ in requests]
         if self._worker is not None and self._worker.handle.exited.done():
             self._drop()  # it died while it was idle, because of what an earlier item left behind
+
         try:
-            while left := [name for name in request.names if name not in replies]:
+            while unanswered := _find_unanswered(requests, replies):
                 worker = self._worker or await self._start()
                 if isinstance(worker, RewardFailure):
-                    return {**replies, **dict.fromkeys(left, worker)}
-                replies |= await self._request(worker, msgspec.structs.replace(request, names=left))
+                    for index, request in unanswered.items():
+                        replies[index] |= dict.fromkeys(request.names, worker)
+                else:
+                    lifetime_left = self._limits.items_per_worker - worker.items
+                    await self._exchange(worker, dict(islice(unanswered.items(), lifetime_left)), replies)
         except BaseException:
             self._drop()  # replies may still be on their way: never reuse the worker
             raise
-        self._count_item()
-        return replies
 
-    def _count_item(self) -> None:
-        if self._worker is not None:
-            self._worker.items += 1
-            if self._worker.items >= self._limits.items_per_worker or self._worker.broken:
-                self._drop()  # what is broken may be imported the next time
+        return replies
 
     def _drop(self) -> None:
         """Kill the worker, if there is one; its end is awaited before the next is started."""
@@ -139,19 +143,31 @@ class WorkerSlot:
                 writer.transport.abort()
                 self._supervisor.kill(handle)
 
-    async def _request(self, worker: _Worker, request: VerifierRequest) -> dict[str, Any]:
-        """Replies of the verifiers, in order, up to and including the first that the worker did not survive."""
-        broken = {name: RewardFailure("import", why) for name, why in worker.broken.items() if name in request.names}
-        asked = [name for name in request.names if name not in broken]
-        frame = pack(msgspec.structs.replace(request, names=asked))
-        worker.writer.write(frame)  # not drained: the worker reads it all before it replies, under the deadline
-        replies: dict[str, Any] = dict(broken)
-        for name in asked:
-            replies[name] = reply = await self._reply(worker, Extracted if request.extract else Outcome)
-            if isinstance(reply, RewardFailure) and reply.kind in _FATAL_KINDS:
-                self._drop()
-                break
-        return replies
+    async def _exchange(
+        self, worker: _Worker, requests: Mapping[int, VerifierRequest], replies: list[dict[str, Any]]
+    ) -> None:
+        """Send the requests and add their replies, in order, up to the first that the worker did not survive."""
+        sent = {}
+        for index, request in requests.items():
+            broken = {
+                name: RewardFailure("import", why) for name, why in worker.broken.items() if name in request.names
+            }
+            replies[index] |= broken
+            sent[index] = msgspec.structs.replace(request, names=[n for n in request.names if n not in broken])
+
+        # Not drained: the worker reads a request only after it has answered the one before, under its deadline.
+        worker.writer.write(b"".join(pack(request) for request in sent.values()))
+        for index, request in sent.items():
+            kind = Extracted if request.extract else Outcome
+            for name in request.names:
+                replies[index][name] = reply = await self._reply(worker, kind)
+                if isinstance(reply, RewardFailure) and reply.kind in _FATAL_KINDS:
+                    self._drop()
+                    return
+
+        worker.items += len(sent)
+        if worker.items >= self._limits.items_per_worker or worker.broken:
+            self._drop()  # what is broken may be imported the next time
 
     async def _reply(self, worker: _Worker, kind: Any) -> Any:
         """The next reply, of this type, or why no reply came."""
@@ -185,6 +201,18 @@ class WorkerSlot:
             raise WaitTimeout(f"verifier process {handle.number} to end after SIGKILL", _KILL_TIMEOUT_S)
         self._handle = None
         return handle.exited.result()
+
+
+def _find_unanswered(
+    requests: Sequence[VerifierRequest], replies: Sequence[Mapping[str, Any]]
+) -> dict[int, VerifierRequest]:
+    """The requests that still lack a reply, by index, each with the verifiers that have not replied."""
+    unanswered = {}
+    for index, request in enumerate(requests):
+        names = [name for name in request.names if name not in replies[index]]
+        if names:
+            unanswered[index] = msgspec.structs.replace(request, names=names)
+    return unanswered
 
 
 def _describe_exit(exited: WorkerExited | None) -> str:

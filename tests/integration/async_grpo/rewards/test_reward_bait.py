@@ -98,6 +98,7 @@ async def test_ten_thousand_baits_take_less_than_two_seconds_each_and_hold_nothi
         f"{trial.longest_s:.2f} s, longest pause of the loop {trial.longest_pause_s:.3f} s, {dict(trial.failures)}"
     )
     assert len(trial.verdicts) == len(completions)
-    assert set(trial.failures) <= ({"timeout"} if names != TEXT else set())
+    # A symbolic verifier gives no score to what it cannot evaluate, and hangs on some algebra.
+    assert set(trial.failures) <= ({"timeout", "none"} if names != TEXT else set())
     assert trial.longest_s - trial.longest_pause_s < 2.0  # while this process has no processor, it sees no verdict
     assert trial.turns > 20 * elapsed_s
