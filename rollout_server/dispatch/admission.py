@@ -39,6 +39,9 @@ NOTED_S = 0.05
 """Shortest reading of the source that is told if no task was waiting at its end."""
 READ_S = 0.2
 """Seconds for which the source is read before what it has given is appended."""
+LOOK_EVERY_S = 0.1
+"""Shortest time between two looks at a buffer that had enough tasks. A look per admitted group would cost as much as
+the admission itself; half of the target, which is the staleness window's capacity, is left in the meantime."""
 Starved = Callable[[float, float], None]
 
 log = structlog.get_logger()
@@ -145,13 +148,15 @@ class TaskFeeder:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Top up at the start and after every `notify`, until cancelled. While another server is to do it, look again
-        when its claim would have ended."""
+        """Top up at the start and after `notify`, until cancelled. While another server is to do it, look again when
+        its claim would have ended."""
         while True:
             again_s = None if await self.top_up() else FEEDER_TTL_S
             with suppress(TimeoutError):
                 async with asyncio.timeout(again_s):
                     await self._wanted.wait()
+            if not self._is_short:
+                await asyncio.sleep(LOOK_EVERY_S)
             self._wanted.clear()
 
     async def top_up(self) -> bool:

@@ -101,6 +101,7 @@ class Dispatcher:
         )
         self.asking_since_s: float | None = None
         """Unix time in seconds since when the dispatcher waits for a ticket; None while it does not."""
+        self._seeds_samples = rollout.seeds_samples  # a property of the configuration that takes time to derive
         self._weights_timeout_s = context.config.weights.update_timeout_s + context.config.eval.timeout_s
         self._failures_in_a_row = 0
         self._careful_turn = asyncio.Lock()
@@ -273,7 +274,7 @@ class Dispatcher:
             self._context.engine,
             f"{ticket.seq}-{ticket.attempt}-{index}",
             ticket.task.prompt_ids(),
-            seed=seed if config.rollout.seeds_samples else None,
+            seed=seed if self._seeds_samples else None,
             temperature=config.sampling.temperature,
             max_tokens=config.sampling.max_tokens,
             prior=group.samples[index],

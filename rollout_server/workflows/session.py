@@ -197,6 +197,8 @@ class SampleSession:
 
 def join(first: Generation, second: Generation) -> Generation:
     """`first` followed by `second`. Adjacent spans of the same version become one."""
+    if not len(first.tokens):
+        return second  # most turns have nothing before them
     return Generation(
         tokens=np.concatenate([first.tokens, second.tokens]),
         logprobs=np.concatenate([first.logprobs, second.logprobs]),

@@ -38,7 +38,7 @@ from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import WaitTimeout
 from async_grpo.lab.bench.measure import Stopwatch
 from async_grpo.lab.bench.rig import check_trained
-from async_grpo.lab.bench.rollout.workload import Lengths, RolloutRound, RolloutWork, number_model
+from async_grpo.lab.bench.rollout.workload import RolloutRound, RolloutWork, number_model
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
@@ -68,12 +68,13 @@ END_TIMEOUT_S = 30.0
 class DrawnLengths(VllmEngine):
     """vLLM that ends every completion at the length that was drawn for its seed."""
 
-    lengths: Lengths
+    lengths: Mapping[int, int]
+    """Tokens of the completion, by the seed of the request."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Generate as `VllmEngine` does, with another max_tokens."""
         assert request.seed is not None
-        return await super().generate(replace(request, max_tokens=self.lengths.of(request.seed)))
+        return await super().generate(replace(request, max_tokens=self.lengths[request.seed]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class RolloutSetup:
 
         Raises BufferFault if groups are missing, WaitTimeout if they do not come.
         """
-        self.engine.lengths = work.lengths
+        self.engine.lengths = work.lengths_by_seed()
         config = self._config(work)
         state, board = await buffer.open_run(config), await buffer.connect_board(config.redis, config.name)
         try:

@@ -105,10 +105,15 @@ class RolloutWork:
             requests.append(request)
         return requests
 
+    def lengths_by_seed(self) -> dict[int, int]:
+        """Tokens of every completion, by the seed of its request. Drawn ahead of a round, as `requests` are, so that
+        the draws take no time of either feeder."""
+        return {seed: self.lengths.of(seed) for _, _, seed in self._seeds()}
+
     def check(self, tokens: list[int]) -> None:
         """Raise EngineError unless the completions, in the order of the requests, have exactly the lengths that
         were drawn: less work would look like more speed."""
-        drawn = [self.lengths.of(seed) for _, _, seed in self._seeds()]
+        drawn = list(self.lengths_by_seed().values())
         if tokens != drawn:
             wrong = sum(a != b for a, b in zip(tokens, drawn, strict=False)) + abs(len(tokens) - len(drawn))
             raise EngineError(
