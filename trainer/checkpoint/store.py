@@ -196,9 +196,17 @@ class RunStore:
         write_atomic(checkpoints / LATEST, f"{wanted.version}\n", synced=True)
 
     def id(self) -> str | None:
-        """What tells this run from another of its name (run.id); None if there is no copy. Raises OSError."""
+        """The run's unique id (run.id); None if there is no copy. Raises OSError."""
+        content = self._read_file("run.id")
+        return None if content is None else content.decode()
+
+    def read_config(self) -> bytes | None:
+        """Content of the run's config.yaml; None if there is no copy. Raises OSError."""
+        return self._read_file("config.yaml")
+
+    def _read_file(self, name: str) -> bytes | None:
         try:
-            return self.objects.read(f"{self.name}/run/run.id").decode()
+            return self.objects.read(f"{self.name}/run/{name}")
         except FileNotFoundError:
             return None
 

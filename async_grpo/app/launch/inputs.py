@@ -6,6 +6,7 @@ configuration --pin--> ids with commits (config.yaml) --fetch, here--> local fil
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, HubUnreachable
 from async_grpo.models.hub import HubRepo, hub_repo, model_repo
 from async_grpo.models.hub_dataset import data_repo, training_files, written_files
+from trainer.checkpoint.store import RunStore
 
 Section = TypeVar("Section", bound=BaseModel)
 
@@ -57,12 +59,36 @@ def _is_of(earlier: HubRepo, repo: HubRepo) -> bool:
 
 
 def _earlier(config: RunConfig) -> Mapping[str, HubRepo]:
-    """The repositories that the run already in the folder was pinned to."""
+    """The repositories that the run in the folder, or else its copy in `runs_store`, was pinned to.
+
+    A bare machine gets the folder from the copy only after this. With newer commits than those of the copy, the run
+    would not be the same and could not be resumed.
+    """
     folder = RunFolder(config.run_dir)
     try:
-        return hub_inputs(folder.read_config()) if folder.config_file.exists() else {}
+        if folder.config_file.exists():
+            return hub_inputs(folder.read_config())
+        return _in_copy(config)
     except ConfigError:
         return {}
+
+
+def _in_copy(config: RunConfig) -> Mapping[str, HubRepo]:
+    """The repositories that the copy of the run was pinned to; {} if there is none, or the store cannot be reached,
+    which stops the start later."""
+    if config.runs_store is None:
+        return {}
+    with tempfile.TemporaryDirectory() as name:
+        copy = RunFolder(Path(name) / config.name)
+        try:
+            content = RunStore.open(config.runs_store, config.name).read_config()
+        except OSError:
+            return {}
+        if content is None:
+            return {}
+        copy.path.mkdir()
+        copy.config_file.write_bytes(content)
+        return hub_inputs(copy.read_config())
 
 
 def fetch(config: RunConfig, say: Callable[[str], None], keys: Collection[str] = KEYS) -> RunConfig:

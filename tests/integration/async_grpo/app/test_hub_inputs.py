@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 from async_grpo.app.cli.main import app
 from async_grpo.app.launch import first_policy, single_role
 from async_grpo.app.launch.first_policy import prepare_model
-from async_grpo.app.launch.inputs import fetch
-from async_grpo.app.launch.plan import plan_run
+from async_grpo.app.launch.inputs import fetch, pin
+from async_grpo.app.launch.plan import load_run_config, plan_run
 from async_grpo.app.launch.plan_table import plan_table
 from async_grpo.app.launch.run_folder import RunFolder, open_run, write_config
 from async_grpo.config import RunConfig, load
@@ -27,6 +27,7 @@ from async_grpo.lab.sweep.folder import SweepRecord
 from async_grpo.lab.sweep.sweep import SweepOptions, make_plan
 from async_grpo.models.tiny.random_qwen2 import make_random_model
 from tests.support.hub_server import FIRST, SECOND, HubServer, Repo, hub_for_this_process
+from trainer.checkpoint.store import RunStore
 
 SHAPE = RandomModelConfig(hidden_size=64, layers=1, heads=2, kv_heads=1, intermediate_size=64, vocab_size=320)
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"Twice {n}. #### {2 * n}"} for n in range(40)]
@@ -96,6 +97,18 @@ def test_a_run_keeps_its_commits_and_its_roles_get_local_files(
     trained, held_out = (Path(of_roles["data"][key]).read_text().splitlines() for key in ("path", "eval_path"))
     assert [json.loads(line)["answer"] for line in trained] == [str(2 * n) for n in range(32)]
     assert len(held_out) == 8
+
+
+def test_a_bare_machine_takes_the_commits_of_the_copy(hub: HubServer, config_file: Path, tmp_path: Path) -> None:
+    store = f"runs_store=file://{tmp_path / 'bucket'}"
+    config = resolve(config_file, [store])
+    folder = begun(config)
+    assert config.runs_store is not None and folder.origin
+    RunStore.open(config.runs_store, config.name).push_files(folder.path)
+
+    move_on(hub)
+    bare = load_run_config(config_file, [store]).model_copy(update={"runs_dir": tmp_path / "another machine"})
+    assert pin(bare).model.path == config.model.path
 
 
 async def test_the_first_policy_is_the_downloaded_one(hub: HubServer, config_file: Path) -> None:
