@@ -10,10 +10,9 @@ To add a metric, add a row here and put its statistic into trainer/step/statisti
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from async_grpo.telemetry.timeline import WAIT
 
@@ -49,9 +48,9 @@ class StepTotals:
     flops: float = 0.0
     """Useful floating-point operations of the forward and backward passes, all ranks."""
     with_entropy: bool = False
-    """Whether the objective has an entropy bonus, so that entropies were computed."""
+    """True if the objective has an entropy bonus, so that entropies were computed."""
     with_reference: bool = False
-    """Whether there is a reference model."""
+    """True if there is a reference model."""
 
     def add(self, sums: dict[str, float], maxima: dict[str, float]) -> None:
         """Add the statistics of one update, reduced over micro-batches and ranks."""
@@ -64,286 +63,39 @@ class StepTotals:
 
     def values(self) -> dict[str, Any]:
         """Key -> value of every metric that is computed from totals; None where there is nothing to measure."""
-        return {metric.key: metric.value(self) for metric in METRICS if metric.value is not None}
+        return {metric.key: metric.reduce(self) for metric in METRICS if metric.reduce is not None}
 
 
-@dataclass(frozen=True, slots=True)
+Unit = Literal["", "s", "steps", "groups", "samples/s", "tokens", "tokens/s", "nats", "FLOP", "share"]
+"""Unit of a metric: `steps` of the optimizer, a `share` from 0 to 1, "" for a plain number or a score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """One row of the table."""
 
     key: str
     """Key in metrics.jsonl."""
+    tag: str
+    """Tag of TensorBoard and other trackers; "": no scalar, or one that is not shown as a curve."""
+    unit: Unit
+    label: str
+    """Name for titles and legends, without the unit."""
     doc: str
     """One sentence, for docs/reference.md and the gauge's help."""
-    tag: str = ""
-    """Tag of TensorBoard and other trackers; empty: not a scalar of the curves."""
+    gauge: str = ""
+    """Name of the Prometheus gauge, without `async_grpo_trainer_`; empty: not shown."""
     sums: tuple[str, ...] = ()
     """Statistics that are added up over tokens, micro-batches and ranks."""
     maxima: tuple[str, ...] = ()
     """Statistics of which the largest is kept."""
-    value: Callable[[StepTotals], float | None] | None = None
+    reduce: Callable[[StepTotals], float | None] | None = None
     """Totals of a step -> value. None: the value comes from the batch or the clock (trainer/step/results.py)."""
-    gauge: str = ""
-    """Name of the Prometheus gauge, without `async_grpo_trainer_`; empty: not shown."""
-
-    @property
-    def label(self) -> str:
-        """Name for titles and legends, without the unit.
-
-        >>> [metric.label for metric in METRICS if metric.key in ("ess", "grad_norm", "step_s", "weight_max")]
-        ['gradient norm', 'weight, max', 'effective sample size', 'step']
-        """
-        words = _LABELS.get(self.key) or self.key.removesuffix("_s").replace("_", " ")
-        return re.sub(r",? (mean|max|std)$", r", \1", words.replace("logprob", "log-probability"))
-
-    @property
-    def unit(self) -> str:
-        """`s`, `tokens`, `tokens/s`, `steps` (of the optimizer), `nats`, `FLOP`, `share` (0 to 1) or "".
-
-        >>> {metric.key: metric.unit for metric in METRICS if metric.key in ("loss", "step_s", "clip_fraction")}
-        {'loss': '', 'clip_fraction': 'share', 'step_s': 's'}
-        """
-        return next((unit for pattern, unit in _UNITS.items() if re.fullmatch(pattern, self.key)), "")
 
     @property
     def group(self) -> str:
         """The first part of the tag, such as `reward`; "" without a tag."""
         return self.tag.partition("/")[0]
-
-
-_LABELS = {
-    "step": "optimizer step",
-    "reward_error": "reward, standard error",
-    "informative_groups": "groups whose rewards differ",
-    "completion_tokens_mean": "completion length, mean",
-    "completion_tokens_max": "completion length, max",
-    "tokens_per_s": "tokens trained per second",
-    "read_tokens_per_s": "tokens read per second of computing",
-    "truncated_fraction": "truncated completions",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "lr_scale": "learning-rate factor",
-    "clip_fraction": "clipped tokens",
-    "clip_low_fraction": "clipped below",
-    "clip_high_fraction": "clipped above",
-    "rejected_fraction": "rejected tokens",
-    "ess": "effective sample size",
-    "kl": "KL from the reference",
-    "entropy_estimate": "entropy, estimated",
-    "mfu": "model FLOPs utilization",
-}
-_UNITS = {
-    r"(\w+_)?tokens_per_s": "tokens/s",
-    r"\w+_s": "s",
-    r"\w+_fraction|ess|mfu|informative_groups|packing_efficiency|rank_balance": "share",
-    r"\w+_tokens|completion_tokens_\w+": "tokens",
-    r"age_m\w+": "steps",
-    r"kl|entropy\w*|logprob_gap_m\w+": "nats",
-    r"model_flops": "FLOP",
-}
-"""Pattern of a whole key -> unit; the first that matches counts."""
-
-
-def _ess(totals: StepTotals) -> float:
-    squared = totals.sums["weight_squared"]
-    tokens = max(1.0, totals.sums["tokens"])
-    return totals.sums["weight"] ** 2 / (tokens * squared) if squared else 0.0
-
-
-def _token_mean(statistic: str, key: str, doc: str, group: str = "train", gauge: str = "") -> Metric:
-    """The mean of a statistic over the trained tokens."""
-    return Metric(key, doc, f"{group}/{key}", sums=(statistic,), value=lambda t: t.per_token(statistic), gauge=gauge)
-
-
-def _if_measured(total: float, totals: StepTotals) -> float | None:
-    return total if totals.sums["gap_tokens"] else None
-
-
-METRICS: tuple[Metric, ...] = (
-    Metric("step", "Version that the step made."),
-    Metric("version", "Version that the step started from.", "run/version"),
-    Metric("epoch", "Rises by one each time a trainer takes over the run.", "run/epoch"),
-    Metric("time_s", "Unix time at the end of the step."),
-    Metric("replayed", "Whether the step was made once more after a crash.", "run/replayed"),
-    Metric("groups", "Groups in the batch.", "rollout/groups"),
-    Metric("buffer_groups", "State -> groups: tasks waiting, and groups inflight, ready and taken, after the step."),
-    Metric("released_groups", "Reason -> groups released since the run began."),
-    Metric("reward_mean", "Mean reward of the samples that were judged.", "reward/mean", gauge="reward_mean"),
-    Metric("reward_std", "Standard deviation of those rewards.", "reward/std", gauge="reward_std"),
-    Metric("reward_error", "Standard error of reward_mean over the groups of the batch.", "reward/error"),
-    Metric("reward_by_function", "Reward function -> mean of its scores, before weights."),
-    Metric("unverifiable_samples", "Samples that no verifier could judge.", "other/unverifiable_samples"),
-    Metric(
-        *("informative_groups", "Share of the groups whose rewards differ.", "other/informative_groups"),
-        gauge="informative_groups",
-    ),
-    Metric(
-        *("completion_tokens_mean", "Mean length of a completion in tokens.", "rollout/completion_tokens_mean"),
-        gauge="completion_tokens_mean",
-    ),
-    Metric("completion_tokens_max", "Length of the longest completion.", "rollout/completion_tokens_max"),
-    Metric(
-        *("truncated_fraction", "Share of the completions that ran into a limit.", "rollout/truncated_fraction"),
-        gauge="truncated_fraction",
-    ),
-    Metric(
-        *("loss", "Mean loss over the updates of the step.", "train/loss"),
-        gauge="loss",
-        sums=("loss", "tokens"),
-        value=lambda t: t.sums["loss"] / len(t.norms),
-    ),
-    Metric(
-        *("grad_norm", "Mean gradient norm over the updates of the step, before clipping.", "train/grad_norm"),
-        gauge="grad_norm",
-        value=lambda t: _mean(t.norms),
-    ),
-    Metric("lr", "Learning rate of the step.", "train/lr", gauge="learning_rate"),
-    Metric(
-        *("lr_scale", "Factor on the learning rate; 1 without ess_lr.", "train/lr_scale"),
-        sums=("sequence_weight", "sequence_weight_squared", "sequences"),
-        value=lambda t: t.lr_scale,
-    ),
-    _token_mean(
-        *("clipped", "clip_fraction", "Share of the trained tokens that left the trust region."), gauge="clip_fraction"
-    ),
-    _token_mean(
-        "clipped_low", "clip_low_fraction", "Share of the trained tokens that left it below: their ratio fell."
-    ),
-    _token_mean("clipped_high", "clip_high_fraction", "Share of the trained tokens that left it above."),
-    _token_mean("rejected", "rejected_fraction", "Share of the trained tokens that a correction multiplies by 0."),
-    _token_mean(
-        *("weight", "weight_mean"),
-        "Mean of rho = pi / pi_behaviour before any cap; pi is the policy before the update.",
-        "importance",
-    ),
-    Metric(
-        *("weight_max", "Largest rho of a token.", "importance/weight_max"),
-        maxima=("weight",),
-        value=lambda t: t.maxima["weight"],
-    ),
-    Metric(
-        *("ess", "Effective sample size (sum rho)^2 / sum rho^2, as a share of the trained tokens.", "importance/ess"),
-        gauge="ess",
-        sums=("weight_squared",),
-        value=_ess,
-    ),
-    Metric(
-        "kl",
-        "Mean divergence from the reference model by objective.kl_estimator; only with a reference model.",
-        "train/kl",
-        gauge="kl",
-        sums=("kl",),
-        value=lambda t: t.per_token("kl") if t.with_reference else None,
-    ),
-    Metric(
-        "entropy_estimate",
-        "-mean log-probability of the sampled tokens: unbiased for the entropy only if on-policy.",
-        "other/entropy_estimate",
-        gauge="entropy_estimate",
-        sums=("logprob",),
-        value=lambda t: -t.per_token("logprob"),
-    ),
-    Metric(
-        *("entropy", "Mean entropy of the distributions; only with an entropy bonus.", "train/entropy"),
-        sums=("entropy",),
-        value=lambda t: t.per_token("entropy") if t.with_entropy else None,
-    ),
-    Metric(
-        *("advantage_mean", "Mean advantage of the samples that a verifier could judge.", "train/advantage_mean"),
-        value=lambda t: _mean(t.advantages),
-    ),
-    Metric(
-        *("advantage_std", "Standard deviation of those advantages.", "train/advantage_std"),
-        value=lambda t: _deviation(t.advantages),
-    ),
-    Metric(
-        "trained_tokens",
-        "Tokens that got a gradient, each as often as it did.",
-        "train/tokens",
-        value=lambda t: int(t.sums["tokens"]),
-    ),
-    Metric("masked_tokens", "Tokens too old to get a gradient.", "other/masked_tokens"),
-    Metric("age_mean", "Mean age of the trained tokens in steps.", "staleness/age_mean", gauge="age_mean_steps"),
-    Metric("age_max", "Age of the oldest trained token in steps.", "staleness/age_max", gauge="age_max_steps"),
-    Metric("staleness", "S in force: max_staleness, or less with auto.", "staleness/s", gauge="staleness_steps"),
-    Metric("age_histogram", "Age -> number of trained tokens."),
-    Metric(
-        "overlong_samples",
-        "Samples truncated or dropped because they fit no micro-batch.",
-        "train/overlong_samples",
-        value=lambda t: t.overlong,
-    ),
-    Metric(
-        "logprob_gap_mean",
-        "Mean |trainer - engine| log-probability over completions that this very version sampled whole.",
-        "logprob_gap/mean",
-        gauge="logprob_gap_mean",
-        sums=("gap", "gap_tokens"),
-        value=lambda t: _if_measured(t.sums["gap"] / max(1.0, t.sums["gap_tokens"]), t),
-    ),
-    Metric(
-        *("logprob_gap_max", "Largest of those differences.", "logprob_gap/max"),
-        gauge="logprob_gap_max",
-        maxima=("gap",),
-        value=lambda t: _if_measured(t.maxima["gap"], t),
-    ),
-    Metric(
-        "gap_tokens",
-        "Tokens that the gap was measured on.",
-        "logprob_gap/tokens",
-        value=lambda t: int(t.sums["gap_tokens"]),
-    ),
-    Metric("updates", "Optimizer updates of the step.", "train/updates", value=lambda t: len(t.norms)),
-    Metric("skipped_steps", "1 if the step was skipped: its loss or gradient was not finite.", "train/skipped_steps"),
-    Metric(
-        "micro_batches",
-        "Micro-batches on each data-parallel rank.",
-        "other/micro_batches",
-        value=lambda t: t.micro_batches,
-    ),
-    Metric(
-        "packing_efficiency",
-        "Tokens read / (micro-batches * micro_batch_tokens).",
-        "train/packing_efficiency",
-        value=lambda t: sum(t.lengths) / t.slots,
-    ),
-    Metric(
-        "rank_balance",
-        "Mean work of a data-parallel rank / work of the busiest.",
-        "train/rank_balance",
-        value=lambda t: _mean(t.balances),
-    ),
-    Metric(
-        "read_tokens",
-        "Positions that were trained through, with prompts and all other context.",
-        "train/read_tokens",
-        value=lambda t: sum(t.lengths),
-    ),
-    Metric(
-        "model_flops",
-        "Useful floating-point operations of the forward and backward passes, all ranks.",
-        "speed/model_flops",
-        value=lambda t: t.flops,
-    ),
-    Metric("tokens_per_s", "trained_tokens over step_s, waits included.", "speed/tokens_per_s", gauge="tokens_per_s"),
-    Metric("read_tokens_per_s", "read_tokens over the seconds in which the ranks compute.", "speed/read_tokens_per_s"),
-    Metric("mfu", "model_flops over those seconds and the peak of all devices, where it is known.", "speed/mfu"),
-    Metric("wait_s", "Seconds of waiting for groups.", "time/wait_s"),
-    Metric("start_s", "Seconds until the first batch of this process; not part of step_s.", "time/start_s"),
-    Metric("pack_s", "Seconds of making sequences and packing them.", "time/pack_s"),
-    Metric("prox_s", "Seconds of evaluating the proximal policy.", "time/prox_s"),
-    Metric("reference_s", "Seconds of evaluating the reference model.", "time/reference_s"),
-    Metric("train_s", "Seconds of forward and backward passes.", "time/train_s"),
-    Metric("optimizer_s", "Seconds of optimizer updates.", "time/optimizer_s"),
-    Metric("publish_s", "Seconds of handing over the weights.", "time/publish_s"),
-    Metric("checkpoint_s", "Seconds of starting the checkpoint before this row.", "time/checkpoint_s"),
-    Metric("step_s", "Seconds of the whole step.", "time/step_s"),
-    Metric("cpu_wait_s", "Seconds of the step for which a busy thread of a rank waited for a processor.", "cpu/wait_s"),
-)
-
-SUMS: tuple[str, ...] = tuple(dict.fromkeys(name for metric in METRICS for name in metric.sums))
-MAXIMA: tuple[str, ...] = tuple(dict.fromkeys(name for metric in METRICS for name in metric.maxima))
-"""What trainer/step/statistics.py reduces, in this order."""
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -353,6 +105,526 @@ def _mean(values: Sequence[float]) -> float:
 def _deviation(values: Sequence[float]) -> float:
     centre = _mean(values)
     return math.sqrt(_mean([(value - centre) ** 2 for value in values]))
+
+
+def _effective_sample_size(totals: StepTotals) -> float:
+    squared = totals.sums["weight_squared"]
+    tokens = max(1.0, totals.sums["tokens"])
+    return totals.sums["weight"] ** 2 / (tokens * squared) if squared else 0.0
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        key="step",
+        tag="",
+        unit="",
+        label="optimizer step",
+        doc="Version that the step made.",
+    ),
+    Metric(
+        key="version",
+        tag="run/version",
+        unit="",
+        label="version",
+        doc="Version that the step started from.",
+    ),
+    Metric(
+        key="epoch",
+        tag="run/epoch",
+        unit="",
+        label="epoch",
+        doc="Rises by one each time a trainer takes over the run.",
+    ),
+    Metric(
+        key="time_s",
+        tag="",
+        unit="s",
+        label="time",
+        doc="Unix time at the end of the step.",
+    ),
+    Metric(
+        key="replayed",
+        tag="run/replayed",
+        unit="",
+        label="replayed",
+        doc="True if the step was repeated after a crash.",
+    ),
+    Metric(
+        key="groups",
+        tag="rollout/groups",
+        unit="groups",
+        label="groups",
+        doc="Groups in the batch.",
+    ),
+    Metric(
+        key="buffer_groups",
+        tag="",
+        unit="groups",
+        label="buffer groups",
+        doc="State -> groups: tasks waiting, and groups inflight, ready and taken, after the step.",
+    ),
+    Metric(
+        key="released_groups",
+        tag="",
+        unit="groups",
+        label="released groups",
+        doc="Reason -> groups released since the run began.",
+    ),
+    Metric(
+        key="reward_mean",
+        tag="reward/mean",
+        unit="",
+        label="reward, mean",
+        doc="Mean reward of the samples that were judged.",
+        gauge="reward_mean",
+    ),
+    Metric(
+        key="reward_std",
+        tag="reward/std",
+        unit="",
+        label="reward, std",
+        doc="Standard deviation of the rewards of the samples that were judged.",
+        gauge="reward_std",
+    ),
+    Metric(
+        key="reward_error",
+        tag="reward/error",
+        unit="",
+        label="reward, standard error",
+        doc="Standard error of reward_mean over the groups of the batch.",
+    ),
+    Metric(
+        key="reward_by_function",
+        tag="",
+        unit="",
+        label="reward by function",
+        doc="Reward function -> mean of its scores, before weights.",
+    ),
+    Metric(
+        key="unverifiable_samples",
+        tag="other/unverifiable_samples",
+        unit="",
+        label="unverifiable samples",
+        doc="Samples that no verifier could judge.",
+    ),
+    Metric(
+        key="informative_groups",
+        tag="other/informative_groups",
+        unit="share",
+        label="groups whose rewards differ",
+        doc="Share of the groups whose rewards differ.",
+        gauge="informative_groups",
+    ),
+    Metric(
+        key="completion_tokens_mean",
+        tag="rollout/completion_tokens_mean",
+        unit="tokens",
+        label="completion length, mean",
+        doc="Mean length of a completion in tokens.",
+        gauge="completion_tokens_mean",
+    ),
+    Metric(
+        key="completion_tokens_max",
+        tag="rollout/completion_tokens_max",
+        unit="tokens",
+        label="completion length, max",
+        doc="Length of the longest completion.",
+    ),
+    Metric(
+        key="truncated_fraction",
+        tag="rollout/truncated_fraction",
+        unit="share",
+        label="truncated completions",
+        doc="Share of the completions that ran into a limit.",
+        gauge="truncated_fraction",
+    ),
+    Metric(
+        key="loss",
+        tag="train/loss",
+        unit="",
+        label="loss",
+        doc="Mean loss over the updates of the step.",
+        gauge="loss",
+        sums=("loss", "tokens"),
+        reduce=lambda totals: totals.sums["loss"] / len(totals.norms),
+    ),
+    Metric(
+        key="grad_norm",
+        tag="train/grad_norm",
+        unit="",
+        label="gradient norm",
+        doc="Mean gradient norm over the updates of the step, before clipping.",
+        gauge="grad_norm",
+        reduce=lambda totals: _mean(totals.norms),
+    ),
+    Metric(
+        key="lr",
+        tag="train/lr",
+        unit="",
+        label="learning rate",
+        doc="Learning rate of the step.",
+        gauge="learning_rate",
+    ),
+    Metric(
+        key="lr_scale",
+        tag="train/lr_scale",
+        unit="",
+        label="learning-rate factor",
+        doc="Factor on the learning rate; 1 without ess_lr.",
+        sums=("sequence_weight", "sequence_weight_squared", "sequences"),
+        reduce=lambda totals: totals.lr_scale,
+    ),
+    Metric(
+        key="clip_fraction",
+        tag="train/clip_fraction",
+        unit="share",
+        label="clipped tokens",
+        doc="Share of the trained tokens that left the trust region.",
+        gauge="clip_fraction",
+        sums=("clipped",),
+        reduce=lambda totals: totals.per_token("clipped"),
+    ),
+    Metric(
+        key="clip_low_fraction",
+        tag="train/clip_low_fraction",
+        unit="share",
+        label="clipped below",
+        doc="Share of the trained tokens that left the trust region below: their ratio fell.",
+        sums=("clipped_low",),
+        reduce=lambda totals: totals.per_token("clipped_low"),
+    ),
+    Metric(
+        key="clip_high_fraction",
+        tag="train/clip_high_fraction",
+        unit="share",
+        label="clipped above",
+        doc="Share of the trained tokens that left the trust region above.",
+        sums=("clipped_high",),
+        reduce=lambda totals: totals.per_token("clipped_high"),
+    ),
+    Metric(
+        key="rejected_fraction",
+        tag="train/rejected_fraction",
+        unit="share",
+        label="rejected tokens",
+        doc="Share of the trained tokens that a correction multiplies by 0.",
+        sums=("rejected",),
+        reduce=lambda totals: totals.per_token("rejected"),
+    ),
+    Metric(
+        key="weight_mean",
+        tag="importance/weight_mean",
+        unit="",
+        label="weight, mean",
+        doc="Mean of rho = pi / pi_behaviour before any cap; pi is the policy before the update.",
+        sums=("weight",),
+        reduce=lambda totals: totals.per_token("weight"),
+    ),
+    Metric(
+        key="weight_max",
+        tag="importance/weight_max",
+        unit="",
+        label="weight, max",
+        doc="Largest rho of a token.",
+        maxima=("weight",),
+        reduce=lambda totals: totals.maxima["weight"],
+    ),
+    Metric(
+        key="ess",
+        tag="importance/ess",
+        unit="share",
+        label="effective sample size",
+        doc="Effective sample size (sum rho)^2 / sum rho^2, as a share of the trained tokens.",
+        gauge="ess",
+        sums=("weight_squared",),
+        reduce=_effective_sample_size,
+    ),
+    Metric(
+        key="kl",
+        tag="train/kl",
+        unit="nats",
+        label="KL from the reference",
+        doc="Mean divergence from the reference model by objective.kl_estimator; only with a reference model.",
+        gauge="kl",
+        sums=("kl",),
+        reduce=lambda totals: totals.per_token("kl") if totals.with_reference else None,
+    ),
+    Metric(
+        key="entropy_estimate",
+        tag="other/entropy_estimate",
+        unit="nats",
+        label="entropy, estimated",
+        doc="-mean log-probability of the sampled tokens: unbiased for the entropy only if on-policy.",
+        gauge="entropy_estimate",
+        sums=("logprob",),
+        reduce=lambda totals: -totals.per_token("logprob"),
+    ),
+    Metric(
+        key="entropy",
+        tag="train/entropy",
+        unit="nats",
+        label="entropy",
+        doc="Mean entropy of the distributions; only with an entropy bonus.",
+        sums=("entropy",),
+        reduce=lambda totals: totals.per_token("entropy") if totals.with_entropy else None,
+    ),
+    Metric(
+        key="advantage_mean",
+        tag="train/advantage_mean",
+        unit="",
+        label="advantage, mean",
+        doc="Mean advantage of the samples that a verifier could judge.",
+        reduce=lambda totals: _mean(totals.advantages),
+    ),
+    Metric(
+        key="advantage_std",
+        tag="train/advantage_std",
+        unit="",
+        label="advantage, std",
+        doc="Standard deviation of the advantages of the samples that a verifier could judge.",
+        reduce=lambda totals: _deviation(totals.advantages),
+    ),
+    Metric(
+        key="trained_tokens",
+        tag="train/tokens",
+        unit="tokens",
+        label="trained tokens",
+        doc="Tokens that got a gradient, each as often as it did.",
+        reduce=lambda totals: int(totals.sums["tokens"]),
+    ),
+    Metric(
+        key="masked_tokens",
+        tag="other/masked_tokens",
+        unit="tokens",
+        label="masked tokens",
+        doc="Tokens too old to get a gradient.",
+    ),
+    Metric(
+        key="age_mean",
+        tag="staleness/age_mean",
+        unit="steps",
+        label="age, mean",
+        doc="Mean age of the trained tokens in steps.",
+        gauge="age_mean_steps",
+    ),
+    Metric(
+        key="age_max",
+        tag="staleness/age_max",
+        unit="steps",
+        label="age, max",
+        doc="Age of the oldest trained token in steps.",
+        gauge="age_max_steps",
+    ),
+    Metric(
+        key="staleness",
+        tag="staleness/s",
+        unit="steps",
+        label="staleness",
+        doc="Effective S: max_staleness, or less with auto.",
+        gauge="staleness_steps",
+    ),
+    Metric(
+        key="age_histogram",
+        tag="",
+        unit="",
+        label="age histogram",
+        doc="Age -> number of trained tokens.",
+    ),
+    Metric(
+        key="overlong_samples",
+        tag="train/overlong_samples",
+        unit="",
+        label="overlong samples",
+        doc="Samples truncated or dropped because they fit no micro-batch.",
+        reduce=lambda totals: totals.overlong,
+    ),
+    Metric(
+        key="logprob_gap_mean",
+        tag="logprob_gap/mean",
+        unit="nats",
+        label="log-probability gap, mean",
+        doc="Mean |trainer - engine| log-probability over completions that this very version sampled whole.",
+        gauge="logprob_gap_mean",
+        sums=("gap", "gap_tokens"),
+        reduce=lambda totals: totals.sums["gap"] / totals.sums["gap_tokens"] if totals.sums["gap_tokens"] else None,
+    ),
+    Metric(
+        key="logprob_gap_max",
+        tag="logprob_gap/max",
+        unit="nats",
+        label="log-probability gap, max",
+        doc="Largest of those differences.",
+        gauge="logprob_gap_max",
+        maxima=("gap",),
+        reduce=lambda totals: totals.maxima["gap"] if totals.sums["gap_tokens"] else None,
+    ),
+    Metric(
+        key="gap_tokens",
+        tag="logprob_gap/tokens",
+        unit="tokens",
+        label="gap tokens",
+        doc="Tokens that the gap was measured on.",
+        reduce=lambda totals: int(totals.sums["gap_tokens"]),
+    ),
+    Metric(
+        key="updates",
+        tag="train/updates",
+        unit="",
+        label="updates",
+        doc="Optimizer updates of the step.",
+        reduce=lambda totals: len(totals.norms),
+    ),
+    Metric(
+        key="skipped_steps",
+        tag="train/skipped_steps",
+        unit="",
+        label="skipped steps",
+        doc="1 if the step was skipped: its loss or gradient was not finite.",
+    ),
+    Metric(
+        key="micro_batches",
+        tag="other/micro_batches",
+        unit="",
+        label="micro batches",
+        doc="Micro-batches on each data-parallel rank.",
+        reduce=lambda totals: totals.micro_batches,
+    ),
+    Metric(
+        key="packing_efficiency",
+        tag="train/packing_efficiency",
+        unit="share",
+        label="packing efficiency",
+        doc="Tokens read / (micro-batches * micro_batch_tokens).",
+        reduce=lambda totals: sum(totals.lengths) / totals.slots,
+    ),
+    Metric(
+        key="rank_balance",
+        tag="train/rank_balance",
+        unit="share",
+        label="rank balance",
+        doc="Mean work of a data-parallel rank / work of the busiest.",
+        reduce=lambda totals: _mean(totals.balances),
+    ),
+    Metric(
+        key="read_tokens",
+        tag="train/read_tokens",
+        unit="tokens",
+        label="read tokens",
+        doc="Positions that were trained through, with prompts and all other context.",
+        reduce=lambda totals: sum(totals.lengths),
+    ),
+    Metric(
+        key="model_flops",
+        tag="speed/model_flops",
+        unit="FLOP",
+        label="model flops",
+        doc="Useful floating-point operations of the forward and backward passes, all ranks.",
+        reduce=lambda totals: totals.flops,
+    ),
+    Metric(
+        key="tokens_per_s",
+        tag="speed/tokens_per_s",
+        unit="tokens/s",
+        label="tokens trained per second",
+        doc="trained_tokens over step_s, waits included.",
+        gauge="tokens_per_s",
+    ),
+    Metric(
+        key="read_tokens_per_s",
+        tag="speed/read_tokens_per_s",
+        unit="tokens/s",
+        label="tokens read per second of computing",
+        doc="read_tokens over the seconds in which the ranks compute.",
+    ),
+    Metric(
+        key="mfu",
+        tag="speed/mfu",
+        unit="share",
+        label="model FLOPs utilization",
+        doc="model_flops over those seconds and the peak of all devices, where it is known.",
+    ),
+    Metric(
+        key="wait_s",
+        tag="time/wait_s",
+        unit="s",
+        label="wait",
+        doc="Seconds of waiting for groups.",
+    ),
+    Metric(
+        key="start_s",
+        tag="time/start_s",
+        unit="s",
+        label="start",
+        doc="Seconds until the first batch of this process; not part of step_s.",
+    ),
+    Metric(
+        key="pack_s",
+        tag="time/pack_s",
+        unit="s",
+        label="pack",
+        doc="Seconds of making sequences and packing them.",
+    ),
+    Metric(
+        key="prox_s",
+        tag="time/prox_s",
+        unit="s",
+        label="prox",
+        doc="Seconds of evaluating the proximal policy.",
+    ),
+    Metric(
+        key="reference_s",
+        tag="time/reference_s",
+        unit="s",
+        label="reference",
+        doc="Seconds of evaluating the reference model.",
+    ),
+    Metric(
+        key="train_s",
+        tag="time/train_s",
+        unit="s",
+        label="train",
+        doc="Seconds of forward and backward passes.",
+    ),
+    Metric(
+        key="optimizer_s",
+        tag="time/optimizer_s",
+        unit="s",
+        label="optimizer",
+        doc="Seconds of optimizer updates.",
+    ),
+    Metric(
+        key="publish_s",
+        tag="time/publish_s",
+        unit="s",
+        label="publish",
+        doc="Seconds of handing over the weights.",
+    ),
+    Metric(
+        key="checkpoint_s",
+        tag="time/checkpoint_s",
+        unit="s",
+        label="checkpoint",
+        doc="Seconds of starting the checkpoint before this row.",
+    ),
+    Metric(
+        key="step_s",
+        tag="time/step_s",
+        unit="s",
+        label="step",
+        doc="Seconds of the whole step.",
+    ),
+    Metric(
+        key="cpu_wait_s",
+        tag="cpu/wait_s",
+        unit="s",
+        label="cpu wait",
+        doc="Seconds of the step for which a busy thread of a rank waited for a processor.",
+    ),
+)
+
+SUMS: tuple[str, ...] = tuple(dict.fromkeys(name for metric in METRICS for name in metric.sums))
+MAXIMA: tuple[str, ...] = tuple(dict.fromkeys(name for metric in METRICS for name in metric.maxima))
+"""Statistics that trainer/step/statistics.py reduces, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +669,6 @@ SERVER_METRICS: tuple[ServerMetric, ...] = (
     ServerMetric("buffer_up", "1: the buffer answered; it is asked at most once a second."),
     ServerMetric("buffer_groups", "Groups of the whole run: waiting, inflight, ready or taken.", ("state",)),
     ServerMetric("window_groups", "Groups of the whole run in the staleness window."),
-    ServerMetric("window_capacity_groups", "Size of the staleness window, (S in force + 1) * P."),
+    ServerMetric("window_capacity_groups", "Size of the staleness window, (effective S + 1) * P."),
     ServerMetric("window_fill_ratio", "Share of the window in use, groups in generation included."),
 )

@@ -54,7 +54,7 @@ def test_masking_does_not_change_the_weight_of_the_other_tokens(aggregation: str
 
 
 def test_ages_are_those_of_the_tokens_with_a_gradient() -> None:
-    result = {metric.key: 0 for metric in METRICS if metric.value is not None}
+    result = {metric.key: 0 for metric in METRICS if metric.reduce is not None}
     rows = [step_row(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=below), result, lr=0.1, seconds={}) for below in (0, 2)]
     assert [(row["age_max"], row["masked_tokens"]) for row in rows] == [(2, 0), (0, 3)]
 

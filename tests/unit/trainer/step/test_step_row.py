@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from msgspec import structs
 
-from async_grpo.telemetry.metrics import METRICS
+from async_grpo.telemetry.metrics import METRICS, Metric, Unit
 from async_grpo.wire.records import Batch, Group
 from buffer import BufferStats
 from tests.support.buffer_cases import sample, tasks
@@ -67,10 +69,15 @@ def test_tokens_per_second_are_those_trained_over_the_whole_step_with_its_wait()
 
 def test_every_metric_has_a_name_without_its_unit_and_a_known_unit() -> None:
     by_key = {metric.key: metric for metric in METRICS}
-    assert {metric.unit for metric in METRICS} == {"", "s", "tokens", "tokens/s", "steps", "nats", "FLOP", "share"}
+    assert {metric.unit for metric in METRICS} <= set(get_args(Unit))
     assert (by_key["age_mean"].label, by_key["age_mean"].unit, by_key["age_mean"].group) == (
         *("age, mean", "steps"),
         "staleness",
     )
     assert by_key["completion_tokens_max"].label == "completion length, max"
     assert len({metric.label for metric in METRICS}) == len(METRICS)
+
+
+def test_a_metric_without_a_unit_is_refused() -> None:
+    with pytest.raises(TypeError, match="unit"):
+        Metric(key="x", tag="", label="x", doc="X.")  # type: ignore[call-arg]
