@@ -21,7 +21,7 @@ from urllib.parse import quote
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import DependencyError, ServerLost
 from async_grpo.utils.child_process import child_argv
-from async_grpo.utils.files import make_private_folder
+from async_grpo.utils.files import make_private_folder, read_end
 
 LONGEST_SOCKET_PATH = 100
 """In bytes. The kernel's limit is 107 on Linux and 103 elsewhere."""
@@ -166,9 +166,7 @@ class EmbeddedServer:
 
     def _read_log(self) -> str:
         """The end of the newest process's log."""
-        with self._log.open("rb") as log:
-            log.seek(max(self._log_start, self._log.stat().st_size - _LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace")
+        return read_end(self._log, _LOG_TAIL_BYTES, start=self._log_start).decode(errors="replace")
 
 
 def find_server() -> str:

@@ -65,6 +65,14 @@ def write_atomic(path: Path, content: str | bytes, *, synced: bool = False) -> P
     return path
 
 
+def read_end(path: Path, most: int, *, start: int = 0) -> bytes:
+    """The last `most` bytes of a file, or less if it has less behind `start`. Raises OSError."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start, size - most))
+        return file.read()
+
+
 def sync(path: Path) -> None:
     """Write the content of the file, or the names in the folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -24,6 +24,7 @@ import yaml
 from async_grpo.config import RunConfig, dump
 from async_grpo.config.load import differing_keys
 from async_grpo.errors import ConfigError, WaitTimeout
+from async_grpo.utils.files import read_end
 from async_grpo.wire import encode
 from async_grpo.wire.records import Record
 
@@ -155,12 +156,10 @@ def fingerprint(model: Path) -> str:
     """
     state = xxhash.xxh3_128()
     for file in sorted([*model.glob("*.safetensors"), *model.glob("*.json")]):
-        size = file.stat().st_size
-        state.update(f"{file.name} {size}\n".encode())
+        state.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as stream:
             state.update(stream.read(_ENDS_BYTES))
-            stream.seek(max(0, size - _ENDS_BYTES))
-            state.update(stream.read(_ENDS_BYTES))
+        state.update(read_end(file, _ENDS_BYTES))
     return state.hexdigest()
 
 

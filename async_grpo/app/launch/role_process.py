@@ -31,7 +31,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import fatal_events
 from async_grpo.utils import processes
 from async_grpo.utils.child_process import child_argv, signal_name
-from async_grpo.utils.files import write_atomic
+from async_grpo.utils.files import read_end, write_atomic
 from async_grpo.utils.text import clean_text
 
 _LOG_TAIL_BYTES = 64 << 10
@@ -178,9 +178,7 @@ def last_error(log: Path, start: int = 0) -> str:
 def _tail(log: Path, start: int) -> str:
     """The end of the log from `start`; "" if it cannot be read."""
     try:
-        with log.open("rb") as stream:
-            stream.seek(max(start, log.stat().st_size - _LOG_TAIL_BYTES))
-            return stream.read().decode("utf-8", "replace")
+        return read_end(log, _LOG_TAIL_BYTES, start=start).decode("utf-8", "replace")
     except OSError:
         return ""
 

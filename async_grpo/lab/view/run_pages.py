@@ -25,6 +25,7 @@ from async_grpo.lab.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot
 from async_grpo.lab.view.columns import READ_S, ROLLOUT_IDLE, TRAINER_IDLE, metric_groups, thinned
 from async_grpo.lab.view.vendor import UPLOT, is_there
 from async_grpo.utils.dotted import look_up
+from async_grpo.utils.files import read_end
 
 LOG_BYTES = 64 << 10
 """Most bytes of a log that are shown, from its end."""
@@ -71,10 +72,8 @@ def run_routes(root: RunsRoot) -> APIRouter:
     @routes.get("/api/runs/{name}/logs/{role}")
     def log(name: str, role: str) -> dict[str, str]:
         """The end of a role's log."""
-        file = _file_in(root.find(name), "logs", f"{role}.log")
-        with file.open("rb") as written:
-            written.seek(max(0, file.stat().st_size - LOG_BYTES))
-            return {"role": role, "text": written.read().decode("utf-8", "replace")}
+        end = read_end(_file_in(root.find(name), "logs", f"{role}.log"), LOG_BYTES)
+        return {"role": role, "text": end.decode("utf-8", "replace")}
 
     return routes
 
