@@ -11,6 +11,7 @@ import asyncio
 import os
 import time
 
+from async_grpo.telemetry.bottleneck import NOTEWORTHY
 from async_grpo.telemetry.contention import ContentionWatch, own_tree
 from async_grpo.telemetry.rows import GENERATED_TOKENS
 from async_grpo.wire.board import ServerBeat
@@ -23,8 +24,6 @@ from rollout_server.weight_watcher import WeightWatcher
 EVERY_S = 1.0
 TTL_S = 5.0
 SHORT_WAIT_S = 0.2
-NOTED_SHARE = 0.05
-"""Seconds in which the engine, or what runs beside it, waited so much for a processor are in the timeline."""
 
 
 class Heartbeat:
@@ -78,7 +77,7 @@ class Heartbeat:
         )
         await self._context.board.beat(beat, ttl_s=TTL_S)
         await self.count_tokens()
-        if (found := self._contention.look()).share >= NOTED_SHARE:
+        if (found := self._contention.look()).share >= NOTEWORTHY:  # `why` reads it from the timeline
             self._context.logger.contention(found)
 
     async def count_tokens(self) -> None:
