@@ -94,6 +94,16 @@ def idle_s(starts: Floats, ends: Floats, servers: Sequence[tuple[Floats, Floats]
     return idle
 
 
+def busy_share(starts: Floats, ends: Floats, from_s: float, to_s: float) -> float:
+    """Share of the time from `from_s` to `to_s` in which at least one of the spans was open.
+
+    >>> busy_share(np.array([0.0, 3.0, 4.0]), np.array([2.0, 5.0, 20.0]), 1.0, 11.0)
+    0.9
+    """
+    before = _covered(starts, ends)(np.array([from_s, to_s]))
+    return float(before[1] - before[0]) / (to_s - from_s)
+
+
 def evaluating_share(rows: Sequence[Row], servers: Iterable[Iterable[Row]]) -> float | None:
     """Share of the steps' time in which any server evaluated held-out prompts; None without steps."""
     by = _covered(*_spans(row for server in servers for row in server if row.get("track") == EVALUATION))

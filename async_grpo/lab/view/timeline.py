@@ -25,7 +25,7 @@ from async_grpo.lab.view.columns import READ_S
 from async_grpo.lab.view.followed import FollowedFiles
 from async_grpo.lab.view.recent_runs import RecentRuns
 from async_grpo.lab.view.sample_index import Names
-from async_grpo.telemetry.idle import GENERATING
+from async_grpo.telemetry.idle import GENERATING, busy_share
 from async_grpo.telemetry.timeline import TRACK, WAIT, lane_numbers, role_order
 
 MANY_LANES = 6
@@ -143,14 +143,14 @@ class Track:
     def busy(self, from_s: float, to_s: float) -> dict[str, float]:
         """Kind of span -> share of the range in which at least one such span was open."""
         kinds = ((kind, self.within(from_s, to_s, number)) for number, kind in enumerate(self._kinds.all))
-        return {kind: union(*spans) / (to_s - from_s) for kind, spans in kinds if len(spans[0])}
+        return {kind: busy_share(*spans, from_s, to_s) for kind, spans in kinds if len(spans[0])}
 
     def within(self, from_s: float, to_s: float, kind: int | None = None) -> tuple[Floats, Floats]:
-        """Starts and ends of the spans (of a kind) that overlap the range, clipped to it."""
+        """Starts and ends of the spans (of a kind) that overlap the range."""
         seen = (self.end > from_s) & (self.start < to_s)
         if kind is not None:
             seen &= self.kind == kind
-        return np.clip(self.start[seen], from_s, to_s), np.clip(self.end[seen], from_s, to_s)
+        return self.start[seen], self.end[seen]
 
 
 def kind_of(name: str) -> str:
@@ -162,14 +162,6 @@ def _integral(moments: Floats, at: Floats) -> Floats:
     """Sum over the sorted `moments` of the seconds from each to `at`, for each time in `at`."""
     before = np.searchsorted(moments, at)
     return before * at - np.concatenate([[0.0], np.cumsum(moments)])[before]
-
-
-def union(start: Floats, end: Floats) -> float:
-    """Seconds in which at least one of the spans is open."""
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], end[order]
-    reached = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
-    return float(np.maximum(0.0, end - np.maximum(start, reached)).sum())
 
 
 class RunTimeline:
@@ -266,7 +258,7 @@ def _idle(tracks: dict[str, Track], from_s: float, to_s: float) -> float | None:
     generating = [tracks[name].within(from_s, to_s) for name in GENERATING if name in tracks]
     if generating:
         starts, ends = zip(*generating, strict=True)
-        return 1.0 - union(np.concatenate(starts), np.concatenate(ends)) / (to_s - from_s)
+        return 1.0 - busy_share(np.concatenate(starts), np.concatenate(ends), from_s, to_s)
     if TRACK in tracks:
         return tracks[TRACK].busy(from_s, to_s).get(WAIT, 0.0)
     return None
