@@ -1,7 +1,7 @@
 """How the plots of runs and sweeps look: figures, curves, bands, legends and files. It needs no display and no pyplot.
 
-Colours are those of Okabe and Ito, which colour-blind readers tell apart (https://jfly.uni-koeln.de/color/). Lines that
-share a panel also differ in their dashes or markers, so that a plot can be read without colour.
+Colours are those of `telemetry.charts`. Lines that share a panel also differ in their dashes or markers, so that a plot
+can be read without colour.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.telemetry.charts import Chart, Color, Series
 from async_grpo.telemetry.rows import Row, number
 from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import smooth
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#6b7079"
+BLUE, ORANGE, GREEN = Color.BLUE, Color.ORANGE, Color.GREEN
+RED, PURPLE, GREY = Color.RED, Color.PURPLE, Color.GREY
 DASHES = ("-", "--", ":", "-.")
 Z_95 = 1.96
 """Standard errors on either side of a mean that make a 95% interval."""
@@ -134,6 +136,33 @@ def draw_series(
     marker = {"marker": "o", "markersize": 4} if len(xs) <= 20 else {}
     axes.plot(xs, thick, linewidth=2, label=label or None, **{**marker, **style})
     return True
+
+
+def draw_curve(axes: Axes, rows: Sequence[Row], series: Series, *, exact: bool = False) -> bool:
+    """Draw a curve of a chart by `draw_series`; an entry of a dictionary has a dotted key. Returns True if any row has
+    the key."""
+    key, _, name = series.key.partition(".")
+    if name:
+        rows, key = entries_of(rows, key, name), "value"
+    style = {"color": series.color, "linestyle": series.dash}
+    return draw_series(axes, rows, key, label=series.label, band=series.error, exact=exact, **style)
+
+
+def draw_limit(axes: Axes, series: Series, value: float) -> None:
+    """Draw a limit of a chart as a line across, with its value in the legend."""
+    style: dict[str, Any] = {"color": series.color, "linestyle": series.dash, "linewidth": 1.2}
+    axes.axhline(value, label=f"{series.label}: {value:,}", **style)
+
+
+def entries_of(rows: Sequence[Row], key: str, name: str) -> list[dict[str, Any]]:
+    """Rows of step and `value`, which is the entry `name` of the dictionary `key`."""
+    return [{"step": row["step"], "value": (row.get(key) or {}).get(name)} for row in rows]
+
+
+def scale_by_unit(axes: Axes, chart: Chart) -> None:
+    """Label the y axis in percent if the chart shows shares."""
+    if chart.unit == "share":
+        percent(axes)
 
 
 def error_of_means(errors: Sequence[float], window: int) -> list[float]:

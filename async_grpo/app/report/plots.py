@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +16,33 @@ from async_grpo.app.report.drawing import (
     ORANGE,
     PURPLE,
     RED,
+    draw_curve,
+    draw_limit,
     draw_series,
+    entries_of,
     legend_above,
     mark_events,
     panels_over_steps,
     percent,
     save_figures,
+    scale_by_unit,
     smoothing_window,
 )
 from async_grpo.app.report.summary import score_format
+from async_grpo.telemetry.charts import (
+    AGES,
+    BUFFER,
+    HELD_OUT,
+    IDLE,
+    LENGTHS,
+    METRIC_CHARTS,
+    REWARD,
+    REWARD_BY_FUNCTION,
+    STEP_TIME,
+    TOKENS_BY_AGE,
+    UNTRAINED,
+)
 from async_grpo.telemetry.idle import rollout_idle_s
-from async_grpo.telemetry.metrics import METRICS
 from async_grpo.telemetry.rows import Facts, Row, last_of_each, number, numbers, seconds_by_part, tokens_per_s
 from async_grpo.utils.text import smooth
 from async_grpo.wire import ReleaseReason
@@ -34,22 +51,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_PARTS = {
-    "wait": ("#e3e5e9", ""),
-    "pack": ("#9ecae1", ""),
-    "prox": ("#6f8f86", "//"),
-    "reference": ("#a3b86c", "\\\\"),
-    "train": (BLUE, ""),
-    "optimizer": ("#08306b", ""),
-    "publish": (ORANGE, "xx"),
-    "checkpoint": (GREEN, ".."),
-    "other": (PURPLE, "--"),
-}
-"""Part of the trainer's step -> its colour and hatching, from the bottom up."""
 _OPTIMIZATION = ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ess", "logprob_gap_mean", "lr")
+"""Keys of the small panels."""
+_NAMED_COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, GREY)
+"""Colours of the curves of a family, in order."""
 _MOST_LABELS = 9
 """Most bars of an age histogram that are labelled with their figures."""
-_METRICS = {metric.key: metric for metric in METRICS}
 Events = Mapping[str, Sequence[float]]
 
 
@@ -85,13 +92,6 @@ def restarts(steps: Sequence[Row]) -> list[float]:
     ]
 
 
-def title_of(key: str) -> str:
-    """A metric's label with its unit, as the title of a panel."""
-    metric = _METRICS[key]
-    unit = "" if metric.unit in ("", "share") else f" ({metric.unit})"
-    return f"{metric.label[0].upper()}{metric.label[1:]}{unit}"
-
-
 def _held_out(summary: Facts) -> Figure | None:
     """The score of held-out prompts by policy version with its 95% interval, and labels at the ends."""
     evaluations = summary.get("evaluations") or []
@@ -99,12 +99,12 @@ def _held_out(summary: Facts) -> Figure | None:
         return None
     score = summary.get("held_out_score", "accuracy")
     figure, (axes,) = panels_over_steps([f"{score.capitalize()} on held-out prompts, with 95% intervals"])
+    sampled, greedy = HELD_OUT.series
     axes.set_xlabel("policy version (optimizer steps)")
-    for name, kind, label, color, marker, dash in (
-        ("sampled", "mean", f"sampled, mean@{evaluations[0].get('samples', 'k')}", BLUE, "o", "-"),
-        ("greedy", "greedy", "greedy", ORANGE, "s", "--"),
-    ):
-        _draw_scores(axes, evaluations, name, kind, label=label, color=color, marker=marker, linestyle=dash)
+    sampled = replace(sampled, label=f"{sampled.label}, mean@{evaluations[0].get('samples', 'k')}")
+    for series, kind, marker in ((sampled, "mean", "o"), (greedy, "greedy", "s")):
+        style = {"label": series.label, "color": series.color, "marker": marker, "linestyle": series.dash}
+        _draw_scores(axes, evaluations, series.key, kind, **style)
     _label_ends(axes, evaluations, score_format(score))
     axes.margins(x=0.08, y=0.16)
     if score == "accuracy":
@@ -113,9 +113,9 @@ def _held_out(summary: Facts) -> Figure | None:
     return figure
 
 
-def _draw_scores(axes: Axes, evaluations: Sequence[Row], name: str, kind: str, **style: Any) -> None:
+def _draw_scores(axes: Axes, evaluations: Sequence[Row], key: str, kind: str, **style: Any) -> None:
     """Draw a line through the measured versions, and its interval as an area with whiskers where it was computed."""
-    points = [(row["version"], value) for row in evaluations if (value := number(row, f"{name}_accuracy")) is not None]
+    points = [(row["version"], value) for row in evaluations if (value := number(row, key)) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), markersize=5 if len(points) <= 40 else 2, **style)
     known = [(row["version"], (row.get("figures") or {}).get(kind)) for row in evaluations]
@@ -130,7 +130,8 @@ def _draw_scores(axes: Axes, evaluations: Sequence[Row], name: str, kind: str, *
 def _label_ends(axes: Axes, evaluations: Sequence[Row], form: str) -> None:
     """Label the first and the last version: the higher point above, the lower one below."""
     for row in evaluations[:: max(1, len(evaluations) - 1)][:2]:
-        keys = (("sampled_accuracy", BLUE), ("greedy_accuracy", "#9a6a00"))
+        sampled, greedy = HELD_OUT.series
+        keys = ((sampled.key, sampled.color), (greedy.key, "#9a6a00"))  # darker than the line: it is text
         found = [(value, color) for key, color in keys if (value := number(row, key)) is not None]
         for rank, (value, color) in enumerate(sorted(found, reverse=True)):
             style: dict[str, Any] = {"ha": "center", "color": color, "fontweight": "bold"}
@@ -142,18 +143,19 @@ def _reward(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | No
     """The training reward with the 95% interval over groups, and that of each function. Held-out scores, which are
     those of the first function, stand beside the functions."""
     names = sorted({name for row in steps for name in row.get("reward_by_function") or {}})
-    titles = ["Training reward", *(["Reward by function, before weights"] if len(names) > 1 else [])]
-    figure, panels = panels_over_steps(titles)
-    has_band = any("reward_error" in row for row in steps)
-    label = "mean reward" + (", 95% interval over groups" if has_band else "")
-    if not draw_series(panels[0], steps, "reward_mean", band="reward_error", color=BLUE, label=label):
+    figure, panels = panels_over_steps([REWARD.heading, *([REWARD_BY_FUNCTION.heading] if len(names) > 1 else [])])
+    (reward,) = REWARD.series
+    if any(reward.error in row for row in steps):
+        reward = replace(reward, label=f"{reward.label}, 95% interval over groups")
+    if not draw_curve(panels[0], steps, reward):
         return None
     evaluations = summary.get("evaluations") or []
-    held_out = f"held-out {summary.get('held_out_score')}, sampled"
-    _draw_scores(panels[-1], evaluations, "sampled", "mean", color=RED, marker="D", linestyle="", label=held_out)
+    sampled = HELD_OUT.series[0]
+    held_out = f"held-out {summary.get('held_out_score')}, {sampled.label}"
+    _draw_scores(panels[-1], evaluations, sampled.key, "mean", color=RED, marker="D", linestyle="", label=held_out)
     for axes in panels[1:]:
         for place, name in enumerate(names):
-            rows, color = _named(steps, "reward_by_function", name), (BLUE, RED, GREEN, PURPLE, ORANGE, GREY)[place % 6]
+            rows, color = entries_of(steps, REWARD_BY_FUNCTION.family, name), _NAMED_COLORS[place % len(_NAMED_COLORS)]
             draw_series(axes, rows, "value", color=color, linestyle=DASHES[place % 4], label=name)
     mark_events(panels, events)
     for axes in panels:
@@ -163,17 +165,16 @@ def _reward(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | No
 
 def _lengths(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
     """Lengths of the completions, with the limit where it is near, and the truncated share."""
+    truncated = METRIC_CHARTS["truncated_fraction"]
     has_share = any(number(row, "truncated_fraction") is not None for row in steps)
-    figure, panels = panels_over_steps(
-        ["Completion length (tokens)", *(["Truncated completions"] if has_share else [])]
-    )
-    drawn = draw_series(panels[0], steps, "completion_tokens_mean", color=BLUE, label="mean")
-    if not drawn:
+    figure, panels = panels_over_steps([LENGTHS.heading, *([truncated.heading] if has_share else [])])
+    mean, longest, limit = LENGTHS.series
+    if not draw_curve(panels[0], steps, mean):
         return None
-    draw_series(panels[0], steps, "completion_tokens_max", color=RED, linestyle="--", label="longest")
-    limit = summary.get("max_tokens")
-    if limit and panels[0].get_ylim()[1] > limit / 2:
-        panels[0].axhline(limit, color=GREY, linestyle="-.", linewidth=1.2, label=f"limit: {limit:,}")
+    draw_curve(panels[0], steps, longest)
+    max_tokens = summary.get(limit.key)
+    if max_tokens and panels[0].get_ylim()[1] > max_tokens / 2:
+        draw_limit(panels[0], limit, max_tokens)
     panels[0].set_ylim(0)
     if has_share:
         draw_series(panels[1], steps, "truncated_fraction", color=RED)
@@ -196,9 +197,10 @@ def _optimization(steps: Sequence[Row], events: Events) -> Figure | None:
     keys = [key for key in keys if key in measured]
     if not keys:
         return None
-    figure, panels = panels_over_steps([title_of(key) for key in keys], columns=2)
+    figure, panels = panels_over_steps([METRIC_CHARTS[key].heading for key in keys], columns=2)
     for axes, key in zip(panels, keys, strict=True):
         draw_series(axes, steps, key, color=BLUE, exact=key == "lr")
+        scale_by_unit(axes, METRIC_CHARTS[key])
         if key == "clip_fraction":
             _share_axis(axes, steps, key)
     mark_events(panels, events)
@@ -212,19 +214,17 @@ def _staleness(steps: Sequence[Row], summary: Facts, events: Events) -> Figure |
     if not sum(tokens.values()):
         return None
     bound = summary.get("age_bound", max(tokens))
-    figure, (shares, ages) = panels_over_steps(
-        ["Age of the trained tokens", "Age by step (optimizer steps)"], shared=False
-    )
+    figure, (shares, ages) = panels_over_steps([TOKENS_BY_AGE.heading, AGES.heading], shared=False)
+    mean, oldest, effective, limit = AGES.series
     _draw_ages(shares, tokens, bound)
-    draw_series(ages, steps, "age_mean", color=BLUE, label="mean")
-    oldest = [(row["step"], value) for row in steps if (value := number(row, "age_max")) is not None]
-    if oldest:
-        style: dict[str, Any] = {"color": RED, "linewidth": 1, "linestyle": ":", "where": "mid", "label": "oldest"}
-        ages.step(*zip(*oldest, strict=True), **style)
-    force = [(row["step"], value) for row in steps if (value := number(row, "staleness")) is not None]
-    if len({value for _, value in force}) > 1:
-        ages.step(*zip(*force, strict=True), color=ORANGE, linewidth=1.2, where="mid", label="S in force")
-    ages.axhline(bound, color=GREY, linestyle="--", linewidth=1.2, label=f"bound: {bound}")
+    draw_curve(ages, steps, mean)
+    for series, width in ((oldest, 1.0), (effective, 1.2)):
+        points = [(row["step"], value) for row in steps if (value := number(row, series.key)) is not None]
+        is_shown = len({value for _, value in points}) > 1 if series.only_if_varying else bool(points)
+        if is_shown:
+            style: dict[str, Any] = {"color": series.color, "linestyle": series.dash, "label": series.label}
+            ages.step(*zip(*points, strict=True), linewidth=width, where="mid", **style)
+    draw_limit(ages, limit, bound)
     ages.set_ylim(-0.05 * (bound + 1), (bound + 1) * 1.05)
     mark_events([ages], events)
     legend_above(ages)
@@ -257,18 +257,19 @@ def _draw_ages(axes: Axes, tokens: Mapping[int, int], bound: int) -> None:
 def _buffer(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
     """Groups in the buffer after each step, with its capacity; and groups released untrained so far, if there are any,
     by reason."""
-    if not any(row.get("buffer_groups") for row in steps):
+    if not any(row.get(BUFFER.family) for row in steps):
         return None
-    untrained = {reason.value: _named(steps, "released_groups", reason.value) for reason in list(ReleaseReason)[1:]}
+    reasons = [reason.value for reason in ReleaseReason if reason is not ReleaseReason.TRAINED]
+    untrained = {reason: entries_of(steps, UNTRAINED.family, reason) for reason in reasons}
     untrained = {name: rows for name, rows in untrained.items() if any(number(row, "value") for row in rows)}
-    titles = ["Groups in the buffer after each step", *(["Groups released untrained, in total"] if untrained else [])]
-    figure, panels = panels_over_steps(titles)
-    for state, label, color, dash in (("inflight", "in flight", BLUE, "-"), ("ready", "ready", RED, "--")):
-        draw_series(panels[0], _named(steps, "buffer_groups", state), "value", color=color, linestyle=dash, label=label)
-    if capacity := summary.get("capacity_groups"):
-        panels[0].axhline(capacity, color=GREY, linestyle="-.", linewidth=1.2, label=f"capacity: {capacity:,}")
+    figure, panels = panels_over_steps([BUFFER.heading, *([UNTRAINED.heading] if untrained else [])])
+    inflight, ready, limit = BUFFER.series
+    for series in (inflight, ready):
+        draw_curve(panels[0], steps, series)
+    if capacity := summary.get(limit.key):
+        draw_limit(panels[0], limit, capacity)
     for place, (name, rows) in enumerate(untrained.items()):
-        color = (BLUE, RED, GREEN, PURPLE, ORANGE)[place]
+        color = _NAMED_COLORS[place]
         draw_series(panels[1], rows, "value", exact=True, color=color, linestyle=DASHES[place % 4], label=name)
     mark_events(panels, events)
     for axes in panels:
@@ -277,22 +278,22 @@ def _buffer(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | No
     return figure
 
 
-def _named(steps: Sequence[Row], key: str, name: str) -> list[dict[str, Any]]:
-    """Rows of step and `value`, the entry `name` of the dictionary `key`."""
-    return [{"step": row["step"], "value": (row.get(key) or {}).get(name)} for row in steps]
-
-
 def _time_split(steps: Sequence[Row], servers: Sequence[Sequence[Row]], events: Events) -> Figure | None:
     """The parts of each step's wall time as stacked areas, and the idle shares of both sides."""
     parts = [seconds_by_part(row) for row in steps]
-    names = [name for name in _PARTS if any(part.get(name) for part in parts)]
-    if not names:
+    shown = [series for series in STEP_TIME.series if any(part.get(series.label) for part in parts)]
+    if not shown:
         return None
-    figure, (split, idle) = panels_over_steps(["Time of the trainer's step", "Idle share of each side"])
+    figure, (split, idle) = panels_over_steps([STEP_TIME.title.capitalize(), IDLE.heading])
     window = smoothing_window(len(steps))
-    series = [smooth([part[name] for part in parts], window) for name in names]
-    style: dict[str, Any] = {"labels": names, "colors": [_PARTS[name][0] for name in names], "linewidth": 0}
-    split.stackplot([row["step"] for row in steps], series, hatch=[_PARTS[name][1] for name in names], **style)
+    split.stackplot(
+        [row["step"] for row in steps],
+        [smooth([part[series.label] for part in parts], window) for series in shown],
+        labels=[series.label for series in shown],
+        colors=[series.color for series in shown],
+        hatch=[series.hatch for series in shown],
+        linewidth=0,
+    )
     split.set_ylabel(f"seconds (mean of {window})" if window > 1 else "seconds")
     split.margins(x=0.02)
     split.set_ylim(0)
@@ -305,16 +306,14 @@ def _time_split(steps: Sequence[Row], servers: Sequence[Sequence[Row]], events: 
 
 def _draw_idle(axes: Axes, steps: Sequence[Row], servers: Sequence[Sequence[Row]], window: int) -> None:
     timed = [row for row in steps if number(row, "time_s") is not None and number(row, "step_s")]
-    rollout = rollout_idle_s(timed, servers)
-    for name, seconds, color, dash in (
-        ("trainer waits for a batch", [number(row, "wait_s") or 0.0 for row in timed], BLUE, "-"),
-        ("rollout servers generate nothing", rollout, RED, "--"),
-    ):
+    idle_s = ([number(row, "wait_s") or 0.0 for row in timed], rollout_idle_s(timed, servers))
+    for series, seconds in zip(IDLE.series, idle_s, strict=True):
         if seconds:
             shares = _ratio(seconds, [row["step_s"] for row in timed], window)
-            axes.plot([row["step"] for row in timed], shares, color=color, linestyle=dash, linewidth=2, label=name)
+            style: dict[str, Any] = {"color": series.color, "linestyle": series.dash, "label": series.label}
+            axes.plot([row["step"] for row in timed], shares, linewidth=2, **style)
     axes.set_ylim(-0.02, 1.02)
-    percent(axes)
+    scale_by_unit(axes, IDLE)
 
 
 def _ratio(above: Sequence[float], below: Sequence[float], window: int) -> list[float]:
@@ -327,7 +326,7 @@ def _throughput(steps: Sequence[Row], summary: Facts, events: Events) -> Figure 
     timed = [row for row in steps if tokens_per_s([row]) is not None]
     if not timed:
         return None
-    figure, (axes,) = panels_over_steps(["Tokens trained per second of the trainer's steps"])
+    figure, (axes,) = panels_over_steps([METRIC_CHARTS["tokens_per_s"].heading])
     window, xs = smoothing_window(len(timed)), [row["step"] for row in timed]
     if window > 1:
         axes.plot(xs, [tokens_per_s([row]) or 0.0 for row in timed], color=GREEN, alpha=0.3, linewidth=0.8)

@@ -15,6 +15,7 @@ import msgspec
 from async_grpo.app.report.plots import write_plots
 from async_grpo.app.report.summary import score_format
 from async_grpo.evaluation.summary import INTERVALS, left_out, no_vote, rows_of, shown
+from async_grpo.telemetry.charts import STEP_TIME
 from async_grpo.telemetry.jsonl import each_row, read_rows
 from async_grpo.telemetry.rows import Facts, Row, rows_of_kind
 from async_grpo.utils.files import write_atomic
@@ -24,17 +25,6 @@ from async_grpo.wire.records import ReleaseReason
 
 _GROUPS = 2
 """Number of groups shown from the beginning, and from the end, of a run."""
-_PART_MEANINGS = {
-    "wait": "the trainer waited for a batch from the rollout servers",
-    "pack": "packing sequences into micro-batches",
-    "prox": "evaluating the proximal policy",
-    "reference": "evaluating the reference model",
-    "train": "forward and backward",
-    "optimizer": "optimizer step",
-    "publish": "snapshot and announcement of the new weights",
-    "checkpoint": "writing checkpoints",
-    "other": "everything else in a step",
-}
 _HEAD_START = (
     ": the first S + 1, or half of a short run, are left out of all rates and shares, because they train what was "
     "generated while the trainer waited for its first batch"
@@ -295,9 +285,10 @@ def _time(summary: Facts) -> str:
     total = sum(split.values())
     if not total:
         return ""
+    meanings = {series.label: series.doc for series in STEP_TIME.series}
     shares = sorted(split.items(), key=lambda part: -part[1])
     lines = [
-        f"| {name} | {spent_s:,.1f} | {spent_s / total:.0%} | {_PART_MEANINGS.get(name, '')} |"
+        f"| {name} | {spent_s:,.1f} | {spent_s / total:.0%} | {meanings.get(name, '')} |"
         for name, spent_s in shares
         if spent_s > 0
     ]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.app.report.drawing import DASHES, GREY, RED, legend_above, new_figure, percent, save_figures
-from async_grpo.app.report.plots import title_of
+from async_grpo.app.report.drawing import DASHES, GREY, RED, legend_above, new_figure, save_figures, scale_by_unit
 from async_grpo.lab.sweep.recommend import Candidate, Recommendation
 from async_grpo.lab.sweep.settings import Band, GridSetting, band
+from async_grpo.telemetry.charts import HELD_OUT, METRIC_CHARTS, REWARD, ROLLOUT_IDLE, TRAINER_IDLE, Chart
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -38,16 +38,20 @@ _LOG_FROM = 10
 """Ratio of the fastest to the slowest setting from which the axis of the throughput is logarithmic."""
 
 _PANELS = {
-    "accuracy_after": "Held-out score at the end",
-    "accuracy_mean": "Held-out score, mean over the run",
-    "samples_per_s": "Samples trained per second",
-    "tokens_per_s": "Tokens trained per second",
-    "trainer_idle": "Trainer idle",
-    "rollout_idle": "Rollout servers idle",
-    **{key: title_of(key) for key in ("age_mean", "age_max", "ess", "clip_fraction", "kl", "logprob_gap_mean")},
+    "accuracy_after": Chart(title=f"{HELD_OUT.title} at the end", unit=HELD_OUT.unit),
+    "accuracy_mean": Chart(title=f"{HELD_OUT.title}, mean over the run", unit=HELD_OUT.unit),
+    "samples_per_s": Chart(title="samples trained per second", unit="samples/s"),
+    "tokens_per_s": METRIC_CHARTS["tokens_per_s"],
+    "trainer_idle": METRIC_CHARTS[TRAINER_IDLE],
+    "rollout_idle": METRIC_CHARTS[ROLLOUT_IDLE],
+    "age_mean": METRIC_CHARTS["age_mean"],
+    "age_max": METRIC_CHARTS["age_max"],
+    "ess": METRIC_CHARTS["ess"],
+    "clip_fraction": METRIC_CHARTS["clip_fraction"],
+    "kl": METRIC_CHARTS["kl"],
+    "logprob_gap_mean": METRIC_CHARTS["logprob_gap_mean"],
 }
-"""Field of PointMetrics -> title of its panel."""
-_SHARES = ("trainer_idle", "rollout_idle", "clip_fraction")
+"""Field of PointMetrics -> chart of its panel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +203,7 @@ def _rewards(settings: Sequence[GridSetting], styles: dict[str, LineStyle], *, o
     figure, panels = _panels(len(rests), min(_COLUMNS, len(rests)))
     for axes, rest in zip(panels, rests, strict=True):
         title = textwrap.fill(_short(rest, 120), 80 if len(rests) == 1 else 38)
-        axes.set_title(title or "Training reward", loc="left", fontsize=9, fontweight="bold")
+        axes.set_title(title or REWARD.heading, loc="left", fontsize=9, fontweight="bold")
         for setting in (each for each in drawn if each.rest == rest):
             dash = DASHES[firsts.index(setting.first) % len(DASHES)]
             _draw_band(axes, bands[setting.label], styles[setting.label].color, dash, setting.first)
@@ -239,22 +243,21 @@ def _figures(settings: Sequence[GridSetting], styles: dict[str, LineStyle]) -> F
     other axes, which has a colour of its own if there are several."""
     from matplotlib import colormaps
 
-    shown = {key: title for key, title in _PANELS.items() if any(setting.values_of(key) for setting in settings)}
+    shown = {key: chart for key, chart in _PANELS.items() if any(setting.values_of(key) for setting in settings)}
     if not shown:
         return None
     figure, panels = _panels(len(shown), _COLUMNS)
     firsts = list(dict.fromkeys(setting.first for setting in settings))
     rests = list(dict.fromkeys(setting.rest for setting in settings))
     colors = {rest: colormaps["tab10"](place % 10) if len(rests) > 1 else None for place, rest in enumerate(rests)}
-    for axes, (key, title) in zip(panels, shown.items(), strict=True):
-        axes.set_title(title, loc="left", fontsize=9)
+    for axes, (key, chart) in zip(panels, shown.items(), strict=True):
+        axes.set_title(chart.heading, loc="left", fontsize=9)
         for rest, color in colors.items():
             _draw_panel(axes, [setting for setting in settings if setting.rest == rest], firsts, key, styles, color)
         axes.set_xticks(range(len(firsts)), [_short(first, 16) for first in firsts], rotation=_turn(firsts))
         highest = max(value for setting in settings for value in setting.values_of(key))
         axes.set_ylim(0, 1.15 * highest or 1.0)
-        if key in _SHARES:
-            percent(axes)
+        scale_by_unit(axes, chart)
         axes.margins(x=0.15)
     figure.supxlabel(next(iter(settings[0].values)), fontsize=9)
     if named := _named(panels):

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.lab.view.followed import FollowedFiles
+from async_grpo.telemetry.charts import METRIC_CHARTS, ROLLOUT_IDLE, TOKENS_BY_AGE, TRAINER_IDLE, Chart
 from async_grpo.telemetry.idle import GENERATING, idle_s
 from async_grpo.telemetry.jsonl import parse_rows
-from async_grpo.telemetry.metrics import METRICS
 from async_grpo.telemetry.rows import head_start_steps, rate
 
 READ_S = 0.25
@@ -33,8 +33,7 @@ READ_S = 0.25
 MOST_POINTS = 2000
 """Most points of a curve, more than a screen has columns."""
 MOST_WARNINGS = 200
-TRAINER_IDLE, ROLLOUT_IDLE = "idle.trainer", "idle.rollout"
-AGES = "age_histogram."
+AGES = f"{TOKENS_BY_AGE.family}."
 
 Floats = npt.NDArray[np.float64]
 
@@ -210,19 +209,35 @@ def thinned(x: Floats, y: Floats, most: int = MOST_POINTS) -> tuple[Floats, Floa
     return x[kept], y[kept]
 
 
-def metric_groups() -> list[dict[str, Any]]:
+def curve_groups() -> list[dict[str, Any]]:
     """The metrics that have curves, by group: key, label, unit and description of each. Reward, staleness and idle
     shares come first."""
-    idle = [
-        {"key": TRAINER_IDLE, "label": "trainer idle", "unit": "share", "doc": "Share of a step spent waiting."},
-        {"key": ROLLOUT_IDLE, "label": "rollout idle", "unit": "share", "doc": "Share without any generation."},
-    ]
-    groups: dict[str, list[dict[str, str]]] = {"reward": [], "staleness": [], "idle": idle}
-    for metric in METRICS:
-        if metric.group:
-            facts = {"key": metric.key, "label": metric.label, "unit": metric.unit, "doc": metric.doc}
-            groups.setdefault(metric.group, []).append(facts)
+    groups: dict[str, list[dict[str, str]]] = {"reward": [], "staleness": [], "idle": []}
+    for key, chart in METRIC_CHARTS.items():
+        facts = {"key": key, "label": chart.title, "unit": chart.unit, "doc": chart.doc}
+        groups.setdefault(chart.group, []).append(facts)
     return [{"group": group, "metrics": metrics} for group, metrics in groups.items()]
+
+
+def chart_facts(chart: Chart) -> dict[str, Any]:
+    """A chart of `telemetry.charts` for the page, which has its own colour for each name because of its themes."""
+    series = [
+        {
+            "key": series.key,
+            "label": series.label,
+            "style": {"color": series.color.name.lower(), "dash": series.dash},
+            "only_if_varying": series.only_if_varying,
+        }
+        for series in chart.series
+    ]
+    return {
+        "title": chart.title,
+        "unit": chart.unit,
+        "group": chart.group,
+        "doc": chart.doc,
+        "family": chart.family,
+        "series": series,
+    }
 
 
 def _columns_of(rows: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[tuple[str, Floats]]:

@@ -22,8 +22,19 @@ from markdown_it.token import Token
 from async_grpo.app.runs.run import RunStatus, is_run
 from async_grpo.config.load import differing_keys
 from async_grpo.lab.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot
-from async_grpo.lab.view.columns import READ_S, ROLLOUT_IDLE, TRAINER_IDLE, metric_groups, thinned
+from async_grpo.lab.view.columns import READ_S, chart_facts, curve_groups, thinned
 from async_grpo.lab.view.vendor import UPLOT, is_there
+from async_grpo.telemetry.charts import (
+    AGES,
+    BUFFER,
+    FAMILIES,
+    HELD_OUT,
+    IDLE,
+    RELEASED,
+    ROLLOUT_IDLE,
+    TOKENS_BY_AGE,
+    TRAINER_IDLE,
+)
 from async_grpo.utils.dotted import look_up
 from async_grpo.utils.files import read_end
 
@@ -84,8 +95,15 @@ def curve_routes(root: RunsRoot) -> APIRouter:
 
     @routes.get("/api/metrics")
     def metrics() -> dict[str, Any]:
-        """The metrics that have curves, and whether this installation has the chart library."""
-        return {"groups": metric_groups(), "charts": is_there(UPLOT)}
+        """The charts of the page, and whether this installation has the chart library."""
+        return {
+            "groups": curve_groups(),
+            "families": [chart_facts(chart) for chart in FAMILIES],
+            "held_out": chart_facts(HELD_OUT),
+            "staleness": [chart_facts(chart) for chart in (AGES, IDLE, BUFFER, RELEASED)],
+            "tokens_by_age": chart_facts(TOKENS_BY_AGE),
+            "charts": is_there(UPLOT),
+        }
 
     @routes.get("/api/curves")
     def curves(run: Runs, key: Keys, x: Axis = "step") -> Response:

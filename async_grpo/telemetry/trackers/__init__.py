@@ -26,12 +26,14 @@ import structlog
 from async_grpo.config import RunConfig
 from async_grpo.errors import DependencyError
 from async_grpo.evaluation.summary import rows_of
+from async_grpo.telemetry.charts import FAMILIES, HELD_OUT
 from async_grpo.telemetry.metrics import METRICS
 from async_grpo.utils.files import write_atomic
 from async_grpo.wire.board import Evaluation
 
 TAGS = {metric.key: metric.tag for metric in METRICS if metric.tag}
-"""Key of a step's row -> tag. Numeric keys without a tag are written as `other/<key>`."""
+"""Key of a step's row -> tag. Numeric keys without a tag are written as `other/<key>`, the entries of a family of
+`telemetry.charts` as `<key>/<name>`."""
 
 MODULES = {
     "tensorboard": "TensorBoardTracker",
@@ -43,8 +45,6 @@ MODULES = {
 """Name of a tracker, of its package and of its module here -> class."""
 
 _COORDINATES = ("step", "time_s")
-_BY_NAME = ("reward_by_function", "buffer_groups", "released_groups")
-"""Keys of a step's row whose values are scalars by name, written as `<key>/<name>`."""
 _MOST_WAITING = 1000
 """Calls that may wait for a slow tracker before it is left out."""
 _CLOSE_TIMEOUT_S = 60.0
@@ -127,14 +127,14 @@ class Trackers:
             for key, value in row.items()
             if key not in _COORDINATES and isinstance(value, (bool, int, float))
         }
-        scalars |= {f"{key}/{name}": value for key in _BY_NAME for name, value in row.get(key, {}).items()}
+        for chart in FAMILIES:
+            scalars |= {f"{chart.family}/{name}": value for name, value in row.get(chart.family, {}).items()}
         self._log(int(row["step"]), scalars, float(row.get("time_s", time.time())))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Log held-out accuracy and every other estimate, with the ends of its interval, at its policy version."""
-        scalars = {"eval/sampled_accuracy": evaluation.sampled_accuracy}
-        if evaluation.greedy_accuracy is not None:
-            scalars["eval/greedy_accuracy"] = evaluation.greedy_accuracy
+        scores = {f"eval/{series.key}": getattr(evaluation, series.key) for series in HELD_OUT.series}
+        scalars = {tag: score for tag, score in scores.items() if score is not None}
         for name, estimate in rows_of(evaluation.figures, evaluation.samples).items() if evaluation.figures else ():
             scalars |= {f"eval/{name}": estimate.value, f"eval_low/{name}": estimate.low}
             scalars[f"eval_high/{name}"] = estimate.high

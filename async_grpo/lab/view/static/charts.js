@@ -5,6 +5,8 @@ import { el, figure } from "./dom.js";
 
 export const COLOURS = 7;
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
+const DASH_NAMES = ["-", "--", ":", "-."];
+const KINDS = { blue: "0", orange: "1", green: "2", purple: "3", red: "wait", grey: "limit" };
 const HEIGHT = 210;
 const SYNC = "step";
 const AXES = { step: "optimizer step", time: "seconds since the first step" };
@@ -25,22 +27,28 @@ export function missingCharts() {
   return el("p", { class: "note" }, "Charts are missing from this installation, so tables have the last values. With npm, this adds them: ", command);
 }
 
-/** Colour and dash of the n-th line, so that it is told from the others also without colour. */
-export function lineStyle(index) {
-  const colour = getComputedStyle(document.documentElement).getPropertyValue(`--kind-${index % COLOURS}`).trim();
-  return { stroke: colour, dash: DASHES[Math.floor(index / COLOURS) % DASHES.length] };
+/** Kind of colour and dash of a line, so that it is told from the others also without colour. `style`: the number of the
+ * line, or the { color, dash } that its chart has in every display. */
+function look(style) {
+  if (typeof style === "number") return { kind: style % COLOURS, dash: DASHES[Math.floor(style / COLOURS) % DASHES.length] };
+  return { kind: KINDS[style.color], dash: DASHES[DASH_NAMES.indexOf(style.dash)] };
 }
 
-/** A short piece of the n-th line, for legends. */
-export function swatch(index) {
+function lineStyle(style) {
+  const { kind, dash } = look(style);
+  return { stroke: getComputedStyle(document.documentElement).getPropertyValue(`--kind-${kind}`).trim(), dash };
+}
+
+/** A short piece of a line, for legends. */
+export function swatch(style) {
   const make = (tag, attributes) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
     return made;
   };
-  const dash = DASHES[Math.floor(index / COLOURS) % DASHES.length].join(" ");
-  const svg = make("svg", { width: 26, height: 10, "aria-hidden": "true", class: `line line-${index % COLOURS}` });
-  svg.append(make("line", { x1: 0, y1: 5, x2: 26, y2: 5, "stroke-width": 2.5, "stroke-dasharray": dash }));
+  const { kind, dash } = look(style);
+  const svg = make("svg", { width: 26, height: 10, "aria-hidden": "true", class: `line line-${kind}` });
+  svg.append(make("line", { x1: 0, y1: 5, x2: 26, y2: 5, "stroke-width": 2.5, "stroke-dasharray": dash.join(" ") }));
   return svg;
 }
 
@@ -66,7 +74,7 @@ export function smoothed(values, half) {
   });
 }
 
-/** A chart of spec: { title, unit, doc, axis, lines: [{ label, x, y, style (number), points, hidden, mean }], marks: [x] }.
+/** A chart of spec: { title, unit, doc, axis, lines: [{ label, x, y, style, points, hidden, mean }], marks: [x] }.
  * A line's `mean` is shown while nothing is pointed at, where the last step says little; else its last value is.
  * Returns { root, update(spec), close }. */
 export function chart(first) {
@@ -141,7 +149,7 @@ export function chart(first) {
   return { root, update, close };
 }
 
-const shape = (line) => `${line.label}|${line.style}|${line.hidden}`;
+const shape = (line) => `${line.label}|${JSON.stringify(line.style)}|${line.hidden}`;
 
 /** The value of a line at x or at its nearest point. */
 function valueAt(line, x) {

@@ -1,14 +1,9 @@
 // Curves over steps or time: of one run, or of several beside each other with the settings in which they differ.
 
-import { chart, loadCharts, missingCharts, smoothed, swatch } from "./charts.js";
+import { chart, COLOURS, loadCharts, missingCharts, smoothed, swatch } from "./charts.js";
 import { el, fetchJson, readAgain, stillReading } from "./dom.js";
 
 const OPEN = ["evaluation", "reward", "staleness", "idle", "speed", "rollout"];
-const NAMED = [
-  { prefix: "reward_by_function.", group: "reward", title: "reward by ", unit: "", doc: "Mean score of this reward function, before weights." },
-  { prefix: "buffer_groups.", group: "buffer", title: "groups ", unit: "groups", doc: "Groups in this state after each step." },
-  { prefix: "released_groups.", group: "buffer", title: "groups released as ", unit: "groups", doc: "Groups released for this reason since the run began." },
-];
 const AXES = { step: "optimizer step", time: "wall time" };
 
 /** Curves of one run. */
@@ -69,7 +64,7 @@ function groupsOfCurves(root, runs, parameters, changed) {
       if (!(await loadCharts(metrics.charts))) root.prepend(missingCharts());
       const keys = metrics.groups.flatMap((group) => group.metrics.map((metric) => metric.key));
       const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...keys.map((key) => ["key", key]), ["x", controls.axis()]]);
-      for (const { prefix } of NAMED) query.append("key", prefix);
+      for (const { family } of metrics.families) query.append("key", `${family}.`);
       const answer = await fetchJson(`/api/curves?${query}`);
       if (mine !== request) return;
       found = answer;
@@ -85,7 +80,7 @@ function groupsOfCurves(root, runs, parameters, changed) {
     const none = found.some((run) => Object.keys(run.curves).length) ? "" : "No step has been trained yet.";
     status.textContent = stillReading(readOf(found)) || none;
     legend.replaceChildren(...found.map(legendItem));
-    for (const { group, metrics: members } of [evaluationGroup(), ...metrics.groups, ...NAMED.map((named) => byName(found, named))]) {
+    for (const { group, metrics: members } of [evaluationGroup(metrics.held_out), ...metrics.groups, ...metrics.families.map((chart) => byName(found, chart))]) {
       for (const metric of members) drawMetric(group, metric);
     }
   }
@@ -141,21 +136,21 @@ function groupsOfCurves(root, runs, parameters, changed) {
 const readOf = (runs) => Math.min(...runs.map((run) => run.read));
 
 /** Held-out scores: answers that were sampled, and greedy ones as a second line. */
-function evaluationGroup() {
+function evaluationGroup({ group, title, unit, doc, series }) {
   const lines = (run, index) =>
-    [["sampled", "sampled_accuracy", 0], ["greedy", "greedy_accuracy", 7]].flatMap(([name, key, dash]) => {
+    series.flatMap(({ key, label }, place) => {
       const known = run.evaluations.filter((row) => typeof row[key] === "number");
-      const line = { run: run.id, label: `${run.name}, ${name}`, x: known.map((row) => row.x), y: known.map((row) => row[key]), style: index + dash, points: true };
+      const line = { run: run.id, label: `${run.name}, ${label}`, x: known.map((row) => row.x), y: known.map((row) => row[key]), style: index + COLOURS * place, points: true };
       return known.length ? [line] : [];
     });
-  const doc = "Mean score of held-out prompts at each evaluation.";
-  return { group: "evaluation", metrics: [{ key: "evaluation", label: "held-out score", unit: "", doc, lines }] };
+  return { group, metrics: [{ key: "evaluation", label: title, unit, doc, lines }] };
 }
 
-/** A chart for each key with this prefix that any of the runs has. */
-function byName(found, { prefix, group, title, unit, doc }) {
-  const keys = new Set(found.flatMap((run) => Object.keys(run.curves).filter((key) => key.startsWith(prefix))));
-  return { group, metrics: [...keys].map((key) => ({ key, label: title + key.slice(prefix.length), unit, doc })) };
+/** A chart for each name of the family that any of the runs has. */
+function byName(found, { family, group, title, unit, doc, series }) {
+  const keys = new Set(found.flatMap((run) => Object.keys(run.curves).filter((key) => key.startsWith(`${family}.`))));
+  const label = (key) => series.find((one) => one.key === key)?.label ?? key.slice(family.length + 1);
+  return { group, metrics: [...keys].map((key) => ({ key, label: `${title}: ${label(key)}`, unit, doc })) };
 }
 
 function curveControls(parameters, changed) {

@@ -1,9 +1,8 @@
 // How old trained tokens were and how old they may be, who waited for whom, and what became of groups.
 
-import { chart, loadCharts, missingCharts } from "./charts.js";
+import { chart, COLOURS, loadCharts, missingCharts } from "./charts.js";
 import { el, fetchJson, figure, readAgain, stillReading } from "./dom.js";
 
-const CURVES = ["age_max", "age_mean", "idle.trainer", "idle.rollout", "buffer_groups.", "released_groups."];
 const STRIP_ROW = 22;
 const STRIP_LABEL = 48;
 
@@ -22,12 +21,12 @@ export function stalenessView(root, run) {
     const mine = ++request;
     const path = encodeURIComponent(run);
     try {
-      const { charts: built } = await fetchJson("/api/metrics");
-      if (!(await loadCharts(built)) && !root.querySelector(".note")) root.prepend(missingCharts());
-      const query = new URLSearchParams([["run", run], ...CURVES.map((key) => ["key", key])]);
+      const metrics = await fetchJson("/api/metrics");
+      if (!(await loadCharts(metrics.charts)) && !root.querySelector(".note")) root.prepend(missingCharts());
+      const query = new URLSearchParams([["run", run], ...metrics.staleness.flatMap(keysOf).map((key) => ["key", key])]);
       const [[curves], facts] = await Promise.all([fetchJson(`/api/curves?${query}`), fetchJson(`/api/runs/${path}/staleness`)]);
       if (mine !== request) return;
-      show(curves, facts);
+      show(metrics, curves, facts);
       clearTimeout(reading);
       reading = readAgain(curves.read, refresh);
     } catch (error) {
@@ -35,9 +34,10 @@ export function stalenessView(root, run) {
     }
   }
 
-  function show(curves, facts) {
+  function show(metrics, curves, facts) {
     verdict.textContent = stillReading(curves.read) + sentence(curves);
-    for (const spec of [ageChart(curves), idleChart(curves), groupsChart(curves, facts), releasedChart(curves)]) {
+    const limits = { age_bound: curves.age_bound, capacity_groups: facts.capacity };
+    for (const spec of metrics.staleness.map((each) => ({ ...each, axis: "step", lines: linesOf(each, curves, limits) }))) {
       if (!spec.lines.length) continue;
       if (charts.has(spec.title)) charts.get(spec.title).update(spec);
       else {
@@ -45,7 +45,7 @@ export function stalenessView(root, run) {
         grid.append(charts.get(spec.title).root);
       }
     }
-    strip.update(facts.ages, curves.age_bound);
+    strip.update(metrics.tokens_by_age.title, facts.ages, curves.age_bound);
     totals.replaceChildren(...totalsTable(facts.totals));
   }
 
@@ -69,33 +69,28 @@ function sentence({ curves, age_bound: bound, status }) {
   return `${age}, and the bound is ${figure(bound, 0)}: ${oldest <= bound ? kept : "THE BOUND WAS BROKEN"}.`;
 }
 
-function line(curves, key, label, style, means = {}) {
-  return curves[key] ? [{ label, x: curves[key][0], y: curves[key][1], style, mean: means[key] }] : [];
+/** Keys to ask for: those of the curves, or all names of a family. The answer leaves out the limits: steps have none. */
+function keysOf({ family, series }) {
+  return series.length ? series.map((each) => each.key) : [`${family}.`];
 }
 
-function ageChart({ curves, age_bound: bound }) {
-  const lines = [...line(curves, "age_max", "oldest", 0), ...line(curves, "age_mean", "mean", 2)];
-  const steps = curves.age_max?.[0] ?? [];
-  if (bound !== null && steps.length) lines.push({ label: "bound", x: steps, y: steps.map(() => bound), style: 10 });
-  return { title: "Age of trained tokens", unit: "steps", axis: "step", lines, doc: "Optimizer steps between generation and training." };
+/** The lines of a chart: its curves and limits, or every name of its family that has had a value. */
+function linesOf({ family, series }, { curves, means }, limits) {
+  if (!series.length) return familyLines(family, curves);
+  const lines = series.filter((each) => isShown(each, curves)).map(({ key, label, style }) => ({ label, x: curves[key][0], y: curves[key][1], style, mean: means[key] }));
+  if (!lines.length) return [];
+  const { x } = lines[0];
+  const across = series.filter(({ key }) => limits[key] != null).map(({ key, label, style }) => ({ label, x, y: x.map(() => limits[key]), style }));
+  return [...lines, ...across];
 }
 
-function idleChart({ curves, means }) {
-  const lines = [...line(curves, "idle.trainer", "trainer", 0, means), ...line(curves, "idle.rollout", "rollout servers", 8, means)];
-  return { title: "Idle share of both sides", unit: "share", axis: "step", lines, doc: "Trainer: waiting for a batch. Servers: generating nothing." };
+function isShown({ key, only_if_varying: onlyIfVarying }, curves) {
+  return key in curves && (!onlyIfVarying || new Set(curves[key][1]).size > 1);
 }
 
-function groupsChart({ curves }, { capacity }) {
-  const lines = [...line(curves, "buffer_groups.inflight", "in flight", 0), ...line(curves, "buffer_groups.ready", "ready", 8)];
-  if (capacity && lines.length) lines.push({ label: "capacity", x: lines[0].x, y: lines[0].x.map(() => capacity), style: 16 });
-  return { title: "Groups in the buffer", unit: "groups", axis: "step", lines, doc: "After each step, when its groups were released." };
-}
-
-/** Every reason that any group has had, `trained` as well. */
-function releasedChart({ curves }) {
-  const reasons = Object.keys(curves).filter((key) => key.startsWith("released_groups.") && curves[key][1].at(-1) > 0);
-  const lines = reasons.flatMap((key, place) => line(curves, key, key.slice(key.indexOf(".") + 1), 8 * place));
-  return { title: "Groups released, by reason", unit: "groups", axis: "step", lines, doc: "Groups that left the buffer since the run began." };
+function familyLines(family, curves) {
+  const keys = Object.keys(curves).filter((key) => key.startsWith(`${family}.`) && curves[key][1].at(-1) > 0);
+  return keys.map((key, place) => ({ label: key.slice(family.length + 1), x: curves[key][0], y: curves[key][1], style: (COLOURS + 1) * place }));
 }
 
 function totalsTable(totals) {
@@ -108,7 +103,8 @@ function totalsTable(totals) {
 function ageStrip() {
   const canvas = el("canvas", { tabindex: "0", role: "img", "aria-label": "Ages of tokens by step" });
   const read = el("p", { class: "status" });
-  const root = el("section", { class: "age-strip", hidden: true }, el("h2", {}, "Ages of the trained tokens, by step"), canvas, read);
+  const head = el("h2");
+  const root = el("section", { class: "age-strip", hidden: true }, head, canvas, read);
   const state = { ages: null, bound: null, place: null };
   const resized = new ResizeObserver(() => draw());
 
@@ -154,7 +150,8 @@ function ageStrip() {
   });
   resized.observe(canvas);
   window.addEventListener("themechange", draw);
-  const update = (ages, bound) => {
+  const update = (title, ages, bound) => {
+    head.textContent = title;
     Object.assign(state, { ages, bound });
     root.hidden = !ages.ages.length;
     draw();

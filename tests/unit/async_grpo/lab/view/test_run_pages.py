@@ -116,6 +116,19 @@ async def test_ages_by_step_and_the_capacity_that_the_configuration_promises(pag
     assert found["capacity"] == 12  # (S + 1) * P
 
 
+async def test_the_charts_of_staleness_have_curves_or_limits(page: Page) -> None:
+    (page.root / "one" / "config.yaml").write_text(
+        "name: one\nmodel: {random: {}}\nmax_staleness: 2\ngroups_per_step: 4\n"
+    )
+    ages, idle, buffer, released = (await page.json("/api/metrics"))["staleness"]
+    keys = [series["key"] for chart in (ages, idle, buffer) for series in chart["series"]]
+    [run] = await page.json("/api/curves?run=one&key=released_groups.&" + "&".join(f"key={key}" for key in keys))
+    assert set(keys) - set(run["curves"]) == {"idle.rollout", "staleness", "age_bound", "capacity_groups"}
+    assert run["age_bound"] == 2
+    assert released["family"] == "released_groups" and not released["series"]
+    assert ages["series"][1]["style"] == {"color": "red", "dash": ":"}
+
+
 async def test_groups_in_the_buffer_and_released_are_curves_of_the_step_rows(page: Page) -> None:
     [run] = await page.json("/api/curves?run=one&key=buffer_groups.&key=released_groups.")
     steps = list(range(1, 11))
