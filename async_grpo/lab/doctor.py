@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import psutil
 from pydantic import BaseModel
 
 from async_grpo.app.launch import inputs
@@ -32,6 +31,7 @@ from async_grpo.data.prepare.formats import Rejections
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.rewards.base import RewardInput, RewardResult
 from async_grpo.rewards.pool import RewardPool
+from async_grpo.utils.memory_limit import available_memory
 from async_grpo.utils.requirements import Check, Finding, installed
 from async_grpo.utils.text import GIB, escape_controls, gib
 from buffer import knows_run
@@ -56,7 +56,7 @@ def check_python() -> Finding:
 
 def check_memory() -> Finding:
     """Check for two cores and 6 GiB of available memory: one engine and one trainer rank."""
-    memory = psutil.virtual_memory().available
+    memory = available_memory()
     cores = len(os.sched_getaffinity(0))
     found = f"{cores} cores, {memory / 2**30:.1f} GiB of memory available"
     return Finding("Machine", cores >= 2 and memory >= MIN_MEMORY_BYTES, found, "the CPU run wants 2 cores and 6 GiB")
@@ -191,7 +191,7 @@ def _check_plan_of_memory(config: RunConfig) -> Finding:
 def _check_memory_of(config: RunConfig) -> Finding:
     """Check the memory of roles that run on the CPU: 16 bytes per parameter for training, weights and cache for
     generation, and about 1 GiB of code for each process."""
-    copy, limits, there = model_bytes(config) or 0, config.rollout.limits, psutil.virtual_memory().available
+    copy, limits, there = model_bytes(config) or 0, config.rollout.limits, available_memory()
     ranks = config.trainer.processes_per_node if config.trainer.platform == "cpu" else 0
     servers = config.most_servers if limits.platform == "cpu" else 0
     trained = 16 * copy // ELEMENT_BYTES[config.model.precision] if ranks else 0

@@ -5,6 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
+
+def total_memory() -> int:
+    """Bytes of memory that this process may use at most: the machine's, or less by the limit of its cgroup."""
+    total, limit = psutil.virtual_memory().total, cgroup_memory_limit()
+    return total if limit is None else min(total, limit)
+
+
+def available_memory() -> int:
+    """Bytes that are available without swapping, bounded by the limit of this process's cgroup. What the cgroup uses
+    already is not subtracted: much of it is cached files."""
+    return min(psutil.virtual_memory().available, total_memory())
+
 
 def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
     """Bytes of memory that this process and its siblings may use together; None without a limit.

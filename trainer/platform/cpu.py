@@ -18,6 +18,7 @@ import psutil
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
+from async_grpo.utils.memory_limit import total_memory
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.requirements import INSTALL_CPU, INSTALL_STAND_INS, STAND_IN, Check, Finding, installed, present
 from trainer.platform.base import LayerRole, MemoryUse, Platform, require_megatron
@@ -78,7 +79,7 @@ class CpuPlatform(Platform):
     def memory(self) -> MemoryUse:
         """Memory of this process; the peak is that of its whole life, which Linux does not reset."""
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        return MemoryUse(psutil.Process().memory_info().rss, peak_bytes, psutil.virtual_memory().total)
+        return MemoryUse(psutil.Process().memory_info().rss, peak_bytes, total_memory())
 
 
 def check_torchvision() -> Finding:

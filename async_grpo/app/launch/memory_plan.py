@@ -41,7 +41,7 @@ from async_grpo.config.rollout import EngineLimits
 from async_grpo.errors import ConfigError
 from async_grpo.models.hub import settings_folder
 from async_grpo.models.shapes import ModelShape, named_shape, shape_of
-from async_grpo.utils.memory_limit import cgroup_memory_limit
+from async_grpo.utils.memory_limit import total_memory
 from async_grpo.utils.text import GIB, gib
 from async_grpo.weights.shared_memory import SHARED_MEMORY, run_folder
 from rollout_server.engines.model_files import read_settings
@@ -403,10 +403,9 @@ def _machine_memory(config: RunConfig, machines: int) -> tuple[int | None, str]:
         return None, "launch.memory_gib_per_node is not set"
     if (devices_here(config) or 0) < devices_needed(config):
         return None, "this machine does not have the run's devices, and launch.memory_gib_per_node is not set"
-    total, limit = psutil.virtual_memory().total, cgroup_memory_limit()
-    if limit is not None and limit < total:
-        return limit, "the limit of this container or job"
-    return total, "this machine"
+    memory = total_memory()
+    is_limited = memory < psutil.virtual_memory().total
+    return memory, "the limit of this container or job" if is_limited else "this machine"
 
 
 def _sum(summands: dict[str, int]) -> str:

@@ -69,7 +69,12 @@ def limited_group() -> Iterator[Path]:
 
 
 def test_a_process_in_a_limited_group_finds_the_limit(limited_group: Path) -> None:
-    code = "from async_grpo.utils.memory_limit import cgroup_memory_limit; print(cgroup_memory_limit())"
+    code = (
+        "from async_grpo.lab.doctor import check_memory; from async_grpo.utils.memory_limit import *; "
+        "from trainer.platform.cpu import CpuPlatform; "
+        "print(cgroup_memory_limit(), total_memory(), CpuPlatform().memory().total_bytes, available_memory())"
+    )
     joined = f"echo $$ > {limited_group}/cgroup.procs && exec {sys.executable} -c '{code}'"
     printed = subprocess.run(["bash", "-c", joined], capture_output=True, text=True, check=True, timeout=60)
-    assert int(printed.stdout) == 4 * GIB
+    *limits, available = map(int, printed.stdout.split())
+    assert limits == [4 * GIB] * 3 and available <= 4 * GIB

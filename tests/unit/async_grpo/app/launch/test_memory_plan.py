@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 
-from async_grpo.app.launch import memory_plan
 from async_grpo.app.launch.memory_plan import (
     GRAPH_BYTES,
     DevicePlan,
@@ -23,7 +22,7 @@ from async_grpo.app.launch.memory_plan import RESERVED_BYTES as ENGINE_RESERVED
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
 from async_grpo.models.shapes import SHAPES, ModelShape, named_shape, shape_of
-from async_grpo.utils.memory_limit import cgroup_memory_limit
+from async_grpo.utils import memory_limit
 from async_grpo.utils.text import GIB
 from trainer.platform import base
 from trainer.platform.memory import (
@@ -385,7 +384,7 @@ def test_this_machine_is_compared_only_if_it_has_the_devices_of_the_run(
 ) -> None:
     smi_that_lists(2, tmp_path, monkeypatch)
     own = host_of(2)
-    limit = cgroup_memory_limit() or psutil.virtual_memory().total
+    limit = memory_limit.cgroup_memory_limit() or psutil.virtual_memory().total
     assert own.there == min(limit, psutil.virtual_memory().total)
     elsewhere = host_of(4)
     assert elsewhere.there is None
@@ -394,11 +393,11 @@ def test_this_machine_is_compared_only_if_it_has_the_devices_of_the_run(
 
 def test_the_limit_of_a_container_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi_that_lists(2, tmp_path, monkeypatch)
-    monkeypatch.setattr(memory_plan, "cgroup_memory_limit", lambda: GIB)
+    monkeypatch.setattr(memory_limit, "cgroup_memory_limit", lambda: GIB)
     assert host_of(2).there == GIB
     with pytest.raises(ConfigError, match=r"has 1\.0 GiB of memory \(the limit of this container or job\)"):
         host_of(2).check()
-    monkeypatch.setattr(memory_plan, "cgroup_memory_limit", lambda: 2**63 - 4096)
+    monkeypatch.setattr(memory_limit, "cgroup_memory_limit", lambda: 2**63 - 4096)
     assert host_of(2).there == psutil.virtual_memory().total
 
 
