@@ -1,5 +1,12 @@
 """Configurations of other systems, read into this project's YAML.
 
+    reading       YAML files and launch scripts (shell) -> dotted keys and values
+    table         tables/NAME.toml: their key -> ours, conversion, note; or the reason why there is no counterpart
+    translation   the state of one import, and the file that it writes
+    conversions   of one key, by the name in the table; and of several keys, shared by the systems
+    devices       who trains and who generates
+    verl, trl ... what depends on several keys of that system
+
 `SOURCES` names the systems. The tables of docs/coming-from.md are written from theirs (`with_tables`), and a test holds
 them together.
 """
@@ -10,7 +17,7 @@ from collections.abc import Iterator
 
 from async_grpo.lab.importers.mindrlhf import MINDRLHF
 from async_grpo.lab.importers.mindspeed_rl import MINDSPEED_RL
-from async_grpo.lab.importers.translation import SourceSystem
+from async_grpo.lab.importers.table import SourceSystem
 from async_grpo.lab.importers.trl import TRL
 from async_grpo.lab.importers.verl import VERL
 
@@ -31,10 +38,10 @@ def _tables(source: SourceSystem) -> Iterator[str]:
     yield f"| {source.title} | here | on the way |\n|---|---|---|"
     for row in source.rows:
         if row.ours:
-            ours = ", ".join(f"`{key}`" for key in row.ours.split(", "))
+            ours = ", ".join(f"`{key}`" for key in row.ours)
             yield f"| `{row.theirs}` | {ours} | {row.note} |"
     yield f"\n### {source.title}: without a counterpart\n\n| {source.title} | reason | nearest |\n|---|---|---|"
     for row in source.rows:
         if not row.ours:
-            yield f"| `{row.theirs}` | {row.note} | {f'`{row.near}`' if row.near else ''} |"
+            yield f"| `{row.theirs}` | {row.dropped} | {f'`{row.near}`' if row.near else ''} |"
     yield ""

@@ -45,6 +45,8 @@ class LaunchScript:
     arrays: dict[str, list[str]] = field(default_factory=dict)
     hidden: set[str] = field(default_factory=set)
     """Variables that are only set inside an `if`, a `case`, a loop or a function."""
+    used: set[str] = field(default_factory=set)
+    """Given variables that the script refers to."""
 
     def words(self, text: str, program: re.Pattern[str]) -> tuple[str, list[str]]:
         """The program that matches and its arguments, with variables substituted. Raises ConfigError."""
@@ -107,6 +109,7 @@ class LaunchScript:
     def _value(self, match: re.Match[str]) -> str:
         name, default = match.group(1) or match.group(3), match.group(2)
         if name in self.given:
+            self.used.add(name)
             return self.given[name]
         if name == "HOME":
             return str(Path.home())
@@ -126,6 +129,7 @@ class LaunchScript:
             return f"{UNKNOWN}$(({expression})){UNKNOWN}"
 
     def _named(self, name: str) -> str:
+        self.used |= {name} & self.given.keys()
         return self.given.get(name) or self.variables.get(name) or f"{UNKNOWN}{name}{UNKNOWN}"
 
     def reason(self, key: str, text: str) -> str:

@@ -12,13 +12,14 @@ import pytest
 import typer
 
 from async_grpo.app.cli.main import app
-from async_grpo.config import load
-from async_grpo.lab.importers.translation import all_keys
+from async_grpo.config import RunConfig, load
+from async_grpo.config.load import dotted_keys
 from tests.support.doc_commands import NOT_RUN, ROOT, DocCommand, commands, spellings
 
 CLI = typer.main.get_command(app)
 COMMANDS = commands()
-KEYS = set(all_keys())
+SECTIONS_AND_KEYS = set(dotted_keys(RunConfig))
+KEYS = {key for key in SECTIONS_AND_KEYS if not any(name.startswith(f"{key}.") for name in SECTIONS_AND_KEYS)}
 PLACEHOLDERS = ("key", "section.key", "a.b.c", "KEY")
 
 

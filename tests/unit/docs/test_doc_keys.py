@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from async_grpo.config import RunConfig
-from async_grpo.lab.importers.translation import all_keys
+from async_grpo.config.load import dotted_keys
 from tests.support.doc_commands import DOCS, ROOT
 
-KEYS = set(all_keys())
+KEYS = set(dotted_keys(RunConfig))
 PAGES = [page for page in DOCS if page.name not in ("reference.md", "coming-from.md")]
 DEFAULTS = {
     key: default.strip('"')

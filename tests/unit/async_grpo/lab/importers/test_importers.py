@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from typer.testing import CliRunner, Result
 from async_grpo.app.cli.import_config import SourceName
 from async_grpo.app.cli.main import app
 from async_grpo.app.launch.role_specs import assign_devices
+from async_grpo.config import RunConfig
+from async_grpo.config.load import dotted_keys
 from async_grpo.errors import ConfigError
 from async_grpo.lab.importers import SOURCES, with_tables
-from async_grpo.lab.importers.translation import Imported, all_keys, flatten, import_file
+from async_grpo.lab.importers.conversions import CONVERSIONS
+from async_grpo.lab.importers.reading import flatten, read_file
+from async_grpo.lab.importers.table import SourceSystem
+from async_grpo.lab.importers.translation import Imported, import_file
 
 ROOT = Path(__file__).parents[5]
 PUBLISHED = ROOT / "tests/support/published"
@@ -195,7 +201,7 @@ def test_a_published_file_becomes_these_values(name: str) -> None:
 def test_nothing_of_a_published_file_is_dropped_silently(name: str) -> None:
     result = imported(name)
     source = SOURCES[CASES[name][0]]
-    given = source.read(PUBLISHED / name, {})
+    given = read_file(source, PUBLISHED / name, {})
     rows = {row.theirs: row for row in source.rows}
     named = {item.key for item in result.left_out}
     for key, value in given.values.items():
@@ -257,7 +263,7 @@ echo "$(rm -rf /nowhere)" > /dev/null
 
 def test_a_launch_script_is_read_and_what_it_decides_is_listed(tmp_path: Path) -> None:
     file = write(tmp_path, "run.sh", SCRIPT)
-    given = SOURCES["verl"].read(file, {})
+    given = read_file(SOURCES["verl"], file, {})
     assert given.values["data.train_batch_size"] == 16
     assert given.values["data.max_prompt_length"] == 64
     assert given.values["trainer.total_training_steps"] == 3
@@ -272,14 +278,25 @@ def test_a_launch_script_is_read_and_what_it_decides_is_listed(tmp_path: Path) -
 
 def test_set_gives_a_script_what_its_environment_would(tmp_path: Path) -> None:
     file = write(tmp_path, "run.sh", SCRIPT)
-    values = SOURCES["verl"].read(file, {"MINI": "4", "temperature": "0.5"}).values
+    values = read_file(SOURCES["verl"], file, {"MINI": "4", "temperature": "0.5"}).values
     assert values["data.train_batch_size"] == 8
     assert values["actor_rollout_ref.rollout.temperature"] == 0.5
 
 
 def test_a_script_without_a_launch_command_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="starts 0 programs"):
-        SOURCES["verl"].read(write(tmp_path, "run.sh", "echo hello\n"), {})
+        read_file(SOURCES["verl"], write(tmp_path, "run.sh", "echo hello\n"), {})
+
+
+def test_set_gives_a_value_that_a_command_of_the_script_decides(tmp_path: Path) -> None:
+    text = "trl grpo --per_device_train_batch_size 8 --learning_rate $(cat rate) --run_name $NAME"
+    file = write(tmp_path, "run.sh", text)
+    [unknown] = read_file(SOURCES["trl"], file, {"NAME": "mine"}).left_out
+    assert unknown.key == "learning_rate" and "--set learning_rate=VALUE" in unknown.reason
+
+    keys = read_file(SOURCES["trl"], file, {"NAME": "mine", "learning_rate": "1e-5"})
+    assert keys.values == {"per_device_train_batch_size": 8, "learning_rate": 1e-5, "run_name": "mine"}
+    assert keys.left_out == []
 
 
 def test_arguments_of_mindrlhfs_main_join_its_yaml(tmp_path: Path) -> None:
@@ -291,6 +308,8 @@ def test_arguments_of_mindrlhfs_main_join_its_yaml(tmp_path: Path) -> None:
     assert str(result.config.model.path) == "/models/qwen25_7b"
     assert result.config.model.architecture == "qwen2.5-7b"
     assert [function.name for function in result.config.rewards.functions] == ["format_reward"]
+    given = {"rl_config.tokenizer_dir": "/models/qwen3_8b"}
+    assert str(import_file(SOURCES["mindrlhf"], tmp_path / "run.sh", given).config.model.path) == "/models/qwen3_8b"
 
 
 @pytest.mark.parametrize(
@@ -432,7 +451,7 @@ def test_an_engine_that_runs_eager_in_the_file_says_what_that_costs() -> None:
 
 def test_values_that_are_the_default_are_listed_too(tmp_path: Path) -> None:
     result = imported("mindspeed_rl_grpo_qwen25_7b.yaml")
-    given = SOURCES["mindspeed-rl"].read(PUBLISHED / "mindspeed_rl_grpo_qwen25_7b.yaml", {}).values
+    given = read_file(SOURCES["mindspeed-rl"], PUBLISHED / "mindspeed_rl_grpo_qwen25_7b.yaml", {}).values
     listed = {item.key for item in result.defaults} & set(given)
     assert {"rl_config.adv_estimator", "generate_config.sampling_config.top_p"} <= listed
     assert "rl_config.adv_estimator: 'group_norm' (trainer.objective.advantage)" in result.text("x")
@@ -466,18 +485,24 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     assert out.read_text() == "mine"
 
 
-def test_tables_name_keys_that_exist() -> None:
-    keys = set(all_keys())
-    sections = {key.rsplit(".", depth)[0] for key in keys for depth in (1, 2) if key.count(".") >= depth}
-    for source in SOURCES.values():
-        for row in source.rows:
-            for ours in filter(None, [*row.ours.split(", "), row.near]):
-                leaf = ours if "." in ours or ours in keys | sections else f"trainer.optimizer.{ours}"
-                assert leaf in keys | sections or leaf.startswith("rollout.vllm.extra."), (
-                    source.name,
-                    row.theirs,
-                    ours,
-                )
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_tables_name_keys_that_exist(source: SourceSystem) -> None:
+    keys = set(dotted_keys(RunConfig))
+    for row in source.rows:
+        for ours in filter(None, [*row.ours, row.near]):
+            assert ours in keys or ours.startswith("rollout.vllm.extra."), (row.theirs, ours)
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_every_row_of_a_table_has_one_meaning(source: SourceSystem) -> None:
+    theirs = [row.theirs for row in source.rows]
+    assert [key for key, count in Counter(theirs).items() if count > 1] == []
+    for row in source.rows:
+        assert bool(row.ours) != bool(row.dropped), row.theirs
+        assert row.convert in ("", *CONVERSIONS), row.theirs
+        assert row.ours or not (row.convert or row.note or row.comment or row.default is not None), row.theirs
+        assert row.convert or not (row.comment or row.above is not None), row.theirs
+        assert set(row.unless) <= set(theirs), row.theirs
 
 
 def test_the_page_has_the_tables_of_the_code() -> None:

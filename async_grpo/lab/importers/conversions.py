@@ -1,0 +1,233 @@
+"""Conversions of the tables, and translations of several keys that the systems share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, get_args
+
+from async_grpo.config.launch import TelemetryConfig
+from async_grpo.lab.importers.table import KeyRow
+from async_grpo.lab.importers.translation import Translation
+from async_grpo.models.hub import hub_repo
+from async_grpo.models.shapes import SHAPES
+
+_TRACKERS = get_args(get_args(TelemetryConfig.model_fields["trackers"].annotation)[0])
+_NO_TRUNCATION = (
+    "here the log-probabilities are of the whole distribution; a truncated one would make the weights wrong"
+)
+ON_POLICY = "on policy, as there; 1 or 2 lets both sides work at once"
+
+
+def convert_keys(t: Translation) -> None:
+    """Convert the keys whose rows name a conversion, in the order of the table."""
+    for row in t.source.rows:
+        is_replaced = any(map(t.has, row.unless)) or (row.overrides and not t.has(row.theirs))
+        if row.convert and not is_replaced:
+            CONVERSIONS[row.convert](t, row)
+
+
+def _plain(read: Callable[[Translation, str], Any]) -> Callable[[Translation, KeyRow], None]:
+    """A conversion that writes the value that `read` returns, if there is one and it is above the row's `above`."""
+
+    def convert(t: Translation, row: KeyRow) -> None:
+        if t.get(row.theirs) is None:
+            return
+        value = read(t, row.theirs)
+        if row.above is None or value > row.above:
+            for ours in row.ours:
+                t.set(ours, value, row.comment)
+
+    return convert
+
+
+def _convert_updates(t: Translation, row: KeyRow) -> None:
+    if t.number(row.theirs) >= 1:  # below 1 it is a share of the run
+        t.set(row.ours[0], t.steps(row.theirs))
+
+
+def _convert_name(t: Translation, row: KeyRow) -> None:
+    fallback = f"from-{t.source.name}"
+    raw = PurePosixPath(str(t.get(row.theirs) or fallback)).name
+    kept = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in raw).strip("-._")[:64]
+    t.set("name", kept if kept.isascii() and kept else fallback)
+
+
+def _convert_model(t: Translation, row: KeyRow) -> None:
+    """Set the policy, and its architecture if the name reveals it."""
+    path = str(t.get(row.theirs) or "")
+    folder = str(Path(path).expanduser()) if path.startswith("~") else path or "models/CHANGE-ME"
+    is_id = hub_repo(Path(folder), "model", "huggingface", "model.path") is not None
+    comment = "yours to check: a Hugging Face folder with its tokenizer"
+    t.set("model.path", folder, "an id of Hugging Face; model.hub names the other hub" if is_id else comment)
+    name = path.rstrip("/").rpartition("/")[2].lower().replace("_", "-").replace("qwen25", "qwen2.5")
+    for suffix in ("-instruct", "-chat", "-base"):
+        name = name.removesuffix(suffix)
+    if name in SHAPES:
+        t.set("model.architecture", name, "so that --dry-run can plan before the folder is there")
+
+
+def _convert_precision(t: Translation, row: KeyRow) -> None:
+    if t.get(row.theirs) is not None:
+        set_precision(t, row.theirs, str(t.get(row.theirs)))
+
+
+def _convert_group_size(t: Translation, row: KeyRow) -> None:
+    """Advantages compare the samples of a group, so it has at least 2."""
+    size = t.integer(row.theirs)
+    t.set("group_size", max(2, size), "" if size >= 2 else f"CHANGE ME: {size} there; a group has at least 2 samples")
+
+
+def _convert_recompute(t: Translation, row: KeyRow) -> None:
+    kind = str(t.get(row.theirs) or "none")
+    if kind != "none":
+        t.set("trainer.recompute", kind)
+
+
+def _convert_eager(t: Translation, row: KeyRow) -> None:
+    eager = t.flag(row.theirs)
+    comment = "as there; false captures graphs, which is the default here on accelerators and faster" if eager else ""
+    t.set(row.ours[0], eager, comment)
+
+
+def _convert_temperature(t: Translation, row: KeyRow) -> None:
+    if t.number(row.theirs) > 0:
+        t.set("sampling.temperature", t.number(row.theirs))
+    else:
+        t.drop(row.theirs, "completions for training are sampled, and greedy ones have no log-probability", "sampling")
+
+
+def _refuse(truncates: Callable[[float], bool], reason: str) -> Callable[[Translation, KeyRow], None]:
+    """A conversion that lists values which truncate the distribution, because they have no counterpart."""
+
+    def convert(t: Translation, row: KeyRow) -> None:
+        if t.has(row.theirs) and truncates(t.number(row.theirs)):
+            t.drop(row.theirs, reason, row.ours[0])
+
+    return convert
+
+
+def _convert_trackers(t: Translation, row: KeyRow) -> None:
+    if t.get(row.theirs) is not None:
+        set_trackers(t, row.theirs, t.get(row.theirs))
+
+
+CONVERSIONS: Mapping[str, Callable[[Translation, KeyRow], None]] = {
+    "integer": _plain(Translation.integer),
+    "number": _plain(Translation.number),
+    "flag": _plain(Translation.flag),
+    "opposite": _plain(lambda t, key: not t.flag(key)),
+    "text": _plain(lambda t, key: str(t.get(key))),
+    "noted": lambda t, row: t.get(row.theirs),
+    "updates": _convert_updates,
+    "name": _convert_name,
+    "model": _convert_model,
+    "precision": _convert_precision,
+    "group_size": _convert_group_size,
+    "recompute": _convert_recompute,
+    "eager": _convert_eager,
+    "temperature": _convert_temperature,
+    "top_p": _refuse(lambda share: share != 1, _NO_TRUNCATION),
+    "top_k": _refuse(lambda tokens: tokens >= 1, _NO_TRUNCATION),
+    "min_p": _refuse(lambda share: share != 0, "the distribution is never truncated"),
+    "trackers": _convert_trackers,
+}
+"""Name in a table -> conversion of one key."""
+
+
+def set_precision(t: Translation, key: str, kind: str) -> None:
+    """Set the data type of the weights for both roles."""
+    if kind in ("bfloat16", "float32"):
+        t.set("model.precision", kind, "weights of both sides; the optimizer keeps fp32 masters")
+    else:
+        t.set("model.precision", "bfloat16")
+        if kind != "auto":
+            t.drop(key, "weights are bfloat16 or float32", "model.precision")
+
+
+def set_data(t: Translation, described: Any, command: str) -> None:
+    """Set the data to a folder that `async-grpo prepare` makes, because the formats differ."""
+    t.set("data.kind", "jsonl")
+    t.set("data.path", "data/prepared", f"make it of {described}: async-grpo prepare {command} --out data/prepared")
+
+
+def set_lengths(t: Translation, *, longest: int = 0, micro_tokens: int = 0) -> None:
+    """Set the lengths of sequence and micro-batch in tokens; 0 means not given. A micro-batch must hold the longest
+    sequence."""
+    prompt, completion = (t.settings[key].value for key in ("data.max_prompt_tokens", "sampling.max_tokens"))
+    length = max(longest, completion + 1) if longest else prompt + completion
+    t.set("rollout.vllm.max_model_len", length, "" if longest else f"prompt {prompt} + completion {completion}")
+    tokens = micro_tokens or length
+    raised = "raised to the longest sequence" if tokens < length else "tokens of one packed micro-batch"
+    t.set("trainer.micro_batch_tokens", max(tokens, length), raised)
+
+
+def set_kl(t: Translation, beta: float, estimator: str, *, in_reward: bool = False) -> None:
+    """Set the KL term and the reference model that it needs; a weight of 0 sets nothing."""
+    if beta <= 0:
+        return
+    t.set("trainer.objective.kl_beta", beta)
+    t.set("trainer.objective.kl_estimator", estimator)
+    t.set("trainer.objective.kl_in", "reward" if in_reward else "loss")
+    if "trainer.reference.source" not in t.settings:
+        t.set("trainer.reference.source", "frozen", "the first policy")
+
+
+def set_schedule(t: Translation, key: str, style: str, warmup: float, min_lr: float) -> None:
+    """Set the learning-rate schedule. `warmup`: number of steps, or a share of all steps if below 1."""
+    if style in ("constant", "linear", "cosine"):
+        t.set("trainer.optimizer.schedule", style)
+    else:
+        t.drop(key, "the schedules are constant, linear and cosine", "trainer.optimizer.schedule")
+    if min_lr and style in ("linear", "cosine"):
+        t.set("trainer.optimizer.min_lr", float(f"{min_lr:.10g}"))
+    if warmup > 0:
+        steps = round(warmup * t.settings["steps"].value) if warmup < 1 else int(warmup)
+        t.set("trainer.optimizer.warmup_steps", steps, "a share of the steps" if warmup < 1 else "")
+
+
+def set_steps(t: Translation, epochs: str, groups: int) -> None:
+    """Set the steps from epochs if the number of rows is known, else 100 with a note."""
+    number = t.number(epochs)
+    if t.rows:
+        t.set("steps", max(1, int(number * t.rows // groups)), f"{number:g} epochs of {t.rows} rows / {groups}")
+        return
+    t.set(
+        "steps", 100, f"CHANGE ME: {number:g} epochs are {number:g} * rows / {groups} steps; --rows tells the importer"
+    )
+    t.drop(epochs, "the length of a run is given in steps; pass --rows N (rows of the data) to compute them", "steps")
+
+
+def set_rewards(
+    t: Translation, key: str, names: Sequence[str], weights: Sequence[float], known: Mapping[str, str]
+) -> None:
+    """Set the reward functions by name. Unknown ones are listed. There is always at least one."""
+    chosen = {}
+    for name, weight in zip(names, [*weights, *[1.0] * len(names)], strict=False):
+        if name in known:
+            chosen[known[name]] = {"name": known[name], "weight": float(weight)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        reason = f"there is no verifier {', '.join(unknown)} here; give your own as module:attribute"
+        t.drop(key, reason, "rewards.functions")
+    comment = (
+        "docs/verifiers.md has the exact rules" if chosen else "CHANGE ME: none of the file's functions is known here"
+    )
+    t.set("rewards.functions", list(chosen.values()) or [{"name": "math_verify", "weight": 1.0}], comment)
+
+
+def set_overlong(t: Translation, enable: str, length: str, factor: str) -> None:
+    """Set the soft punishment of long completions, from the three keys."""
+    if t.flag(enable) and t.integer(length) and t.number(factor):
+        t.set("rewards.overlong", "soft")
+        t.set("rewards.soft_overlong_tokens", t.integer(length))
+        t.set("rewards.soft_overlong_factor", t.number(factor))
+
+
+def set_trackers(t: Translation, key: str, names: Any) -> None:
+    """Set the trackers by name. `console` and its like are ignored: every run does that."""
+    given = [str(name) for name in (names if isinstance(names, list) else [names]) if name]
+    t.set("telemetry.trackers", [name for name in _TRACKERS if name in given])
+    strange = [name for name in given if name not in (*_TRACKERS, "console", "none")]
+    if strange:
+        t.drop(key, f"there is no tracker {', '.join(strange)}; known: {', '.join(_TRACKERS)}", "telemetry.trackers")

@@ -1,0 +1,144 @@
+"""Reads configuration files and launch scripts of other systems into dotted keys and values."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from async_grpo.errors import ConfigError
+from async_grpo.lab.importers.shell import LaunchScript, options
+from async_grpo.lab.importers.table import SourceSystem
+
+_SECRET = re.compile(r"(api_?key|token|secret|password)$", re.IGNORECASE)
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 70
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A key of the file that did not become a setting."""
+
+    key: str
+    value: Any
+    reason: str
+    near: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The value in at most 70 characters; secrets are hidden."""
+        return "(hidden)" if _SECRET.search(self.key) else _short.repr(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenKeys:
+    """Keys and values of a file."""
+
+    values: Mapping[str, Any]
+    left_out: Sequence[LeftOut] = ()
+    program: str = ""
+    """The program that a launch script starts."""
+    file_name: str = ""
+
+    def has_section(self, prefix: str) -> bool:
+        """True if the file has a key with this prefix."""
+        return any(key.startswith(prefix) for key in self.values)
+
+
+def read_file(source: SourceSystem, file: Path, given: Mapping[str, str]) -> GivenKeys:
+    """Read a YAML file or, if the system has such, a launch script.
+
+    `given`: the values of --set: variables of the script, or keys, which override those of the file.
+    Raises ConfigError.
+    """
+    if source.script is None or file.suffix in (".yaml", ".yml"):
+        return GivenKeys({**read_yaml(file), **_parsed(given)}, file_name=file.name)
+
+    script = LaunchScript(given)
+    program, words = script.words(read_text(file), re.compile(source.script.program))
+    arguments = _overrides(words) if source.script.arguments == "overrides" else options(words)
+    values: dict[str, Any] = {}
+    if source.script.config:
+        values = read_yaml(_beside(file, Path(arguments.pop(source.script.config, ""))))
+
+    keys = {row.theirs for row in source.rows}
+    override = {name: text for name, text in given.items() if name not in script.used or name in keys}
+    left_out = []
+    for name, text in arguments.items():
+        key = source.script.names.get(name, name)
+        if reason := script.reason(key, text):
+            if key not in override:
+                left_out.append(LeftOut(key, "$...", reason))
+        else:
+            values[key] = parse_value(text)
+    doubts = [
+        LeftOut(name, script.variables[name], "an if, a case or a loop may change it; --set says what holds for you")
+        for name in script.doubtful()
+    ]
+    return GivenKeys({**values, **_parsed(override)}, left_out + doubts, program, file.name)
+
+
+def _overrides(words: Sequence[str]) -> dict[str, str]:
+    """`key=value` and `+key=value`, as Hydra takes them."""
+    pairs = (word.lstrip("+~").partition("=") for word in words)
+    return {key: text for key, equals, text in pairs if equals}
+
+
+def _beside(script: Path, named: Path) -> Path:
+    for path in (named, script.parent / named, script.parent / named.name):
+        if path.is_file():
+            return path
+    raise ConfigError(f"{script} names the configuration {named}, which is neither there nor beside it. Put it beside")
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The keys of a YAML file, dotted. Raises ConfigError."""
+    try:
+        raw = yaml.safe_load(read_text(file))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} must hold keys and values (a YAML mapping), but holds {type(raw).__name__}")
+    return flatten(raw)
+
+
+def read_text(file: Path) -> str:
+    """The text of a file. Raises ConfigError."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not a text file. Name a YAML file or a launch script") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}). Name a YAML file or a launch script") from None
+
+
+def parse_value(text: str) -> Any:
+    """Parse a value as YAML, except that 1e-6 is a number (YAML 1.1 takes it for a string)."""
+    try:
+        return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _parsed(given: Mapping[str, str]) -> dict[str, Any]:
+    return {key: parse_value(text) for key, text in given.items()}
+
+
+def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value; lists stay values, and an empty section disappears.
+
+    >>> flatten({"a": {"b": 1, "c": [2]}})
+    {'a.b': 1, 'a.c': [2]}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = parse_value(value) if isinstance(value, str) else value
+    return flat
