@@ -72,6 +72,10 @@ def _convert_precision(t: Translation, row: KeyRow) -> None:
         set_precision(t, row.theirs, str(t.get(row.theirs)))
 
 
+def _convert_bf16(t: Translation, row: KeyRow) -> None:
+    set_precision(t, row.theirs, "bfloat16" if t.flag(row.theirs) else "float32")
+
+
 def _convert_group_size(t: Translation, row: KeyRow) -> None:
     """Advantages compare the samples of a group, so it has at least 2."""
     size = t.integer(row.theirs)
@@ -123,6 +127,7 @@ CONVERSIONS: Mapping[str, Callable[[Translation, KeyRow], None]] = {
     "name": _convert_name,
     "model": _convert_model,
     "precision": _convert_precision,
+    "bf16": _convert_bf16,
     "group_size": _convert_group_size,
     "recompute": _convert_recompute,
     "eager": _convert_eager,

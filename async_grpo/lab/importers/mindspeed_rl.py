@@ -106,7 +106,15 @@ def _devices(t: Translation) -> None:
     if parallel_size(t, "tensor") > 1:
         t.set("trainer.sequence_parallel", t.flag(_either(t, "sequence_parallel")))
     devices, engine = t.integer(f"{_RL}actor_resource.num_npus"), t.integer(f"{_GENERATE}infer_tensor_parallel_size")
-    set_devices(t, DeviceCount("npu", 1, devices, engine))
+    # A file has the devices of the whole Ray cluster; how many a machine has is in the launch script, and in its own
+    # name: grpo_qwen25_32b_A2.yaml is for Atlas A2 machines.
+    per_node = t.integer("NPUS_PER_NODE") or (8 if "_A2" in t.given.file_name else 16)
+    nodes = max(1, math.ceil(devices / per_node))
+    set_devices(t, DeviceCount("npu", nodes, devices // nodes, engine))
+    if nodes > 1 and not t.has("NPUS_PER_NODE"):
+        ranks = t.settings["trainer.processes"]
+        assumed = f"{nodes} machines of {per_node}, or --set NPUS_PER_NODE=N"
+        t.set("trainer.processes", ranks.value, f"{ranks.comment}; {assumed}")
     set_engine_memory(t, t.number(f"{_GENERATE}gpu_memory_utilization"))
 
 

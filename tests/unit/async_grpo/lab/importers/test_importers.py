@@ -442,6 +442,35 @@ def test_a_file_of_mindspeed_rl_needs_no_more_devices_than_it_has(tmp_path: Path
     assert len(assign_devices(config, {}, 16)) == 1 + config.rollout.servers == 17
 
 
+@pytest.mark.parametrize(
+    ("name", "npus", "given", "nodes"),  # of configs/ and examples/ of MindSpeed-RL
+    [
+        ("grpo_qwen25_32b_A2.yaml", 16, {}, 2),
+        ("dapo_qwen25_32b_A2_20k.yaml", 64, {}, 8),
+        ("dapo_qwen25_32b_A3_32k.yaml", 64, {}, 4),
+        ("grpo_deepseek_r1_671b_A3.yaml", 256, {}, 16),
+        ("mine.yaml", 32, {"NPUS_PER_NODE": "8"}, 4),
+    ],
+)
+def test_half_of_the_machines_of_a_mindspeed_rl_file_train(
+    tmp_path: Path, name: str, npus: int, given: dict[str, str], nodes: int
+) -> None:
+    text = (PUBLISHED / "mindspeed_rl_grpo_qwen25_7b.yaml").read_text()
+    file = write(tmp_path, name, text.replace("num_npus: 16", f"num_npus: {npus}"))
+    result = import_file(SOURCES["mindspeed-rl"], file, given)
+    trainer, comments = result.config.trainer, {setting.key: setting.comment for setting in result.settings}
+    assert (trainer.nodes, trainer.processes) == (nodes // 2, npus // 2)
+    assert "async-grpo rollout on the machines that generate" in comments["rollout.servers"]
+
+
+def test_weights_of_a_mindspeed_rl_file_without_bf16_are_float32(tmp_path: Path) -> None:
+    text = (PUBLISHED / "mindspeed_rl_grpo_qwen25_7b.yaml").read_text()
+    for given, precision in (("true", "bfloat16"), ("false", "float32")):
+        file = write(tmp_path, "msrl.yaml", re.sub(r"bf16: true", f"bf16: {given}", text))
+        keys = import_file(SOURCES["mindspeed-rl"], file, {"generate_config.dtype": "null"})
+        assert keys.config.model.precision == precision
+
+
 def test_an_engine_that_runs_eager_in_the_file_says_what_that_costs() -> None:
     settings = {setting.key: setting for setting in imported("mindspeed_rl_grpo_qwen25_7b.yaml").settings}
     eager = settings["rollout.vllm.enforce_eager"]
