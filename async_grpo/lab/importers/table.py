@@ -18,6 +18,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRow:
-    """A key of another system; with a final `*`, all keys with that prefix."""
+    """A key of another system; `*` in it stands for any text."""
 
     theirs: str
     ours: Sequence[str] = ()
@@ -80,8 +81,8 @@ class SourceSystem:
     translate: Callable[[Translation], None]
 
     def find_row(self, key: str) -> KeyRow | None:
-        """The row of a key; else the row with the longest prefix that covers it."""
-        fits = [row for row in self.rows if row.theirs == key or _covers(row.theirs, key)]
+        """The row of a key; else the longest pattern that fits it."""
+        fits = [row for row in self.rows if fnmatchcase(key, row.theirs)]
         return max(fits, key=lambda row: (row.theirs == key, len(row.theirs)), default=None)
 
 
@@ -102,7 +103,3 @@ def _rows(sections: Sequence[str], keys: Mapping[str, dict[str, Any]]) -> Iterat
             row = {**given, "ours": [ours] if isinstance(ours, str) else ours, "unless": unless}
             row["overrides"] = number > 0
             yield KeyRow(theirs=f"{section}{key}", **row)
-
-
-def _covers(pattern: str, key: str) -> bool:
-    return pattern.endswith("*") and key.startswith(pattern[:-1])

@@ -532,6 +532,7 @@ def test_every_row_of_a_table_has_one_meaning(source: SourceSystem) -> None:
         assert row.ours or not (row.convert or row.note or row.comment or row.default is not None), row.theirs
         assert row.convert or not (row.comment or row.above is not None), row.theirs
         assert set(row.unless) <= set(theirs), row.theirs
+        assert source.find_row(row.theirs.replace("*", "other")) is row, f"{row.theirs} is hidden by another row"
 
 
 def test_the_page_has_the_tables_of_the_code() -> None:
