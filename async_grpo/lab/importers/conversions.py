@@ -16,6 +16,19 @@ _TRACKERS = get_args(get_args(TelemetryConfig.model_fields["trackers"].annotatio
 _NO_TRUNCATION = (
     "here the log-probabilities are of the whole distribution; a truncated one would make the weights wrong"
 )
+_KL_ESTIMATORS = {
+    "kl": "k1",
+    "k1": "k1",
+    "mse": "k2",
+    "mse+": "k2",
+    "k2": "k2",
+    "k2+": "k2",
+    "low_var_kl": "k3",
+    "low_var_kl+": "k3+",
+    "k3": "k3",
+    "k3+": "k3+",
+}
+"""Names of verl and MindSpeed-RL; with `+` the gradient is that of k2."""
 ON_POLICY = "on policy, as there; 1 or 2 lets both sides work at once"
 
 
@@ -176,6 +189,18 @@ def set_kl(t: Translation, beta: float, estimator: str, *, in_reward: bool = Fal
     t.set("trainer.objective.kl_in", "reward" if in_reward else "loss")
     if "trainer.reference.source" not in t.settings:
         t.set("trainer.reference.source", "frozen", "the first policy")
+
+
+def convert_kl(t: Translation, weight: str, estimator: str, control: str, *, in_reward: bool = False) -> None:
+    """Set the KL term from the keys of its weight, its estimator and the kind of control of the weight."""
+    if str(t.get(control)) != "fixed":
+        t.drop(control, "the weight is fixed", "trainer.objective.kl_beta")
+    if t.number(weight) > 0:
+        kind = str(t.get(estimator))
+        if kind not in _KL_ESTIMATORS:
+            reason = "estimators are k1, k2, k3 and k3+; k3 is taken"
+            t.drop(estimator, reason, "trainer.objective.kl_estimator")
+        set_kl(t, t.number(weight), _KL_ESTIMATORS.get(kind, "k3"), in_reward=in_reward)
 
 
 def set_schedule(t: Translation, key: str, style: str, warmup: float, min_lr: float) -> None:

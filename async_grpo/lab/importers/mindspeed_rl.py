@@ -8,8 +8,8 @@ from async_grpo.config.launch import EvalConfig
 from async_grpo.lab.importers.conversions import (
     ON_POLICY,
     convert_keys,
+    convert_kl,
     set_data,
-    set_kl,
     set_lengths,
     set_overlong,
     set_rewards,
@@ -86,11 +86,8 @@ def _objective(t: Translation) -> None:
     if is_dapo:
         t.drop(f"{_RL}init_kl_coef", "the loss of ray_dapo has no KL term", f"{_OBJECTIVE}kl_beta")
         return
-    reason = "estimators are k1, k2 and k3; k3 is taken"
-    estimator = t.choose(f"{_RL}kl_penalty", "kl_estimators", "k3", reason, f"{_OBJECTIVE}kl_estimator")
-    if str(t.get(f"{_RL}kl_ctrl_type")) != "fixed":
-        t.drop(f"{_RL}kl_ctrl_type", "the weight is fixed", f"{_OBJECTIVE}kl_beta")
-    set_kl(t, t.number(f"{_RL}init_kl_coef"), estimator, in_reward=t.flag(f"{_RL}use_kl_in_reward"))
+    in_reward = t.flag(f"{_RL}use_kl_in_reward")
+    convert_kl(t, f"{_RL}init_kl_coef", f"{_RL}kl_penalty", f"{_RL}kl_ctrl_type", in_reward=in_reward)
 
 
 def _rewards(t: Translation) -> None:

@@ -12,8 +12,8 @@ from async_grpo.config.rollout import OURS
 from async_grpo.lab.importers.conversions import (
     ON_POLICY,
     convert_keys,
+    convert_kl,
     set_data,
-    set_kl,
     set_lengths,
     set_overlong,
     set_schedule,
@@ -108,10 +108,11 @@ def _objective(t: Translation) -> None:
     t.set(f"{_OBJECTIVE}loss", loss)
     _aggregation(t, loss)
     _clip(t, loss)
+    control = "algorithm.kl_ctrl.type"
     if t.flag("algorithm.use_kl_in_reward"):
-        _kl(t, "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", in_reward=True)
+        convert_kl(t, "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", control, in_reward=True)
     elif t.flag(f"{_ACTOR}use_kl_loss"):
-        _kl(t, f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type", in_reward=False)
+        convert_kl(t, f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type", control)
 
 
 def _aggregation(t: Translation, loss: str) -> None:
@@ -139,17 +140,6 @@ def _clip(t: Translation, loss: str) -> None:
         t.set(f"{_OBJECTIVE}dual_clip", t.number(bound))
     elif loss == "dppo_tv":
         t.set(f"{_OBJECTIVE}behaviour_cap", t.number(bound) if t.has(bound) else 20.0)
-
-
-def _kl(t: Translation, weight: str, estimator: str, *, in_reward: bool) -> None:
-    if t.number(weight) <= 0:
-        t.get(estimator)
-    if str(t.get("algorithm.kl_ctrl.type")) != "fixed":
-        t.drop("algorithm.kl_ctrl.type", "the weight is fixed", f"{_OBJECTIVE}kl_beta")
-    if t.number(weight) > 0:
-        reason = "estimators are k1, k2, k3 and k3+; k3 is taken"
-        kind = t.choose(estimator, "kl_estimators", "k3", reason, f"{_OBJECTIVE}kl_estimator")
-        set_kl(t, t.number(weight), kind, in_reward=in_reward)
 
 
 def _corrections(t: Translation) -> None:
