@@ -190,7 +190,7 @@ class LocalRun:
         finally:
             await cancel_and_wait(*looks)
         await self._monitor.look()
-        if not self._progress.is_trained():
+        if not await self._progress.is_trained():
             raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
 
     async def _stop_roles(self, interrupted_again: asyncio.Event) -> None:

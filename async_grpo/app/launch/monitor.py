@@ -41,14 +41,22 @@ class LocalProgress(RunProgress):
         self._plane, self._say = plane, say
         self.stats: BufferStats | None = None
 
-    def is_trained(self) -> bool:
-        """True if the last step has been published."""
-        return self.stats is not None and self.stats.version >= self._plane.config.steps
+    async def is_trained(self) -> bool:
+        """True if the last step has been published; False if the server of the buffer does not answer."""
+        steps = self._plane.config.steps
+        if self.stats is None or self.stats.version < steps:
+            # A trainer leaves a moment after its last step. The last look may be older than that, and the trainer
+            # would be started again.
+            try:
+                self.stats = await self._plane.buffer.stats()
+            except BufferFault:
+                return False
+        return self.stats.version >= steps
 
     async def is_generated(self) -> bool:
         """True if rollout servers have nothing left to do; False if the server of the buffer does not answer."""
         try:
-            return self.is_trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
+            return await self.is_trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
         except ServerLost:
             return False  # a role that comes back needlessly leaves by itself
 

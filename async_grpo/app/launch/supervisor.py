@@ -95,7 +95,7 @@ class RoleRunner(Protocol):
 class RunProgress:
     """The supervisor's view of its run. This default has none: a role that ends with 0 is done."""
 
-    def is_trained(self) -> bool:
+    async def is_trained(self) -> bool:
         """True if the last step has been trained."""
         return True
 
@@ -284,7 +284,7 @@ class Supervisor:
                 code=end.code,
                 stopping=not self._is_wanted(name),
                 over=name != TRAINER and not self._stopping and await self._progress.is_generated(),
-                needed=self._is_needed(name),
+                needed=end.code != 0 or await self._is_needed(name),
                 restarts=used,
                 limit=runner.restarts,
             )
@@ -363,12 +363,12 @@ class Supervisor:
     def _is_ending(self) -> bool:
         return self._stopping or not self.is_active(TRAINER)
 
-    def _is_needed(self, name: str) -> bool:
+    async def _is_needed(self, name: str) -> bool:
         """The run needs its trainer until every step is trained, and a rollout server until the trainer has left."""
         if not self._sees_whole_run:
             return False
         if name == TRAINER:
-            return not self._progress.is_trained()
+            return not await self._progress.is_trained()
         return not self._other_servers(name, ACTIVE) and self.states[TRAINER].state != "finished"
 
     def _set_state(self, name: str, state: str) -> None:

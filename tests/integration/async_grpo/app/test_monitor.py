@@ -162,6 +162,24 @@ async def test_a_server_that_is_not_ready_in_time_leaves_the_run_to_the_others(t
                 await asyncio.gather(keeping, board.aclose(), plane.buffer.aclose(), return_exceptions=True)
 
 
+async def test_a_trainer_that_leaves_just_after_its_last_step_is_not_started_again(
+    tmp_path: Path, redis_config: RedisConfig
+) -> None:
+    config = config_of(tmp_path, redis_config.url).model_copy(update={"name": uuid.uuid4().hex, "steps": 1})
+    specs = [RoleSpec("trainer", [sys.executable, "-c", ""], tmp_path / "trainer.log", 1)]
+    buffer, board = await open_run(config), await connect_board(config.redis, config.name)
+    progress = LocalProgress(StatePlane(config, buffer, board, None), print)
+    roles = supervise_processes(
+        "watched", specs, restarts={}, warn=warn_by(print), stop_timeout_s=5.0, progress=progress
+    )
+
+    progress.stats = await buffer.stats()  # the monitor's last look
+    await buffer.publish_version(epoch=(await buffer.rollback(0)).epoch, version=1)
+    await roles.watch()
+    assert roles.restarts == {"trainer": 0}
+    await asyncio.gather(buffer.aclose(), board.aclose())
+
+
 async def test_the_loop_goes_on_while_a_server_that_died_starts_slowly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
