@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from async_grpo.app.cli.common import exit_with, say
+from async_grpo.app.cli.common import exit_with_code, say
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import EXIT_CONFIG
 from async_grpo.utils.aio import Overtaken, race, stop_signals
@@ -20,6 +19,7 @@ from async_grpo.utils.aio import Overtaken, race, stop_signals
 INTERRUPTED = 130
 
 
+@exit_with_code(config_code=EXIT_CONFIG)
 def accept(
     platform: Annotated[PlatformName, typer.Option(help="Platform of the trainer and the engine.")] = "cpu",
     stage: Annotated[
@@ -48,7 +48,7 @@ def accept(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the report here.")
     ] = None,
-) -> None:
+) -> int:
     """Check a machine before its first run: every part on its devices, with a small random model.
 
     The stages: `doctor`; `collectives` over all devices; `numbers` (attention, log-probabilities and gradients against
@@ -65,8 +65,7 @@ def accept(
     no such device.
     """
     folder = out or Path("runs") / f"accept-{platform}{'-scale' if scale else ''}"
-    running = partial(_run, platform, folder, stage or (), devices, json_file, scale=scale)
-    exit_with(lambda: asyncio.run(running()), config_code=EXIT_CONFIG)
+    return asyncio.run(_run(platform, folder, stage or (), devices, json_file, scale=scale))
 
 
 async def _run(

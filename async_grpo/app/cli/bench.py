@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from async_grpo.app.cli.common import exit_with, progress_bar
+from async_grpo.app.cli.common import exit_with_code, progress_bar
 
 MODULES = {
     "pipeline": "async_grpo.lab.bench.pipeline.bench",
@@ -28,6 +28,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Only check that the bench 
 
 
 @app.command()
+@exit_with_code()
 def rollout(json_file: JsonFile = None, quick: Quick = False) -> None:
     """Measure a rollout server: tokens per second beside bare vLLM on the same engine and beside dispatch in waves.
 
@@ -37,6 +38,7 @@ def rollout(json_file: JsonFile = None, quick: Quick = False) -> None:
 
 
 @app.command()
+@exit_with_code()
 def trainer(
     json_file: JsonFile = None,
     quick: Quick = False,
@@ -54,6 +56,7 @@ def trainer(
 
 
 @app.command()
+@exit_with_code()
 def pipeline(
     json_file: JsonFile = None,
     quick: Quick = False,
@@ -103,22 +106,18 @@ def _measure(name: str, json_file: Path | None, plot: Path | None = None, **opti
 
     from async_grpo.lab.bench.measure import Machine, Picture, make_room, table, write
 
-    def work() -> int:
-        for file in (json_file, plot):
-            if file is not None:
-                make_room(file)
-        machine, bench = Machine.here(), import_module(MODULES[name])
-        pictures: list[Picture] = []
-        wanted = options if plot is None else {**options, "picture": pictures.append}
-        with progress_bar() as progress:
-            figures = uvloop.run(bench.measure(progress, **wanted))
-        view = getattr(bench, "view", table)
-        Console().print(view(f"async-grpo bench {name}", figures, machine))
-        if json_file is not None:
-            write(json_file, figures, machine)
-        if plot is not None:
-            for picture in pictures:
-                picture(plot)
-        return 0
-
-    exit_with(work)
+    for file in (json_file, plot):
+        if file is not None:
+            make_room(file)
+    machine, bench = Machine.here(), import_module(MODULES[name])
+    pictures: list[Picture] = []
+    wanted = options if plot is None else {**options, "picture": pictures.append}
+    with progress_bar() as progress:
+        figures = uvloop.run(bench.measure(progress, **wanted))
+    view = getattr(bench, "view", table)
+    Console().print(view(f"async-grpo bench {name}", figures, machine))
+    if json_file is not None:
+        write(json_file, figures, machine)
+    if plot is not None:
+        for picture in pictures:
+            picture(plot)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import Progress
 
-from async_grpo.app.cli.common import RunConfigFile, RunDir, RunOverride, exit_with, print_line, progress_bar
+from async_grpo.app.cli.common import RunConfigFile, RunDir, RunOverride, exit_with_code, print_line, progress_bar
 from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ DiscardReady = Annotated[
 
 
 @app.command()
+@exit_with_code()
 def stats(
     config: RunConfigFile = None,
     override: RunOverride = None,
@@ -43,33 +44,17 @@ def stats(
     every_s: Annotated[
         float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Seconds between refreshes with --watch.")
     ] = 1.0,
-) -> None:
+) -> int:
     """Show counters, window fill, head version, releases by reason, ages, the oldest lease and the server's memory.
 
     Changes nothing. With --watch --json, every refresh prints one line of JSON.
     """
-    from async_grpo.lab.inspector.export import plain_overview
-    from async_grpo.lab.inspector.views import overview_view
-
-    async def look(inspector: Inspector) -> None:
-        if as_json:
-            while True:
-                print(json.dumps(plain_overview(await inspector.overview()), indent=None if watch else 2), flush=True)
-                if not watch:
-                    return
-                await asyncio.sleep(every_s)
-        view = overview_view(await inspector.overview())
-        if not watch:
-            return Console().print(view)
-        with Live(view, console=Console(), auto_refresh=False) as live:
-            while True:
-                await asyncio.sleep(every_s)
-                live.update(overview_view(await inspector.overview()), refresh=True)
-
-    exit_with(lambda: _attached(config, override, run_dir, look))
+    seconds = every_s if watch else None
+    return _run_attached(config, override, run_dir, lambda inspector: _show_overview(inspector, as_json, seconds))
 
 
 @app.command()
+@exit_with_code()
 def inspect(
     words: Annotated[
         list[str] | None,
@@ -80,28 +65,20 @@ def inspect(
     limit: Annotated[int, typer.Option("--limit", min=1, help="Groups to list in each state.")] = 20,
     characters: Annotated[int, typer.Option("--characters", min=1, help="Characters to show of each text.")] = 400,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """List the groups by state, or show every record of the group or waiting task ID.
 
     Records are decoded without their schema, so those of a newer release can be read too. Text is escaped: nothing
     that a model wrote can control the terminal. Changes nothing.
     """
-
-    def work() -> int:
-        config, ident = _config_and_id(words or [], run_dir)
-
-        async def look(inspector: Inspector) -> None:
-            if ident is None:
-                await _show_groups(inspector, limit, as_json)
-            else:
-                await _show(inspector, ident, characters, as_json)
-
-        return _attached(config, override, run_dir, look)
-
-    exit_with(work)
+    config, seq = _config_and_id(words or [], run_dir)
+    if seq is None:
+        return _run_attached(config, override, run_dir, lambda inspector: _show_groups(inspector, limit, as_json))
+    return _run_attached(config, override, run_dir, lambda inspector: _show(inspector, seq, characters, as_json))
 
 
 @app.command()
+@exit_with_code()
 def drain(
     config: RunConfigFile = None,
     override: RunOverride = None,
@@ -109,7 +86,7 @@ def drain(
     timeout_s: Timeout = 600.0,
     discard_ready: DiscardReady = False,
     resume: Annotated[bool, typer.Option("--resume", help="Undo an earlier drain: reopen admission.")] = False,
-) -> None:
+) -> int:
     """Stop admission and wait until no group is in flight.
 
     1. The horizon of the run is set to 0 and a limit of the replay ratio is lifted, so no new group is admitted,
@@ -124,26 +101,13 @@ def drain(
     --resume restores horizon and limit. Groups that --discard-ready released stay released, and new groups take their
     slots. Resuming the run with other parameters, such as more steps, also reopens admission.
     """
-
-    async def move(inspector: Inspector) -> None:
-        if resume:
-            resumed = await inspector.resume_admission()
-            return print_line("admission is open again" if resumed else "admission was not stopped: nothing is changed")
-        from async_grpo.lab.inspector.export import wait_until_drained
-
-        stopped = await inspector.stop_admission()
-        print_line("admission is stopped" if stopped else "admission was already stopped")
-        with progress_bar() as progress:
-            overview = await wait_until_drained(inspector, timeout_s, _follow(progress))
-        if discard_ready:
-            discarded = await inspector.discard_ready()
-            return print_line(f"nothing is in flight; {discarded} READY groups were released as stale")
-        print_line(f"nothing is in flight; {overview.stats.ready} READY groups are left for the trainer")
-
-    exit_with(lambda: _attached(config, override, run_dir, move))
+    if resume:
+        return _run_attached(config, override, run_dir, _resume_admission)
+    return _run_attached(config, override, run_dir, lambda inspector: _drain(inspector, timeout_s, discard_ready))
 
 
 @app.command()
+@exit_with_code()
 def export(
     to: Annotated[
         Path, typer.Option("--to", metavar="FILE", help="File to write; its name ends in .jsonl or .msgpack.")
@@ -154,7 +118,7 @@ def export(
     state: Annotated[
         list[str] | None, typer.Option("--state", help="ready, taken or kept; may be repeated (default: all three).")
     ] = None,
-) -> None:
+) -> int:
     """Write the stored groups to a file, in the order of their sequence. Changes nothing.
 
     READY groups wait for the trainer, TAKEN groups are being trained, and KEPT groups were trained and stay until a
@@ -164,24 +128,13 @@ def export(
     A .jsonl file has one JSON object per line, with arrays as lists of numbers. A .msgpack file is a stream of maps,
     with arrays as raw little-endian bytes (int32 token ids, float32 log-probabilities).
     """
-
-    async def move(inspector: Inspector) -> None:
-        from async_grpo.lab.inspector.export import export as write
-
-        groups = await inspector.groups(_states(state))
-        with progress_bar() as progress:
-            bar = progress.add_task("groups", total=len(groups))
-            written = await write(inspector, groups, to, lambda: progress.advance(bar))
-        gone = f"; {len(groups) - written} ended before they could be written" if written < len(groups) else ""
-        print_line(f"{written} groups, {to.stat().st_size:,} bytes in {to}{gone}")
-
-    exit_with(lambda: _attached(config, override, run_dir, move))
+    return _run_attached(config, override, run_dir, lambda inspector: _export(inspector, to, state))
 
 
-def _attached(
-    config: Path | None, override: list[str] | None, run_dir: Path | None, do: Callable[[Inspector], Awaitable[Any]]
+def _run_attached(
+    config: Path | None, override: list[str] | None, run_dir: Path | None, do: Callable[[Inspector], Awaitable[None]]
 ) -> int:
-    """Find the run, attach without changing it, and do something with it. Ctrl-C ends it without a traceback."""
+    """Find the run, attach without changing it, and await `do`; returns the exit code. Ctrl-C leaves no traceback."""
     from async_grpo.app.launch.run_folder import find_run
     from buffer.inspector import Inspector
 
@@ -198,6 +151,61 @@ def _attached(
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+async def _show_overview(inspector: Inspector, as_json: bool, every_s: float | None) -> None:
+    """Print the overview once, or refresh it every `every_s` seconds until Ctrl-C."""
+    from async_grpo.lab.inspector.export import plain_overview
+    from async_grpo.lab.inspector.views import overview_view
+
+    overview = await inspector.overview()
+    if every_s is None:
+        if as_json:
+            return print(json.dumps(plain_overview(overview), indent=2))
+        return Console().print(overview_view(overview))
+    if as_json:
+        while True:
+            print(json.dumps(plain_overview(overview)), flush=True)
+            await asyncio.sleep(every_s)
+            overview = await inspector.overview()
+    with Live(overview_view(overview), console=Console(), auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(every_s)
+            live.update(overview_view(await inspector.overview()), refresh=True)
+
+
+async def _resume_admission(inspector: Inspector) -> None:
+    resumed = await inspector.resume_admission()
+    print_line("admission is open again" if resumed else "admission was not stopped: nothing is changed")
+
+
+async def _drain(inspector: Inspector, timeout_s: float, discard_ready: bool) -> None:
+    from async_grpo.lab.inspector.export import wait_until_drained
+
+    stopped = await inspector.stop_admission()
+    print_line("admission is stopped" if stopped else "admission was already stopped")
+    with progress_bar() as progress:
+        overview = await wait_until_drained(inspector, timeout_s, _follow(progress))
+    if discard_ready:
+        discarded = await inspector.discard_ready()
+        print_line(f"nothing is in flight; {discarded} READY groups were released as stale")
+    else:
+        print_line(f"nothing is in flight; {overview.stats.ready} READY groups are left for the trainer")
+
+
+async def _export(inspector: Inspector, file: Path, states: list[str] | None) -> None:
+    from async_grpo.lab.inspector.export import export as write
+
+    groups = await inspector.groups(_states(states))
+    with progress_bar() as progress:
+        bar = progress.add_task("groups", total=len(groups))
+        written = await write(inspector, groups, file, lambda: progress.advance(bar))
+    _print_exported(file, written, len(groups) - written)
+
+
+def _print_exported(file: Path, written: int, gone: int) -> None:
+    note = f"; {gone} ended before they could be written" if gone else ""
+    print_line(f"{written} groups, {file.stat().st_size:,} bytes in {file}{note}")
 
 
 def _config_and_id(words: list[str], run_dir: Path | None) -> tuple[Path | None, int | None]:

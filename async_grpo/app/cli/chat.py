@@ -26,7 +26,7 @@ from async_grpo.app.cli.common import (
     RunConfigFile,
     RunDir,
     RunOverride,
-    exit_with,
+    exit_with_code,
 )
 from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
 from async_grpo.utils.text import clean_text
@@ -68,6 +68,7 @@ HELP = """\
 /quit               leave (as does the end of the input)"""
 
 
+@exit_with_code()
 def chat(
     config: RunConfigFile = None,
     override: RunOverride = None,
@@ -89,7 +90,7 @@ def chat(
     """
     policy = PolicyOptions(config, override, run_dir, checkpoint, live)
     options = ChatOptions(template, system, temperature, max_tokens, seed)
-    exit_with(lambda: _chat(policy, options, prompt, answer))
+    _chat(policy, options, prompt, answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +194,8 @@ def note(text: str) -> None:
     Console(stderr=True).print(escape(text), style="dim", highlight=False, soft_wrap=True)
 
 
-def _chat(choice: PolicyOptions, options: ChatOptions, prompt: str | None, answer: str | None) -> int:
-    """Ask one question, or hold a conversation; returns the exit code."""
+def _chat(choice: PolicyOptions, options: ChatOptions, prompt: str | None, answer: str | None) -> None:
+    """Ask one question, or hold a conversation."""
     if answer is not None and prompt is None:
         raise ConfigError("--answer goes with --prompt. In a conversation type /answer TEXT")
     config, policy = choice.policy()
@@ -212,7 +213,6 @@ def _chat(choice: PolicyOptions, options: ChatOptions, prompt: str | None, answe
             print()
         finally:
             runner.run(stack.aclose())
-    return 0
 
 
 @asynccontextmanager

@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from async_grpo.app.cli.common import exit_with, print_line, progress_bar
+from async_grpo.app.cli.common import exit_with_code, print_line, progress_bar
 from async_grpo.errors import ConfigError
 
 Convert = Callable[[Callable[[int, int], None]], None]
 
 
+@exit_with_code()
 def convert(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="Hugging Face folder or id, or Megatron checkpoint.")
@@ -31,29 +32,24 @@ def convert(
 
     For the checkpoint of a run, use `async-grpo export`.
     """
+    from async_grpo.models.hub import hub_repo
+    from trainer.checkpoint.convert import is_megatron, to_hugging_face, to_megatron
 
-    def work() -> int:
-        from async_grpo.models.hub import hub_repo
-        from trainer.checkpoint.convert import is_megatron, to_hugging_face, to_megatron
-
-        repo = hub_repo(source, "model", "huggingface", "SOURCE")
-        folder = source if repo is None else repo.pinned().fetch(print_line)
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder {source}. Give a Hugging Face folder or a Megatron checkpoint")
-        if not is_megatron(folder):
-            return _with_progress("Megatron", target, lambda progress: to_megatron(folder, target, progress))
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{source} has no config.json, so its architecture and tokenizer are unknown: `async-grpo convert` did "
-                "not write it. For the checkpoint of a run, use `async-grpo export runs/NAME TARGET`"
-            )
-        return _with_progress(
-            "Hugging Face", target, lambda progress: to_hugging_face(folder, folder, target, progress)
+    repo = hub_repo(source, "model", "huggingface", "SOURCE")
+    folder = source if repo is None else repo.pinned().fetch(print_line)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {source}. Give a Hugging Face folder or a Megatron checkpoint")
+    if not is_megatron(folder):
+        return _write_with_progress("Megatron", target, lambda progress: to_megatron(folder, target, progress))
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{source} has no config.json, so its architecture and tokenizer are unknown: `async-grpo convert` did "
+            "not write it. For the checkpoint of a run, use `async-grpo export runs/NAME TARGET`"
         )
+    _write_with_progress("Hugging Face", target, lambda progress: to_hugging_face(folder, folder, target, progress))
 
-    exit_with(work)
 
-
+@exit_with_code()
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of the run, such as runs/quickstart.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create; it must not exist.")],
@@ -70,25 +66,22 @@ def export(
     The run may still be in progress. Only policy versions with a checkpoint can be exported: see
     trainer.checkpoint.every_steps and trainer.checkpoint.keep.
     """
+    from async_grpo.app.launch.first_policy import prepare_model
+    from async_grpo.app.launch.run_folder import find_checkpoint
+    from trainer.checkpoint.convert import to_hugging_face
 
-    def work() -> int:
-        from async_grpo.app.launch.first_policy import prepare_model
-        from async_grpo.app.launch.run_folder import find_checkpoint
-        from trainer.checkpoint.convert import to_hugging_face
-
-        config, checkpoint = find_checkpoint(run_dir, version)
-        settings = asyncio.run(prepare_model(config, print_line))
-        print_line(f"policy version {int(checkpoint.name)} of {run_dir}")
-        lora = config.model.lora
-        return _with_progress(
-            "PEFT" if lora is not None and not merged else "Hugging Face",
-            target,
-            lambda progress: to_hugging_face(checkpoint, settings, target, progress, lora=lora, merge=merged),
-        )
-
-    exit_with(work)
+    config, checkpoint = find_checkpoint(run_dir, version)
+    settings = asyncio.run(prepare_model(config, print_line))
+    print_line(f"policy version {int(checkpoint.name)} of {run_dir}")
+    lora = config.model.lora
+    _write_with_progress(
+        "PEFT" if lora is not None and not merged else "Hugging Face",
+        target,
+        lambda progress: to_hugging_face(checkpoint, settings, target, progress, lora=lora, merge=merged),
+    )
 
 
+@exit_with_code()
 def pull(
     url: Annotated[str, typer.Argument(metavar="URL", help="runs_store/NAME of the run, such as s3://BUCKET/NAME.")],
     to: Annotated[Path, typer.Option("--to", metavar="RUNS", help="Folder of runs to put it into.")] = Path("runs"),
@@ -97,18 +90,14 @@ def pull(
     """Bring the copy of a run from its runs_store, to look at it here. To go on with a run, start it again instead."""
     from async_grpo.app.launch.run_copy import pull_run
 
-    def work() -> int:
-        folder = pull_run(url, to, print_line, checkpoint=checkpoint)
-        print_line(f"{folder}: `async-grpo runs show {folder}` shows it")
-        return 0
-
-    exit_with(work)
+    folder = pull_run(url, to, print_line, checkpoint=checkpoint)
+    print_line(f"{folder}: `async-grpo runs show {folder}` shows it")
 
 
-def _with_progress(form: str, target: Path, do: Convert) -> int:
+def _write_with_progress(form: str, target: Path, write: Convert) -> None:
+    """Write a checkpoint to `target` with a bar of its tensors, then print its format and size."""
     with progress_bar() as progress:
         bar = progress.add_task("tensors", total=None)
-        do(lambda done, total: progress.update(bar, completed=done, total=total))
+        write(lambda done, total: progress.update(bar, completed=done, total=total))
     size_bytes = sum(path.stat().st_size for path in target.iterdir())
     print_line(f"{target}: {form}, {size_bytes:,} bytes")
-    return 0

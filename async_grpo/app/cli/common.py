@@ -1,14 +1,15 @@
-"""What the commands share: how a command ends, what it prints, and the options that name a run or a policy."""
+"""Shared parts of the commands: exit codes and messages, progress bars, and options that name a run or a policy."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
@@ -121,26 +122,41 @@ def print_line(text: str) -> None:
     Console().print(escape(text), highlight=False)
 
 
-def exit_with(work: Callable[[], int], *, config_code: int = 1) -> None:
-    """Run a command and exit with its code; raises typer.Exit.
+P = ParamSpec("P")
+
+
+def exit_with_code(*, config_code: int = 1) -> Callable[[Callable[P, int | None]], Callable[P, NoReturn]]:
+    """Decorate a command: exit with the code that it returns (None is 0), or with that of the error that it raises.
 
     Errors raised on purpose, and those about a file that the user named, are printed as a message without a traceback;
     the exit code is then 1, or `config_code` for a fault of the configuration or the installation.
     """
-    try:
-        code = work()
-    except (AsyncGrpoError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None and error.errno not in _FULL:
-            raise  # it names no file, so it is a defect of this program
-        if os.environ.get("ASYNC_GRPO_LOG_FORMAT") == "json":
-            from async_grpo.telemetry.logging import report_fatal
 
-            report_fatal(error)
-            raise typer.Exit(config_code if isinstance(error, CONFIG_FAULTS) else 1) from None
-        said = _explain_os_error(error) if isinstance(error, OSError) else str(error)
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(said)}", highlight=False)
-        code = config_code if isinstance(error, CONFIG_FAULTS) else 1
-    raise typer.Exit(code)
+    def decorate(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
+        @functools.wraps(command)  # typer reads the options from the command's signature
+        def run(*args: P.args, **options: P.kwargs) -> NoReturn:
+            try:
+                code = command(*args, **options) or 0
+            except (AsyncGrpoError, OSError) as error:
+                if isinstance(error, OSError) and error.filename is None and error.errno not in _FULL:
+                    raise  # it names no file, so it is a defect of this program
+                _report_error(error)
+                code = config_code if isinstance(error, CONFIG_FAULTS) else 1
+            raise typer.Exit(code)
+
+        return run
+
+    return decorate
+
+
+def _report_error(error: AsyncGrpoError | OSError) -> None:
+    """Print the error to standard error: in red, or as a line of JSON where logs are JSON."""
+    if os.environ.get("ASYNC_GRPO_LOG_FORMAT") == "json":
+        from async_grpo.telemetry.logging import report_fatal
+
+        return report_fatal(error)
+    message = _explain_os_error(error) if isinstance(error, OSError) else str(error)
+    Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(message)}", highlight=False)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.cli.common import exit_with, print_line
+from async_grpo.app.cli.common import exit_with_code, print_line
 from async_grpo.config.load import find_config, shipped_configs
 from async_grpo.errors import ConfigError
 
 
+@exit_with_code()
 def configs(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="Copy this one and the layers it builds on.")
@@ -31,22 +32,16 @@ def configs(
 
     `async-grpo run NAME` runs a shipped one as it is.
     """
-
-    def work() -> int:
-        if name is None:
-            Console().print(_table())
-            return 0
-        files = list(_layers(find_config(Path(name))))
-        targets = [to / file.relative_to(shipped_configs()) for file in files]
-        if taken := [target for target in targets if target.exists()]:
-            raise ConfigError(f"{taken[0]} exists and would be overwritten. Name another folder with --to")
-        for file, target in zip(files, targets, strict=True):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(file.read_bytes())
-            print_line(str(target))
-        return 0
-
-    exit_with(work)
+    if name is None:
+        return Console().print(_table())
+    files = list(_layers(find_config(Path(name))))
+    targets = [to / file.relative_to(shipped_configs()) for file in files]
+    if taken := [target for target in targets if target.exists()]:
+        raise ConfigError(f"{taken[0]} exists and would be overwritten. Name another folder with --to")
+    for file, target in zip(files, targets, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes())
+        print_line(str(target))
 
 
 def _table() -> Table:

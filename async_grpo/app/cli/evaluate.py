@@ -21,7 +21,7 @@ from async_grpo.app.cli.common import (
     RunConfigFile,
     RunDir,
     RunOverride,
-    exit_with,
+    exit_with_code,
     progress_bar,
     say,
 )
@@ -57,6 +57,7 @@ _WIDTH = 200
 """Columns of a table that is written to a file: room for every source."""
 
 
+@exit_with_code()
 def evaluate(
     config: RunConfigFile = None,
     override: RunOverride = None,
@@ -78,20 +79,14 @@ def evaluate(
     """
     from async_grpo.lab.evaluate.evaluate import plan_of
 
-    choice = PolicyOptions(config, override, run_dir, checkpoint, live)
-
-    def work() -> int:
-        for file in (save, json_file):
-            if file is not None and file.exists():
-                raise ConfigError(f"{file} exists already, and nothing is overwritten. Name another file")
-        run_config, policy = choice.policy()
-        plan = plan_of(run_config, prompts=prompts, samples=samples, temperature=temperature)
-        report = asyncio.run(_with_progress(run_config, policy, plan, patience_s or run_config.eval.timeout_s))
-        _write(report, save, json_file)
-        _print(report)
-        return 0
-
-    exit_with(work)
+    for file in (save, json_file):
+        if file is not None and file.exists():
+            raise ConfigError(f"{file} exists already, and nothing is overwritten. Name another file")
+    run_config, policy = PolicyOptions(config, override, run_dir, checkpoint, live).policy()
+    plan = plan_of(run_config, prompts=prompts, samples=samples, temperature=temperature)
+    report = asyncio.run(_with_progress(run_config, policy, plan, patience_s or run_config.eval.timeout_s))
+    _write(report, save, json_file)
+    _print(report)
 
 
 async def _with_progress(

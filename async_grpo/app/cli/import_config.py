@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.cli.common import exit_with, say
+from async_grpo.app.cli.common import exit_with_code, say
 from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class SourceName(StrEnum):
     TRL = "trl"
 
 
+@exit_with_code()
 def import_config(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file, or a launch script, which is only read.")],
     source: Annotated[SourceName, typer.Option("--from", help="The system that the file is for.")],
@@ -44,24 +45,19 @@ def import_config(
     Lists every key that has no counterpart, with the reason and the nearest key here. Launch scripts are never
     executed. docs/coming-from.md has the tables of keys.
     """
+    from async_grpo.lab.importers import SOURCES
+    from async_grpo.lab.importers.translation import import_file
 
-    def work() -> int:
-        from async_grpo.lab.importers import SOURCES
-        from async_grpo.lab.importers.translation import import_file
-
-        if out is not None and out.exists():
-            raise ConfigError(f"{out} exists and would be overwritten. Name another file with -o, or remove it")
-        imported = import_file(SOURCES[source], file, _pairs(given or []), rows)
-        text = imported.text(f"From {file.name} of {SOURCES[source].title}, by async-grpo import-config.")
-        if out is None:
-            typer.echo(text, nl=False)
-        else:
-            out.write_text(text, encoding="utf-8")
-        Console(stderr=True).print(_left_out_table(imported))
-        say(_closing(imported, out))
-        return 0
-
-    exit_with(work)
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists and would be overwritten. Name another file with -o, or remove it")
+    imported = import_file(SOURCES[source], file, _pairs(given or []), rows)
+    text = imported.text(f"From {file.name} of {SOURCES[source].title}, by async-grpo import-config.")
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+    Console(stderr=True).print(_left_out_table(imported))
+    say(_closing(imported, out))
 
 
 def _pairs(given: list[str]) -> dict[str, str]:

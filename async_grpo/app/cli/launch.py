@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from async_grpo.app.cli.common import ConfigFile, Override, Steps, exit_with, print_line
+from async_grpo.app.cli.common import ConfigFile, Override, Steps, exit_with_code, print_line
 
 app = typer.Typer(help="Hand a run to the scheduler of a cluster.", no_args_is_help=True)
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; submit and write nothing.")]
@@ -19,6 +19,7 @@ def common() -> None:
 
 
 @app.command()
+@exit_with_code()
 def slurm(
     config: ConfigFile,
     override: Override = None,
@@ -37,20 +38,17 @@ def slurm(
     from async_grpo.app.launch.clusters.slurm import dependency, jobs, submit
     from async_grpo.app.launch.plan import plan_run
 
-    def work() -> int:
-        run = plan_run(config, override or [], download=not dry_run, steps=steps).config
-        if not dry_run:
-            submit(run, servers, print_line)
-            return 0
-        for role, script in jobs(run, servers or run.rollout.servers).items():
-            options = " ".join(dependency(role, {"trainer": "TRAINER_JOB"}))
-            typer.echo(f"# sbatch --parsable {options} {run.run_dir}/slurm/{role}.sbatch\n{script}")
-        return 0
-
-    exit_with(work)
+    run = plan_run(config, override or [], download=not dry_run, steps=steps).config
+    if not dry_run:
+        submit(run, servers, print_line)
+        return
+    for role, script in jobs(run, servers or run.rollout.servers).items():
+        options = " ".join(dependency(role, {"trainer": "TRAINER_JOB"}))
+        typer.echo(f"# sbatch --parsable {options} {run.run_dir}/slurm/{role}.sbatch\n{script}")
 
 
 @app.command()
+@exit_with_code()
 def ray(
     config: ConfigFile,
     override: Override = None,
@@ -65,7 +63,7 @@ def ray(
         str | None, typer.Option("--remove", metavar="NAME", help="Stop this rollout server, and do nothing else.")
     ] = None,
     dry_run: DryRun = False,
-) -> None:
+) -> int:
     """Run as actors of a Ray cluster (launch.ray.address or RAY_ADDRESS), and stay until the end.
 
     It needs redis.url, and a runs_dir that all nodes share. Roles of lost nodes are started elsewhere, those of drained
@@ -75,21 +73,19 @@ def ray(
     from async_grpo.app.launch.clusters.ray import remove as remove_server
     from async_grpo.app.launch.plan import plan_run
 
-    def work() -> int:
-        run = plan_run(config, override or [], download=not dry_run, steps=steps).config
-        if dry_run:
-            for role, bundles in plan(run, run.rollout.servers if servers is None else servers).items():
-                typer.echo(f"{role}: {json.dumps(bundles)}")
-        elif remove is not None:
-            remove_server(run, remove)
-        else:
-            return launch(run, servers, print_line)
-        return 0
-
-    exit_with(work)
+    run = plan_run(config, override or [], download=not dry_run, steps=steps).config
+    if dry_run:
+        for role, bundles in plan(run, run.rollout.servers if servers is None else servers).items():
+            typer.echo(f"{role}: {json.dumps(bundles)}")
+    elif remove is not None:
+        remove_server(run, remove)
+    else:
+        return launch(run, servers, print_line)
+    return 0
 
 
 @app.command()
+@exit_with_code()
 def kubernetes(config: ConfigFile, override: Override = None, steps: Steps = None, dry_run: DryRun = False) -> None:
     """Apply a run to the cluster of kubectl: JobSet, Deployment, Redis, report, budgets, policies, autoscaler.
 
@@ -97,9 +93,5 @@ def kubernetes(config: ConfigFile, override: Override = None, steps: Steps = Non
     """
     from async_grpo.app.launch.clusters.kubernetes import apply, resolve_for_cluster, text
 
-    def work() -> int:
-        run = resolve_for_cluster(config, override or [], steps)
-        typer.echo(text(run) if dry_run else apply(run))
-        return 0
-
-    exit_with(work)
+    run = resolve_for_cluster(config, override or [], steps)
+    typer.echo(text(run) if dry_run else apply(run))

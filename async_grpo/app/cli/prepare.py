@@ -12,7 +12,7 @@ from rich.progress import DownloadColumn
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.cli.common import exit_with, progress_bar, say
+from async_grpo.app.cli.common import exit_with_code, progress_bar, say
 from async_grpo.config.data import DataFormat, PrepareConfig
 from async_grpo.config.model import Hub
 from async_grpo.errors import ConfigError
@@ -33,6 +33,7 @@ HeldOutFrom = Annotated[
 ]
 
 
+@exit_with_code()
 def prepare(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to create; it must not exist.")],
     model: Annotated[
@@ -72,7 +73,7 @@ def prepare(
     prompts = {"template": template, "system": system, "max_prompt_tokens": max_prompt_tokens}
     rows = {"held_out": held_out, "keep_duplicates": keep_duplicates, "shuffle": shuffle, "seed": seed}
     options = {**paths, **fields, **prompts, **rows, "format": format}
-    exit_with(lambda: _prepare(_from_hub(options, dataset, split, subset, hub)))
+    _prepare(_from_hub(options, dataset, split, subset, hub))
 
 
 def _from_hub(options: dict[str, Any], dataset: str, split: str, subset: str, hub: Hub) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def _from_hub(options: dict[str, Any], dataset: str, split: str, subset: str, hu
     return options
 
 
-def _prepare(options: dict[str, Any]) -> int:
+def _prepare(options: dict[str, Any]) -> None:
     from async_grpo.data.prepare.pipeline import prepare as make
     from async_grpo.data.tokenizer import find_tokenizer
 
@@ -108,7 +109,6 @@ def _prepare(options: dict[str, Any]) -> int:
         bar = progress.add_task("preparing", total=total)
         manifest, rejected = make(config, tokenizer, lambda done: progress.update(bar, completed=done))
     Console().print(_summary(config, manifest, rejected))
-    return 0
 
 
 def _checked(options: dict[str, Any]) -> PrepareConfig:

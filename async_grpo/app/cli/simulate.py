@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from async_grpo.app.cli.common import ConfigFile, Override, exit_with, say
+from async_grpo.app.cli.common import ConfigFile, Override, exit_with_code, say
 
 From = Annotated[
     list[Path] | None,
@@ -41,6 +41,7 @@ WriteTimings = Annotated[
 ]
 
 
+@exit_with_code()
 def simulate(
     config: ConfigFile,
     override: Override = None,
@@ -69,29 +70,26 @@ def simulate(
     from async_grpo.lab.simulate.recorded import read_recorded
     from async_grpo.lab.simulate.whatif import changes
 
-    def work() -> int:
-        base = plan_run(config, override or [], download=False).config
-        seen = [read_recorded(path) for path in check or []]
-        options = prediction.TimingsOptions(runs or [], device, timings)
-        found, notes, uncertainty = options.read_with_uncertainty(base)
-        for line in notes:
-            say(line)
-        if write_timings is not None:
-            found.write(write_timings)
-        predictions = prediction.predict(
-            config, override or [], grid or [], found, steps=steps, seed=seed, uncertainty=uncertainty
-        )
-        fitted_to = [read_recorded(path) for path in runs or []]
-        compared = prediction.compare(seen, found, seed=seed, fitted_to=fitted_to)
-        if json_file is not None:
-            json_file.write_text(json.dumps(prediction.as_plain(predictions, found, compared), indent=2))
-        found_changes = [] if grid else changes(predictions[0].settings, found, steps=steps, seed=seed)
-        prediction.show(predictions, compared, found_changes)
-        ranges = [one.range for one in predictions if one.range is not None]
-        if uncertainty is not None:
-            say(determined_in_words(ranges, uncertainty))
-        for path in prediction.draw(predictions, plots) if plots is not None else []:
-            say(f"wrote {path}")
-        return 0
+    base = plan_run(config, override or [], download=False).config
+    seen = [read_recorded(path) for path in check or []]
+    options = prediction.TimingsOptions(runs or [], device, timings)
+    used, notes, uncertainty = options.read_with_uncertainty(base)
+    for line in notes:
+        say(line)
+    if write_timings is not None:
+        used.write(write_timings)
 
-    exit_with(work)
+    predictions = prediction.predict(
+        config, override or [], grid or [], used, steps=steps, seed=seed, uncertainty=uncertainty
+    )
+    fitted_to = [read_recorded(path) for path in runs or []]
+    compared = prediction.compare(seen, used, seed=seed, fitted_to=fitted_to)
+    if json_file is not None:
+        json_file.write_text(json.dumps(prediction.as_plain(predictions, used, compared), indent=2))
+
+    simulated_changes = [] if grid else changes(predictions[0].settings, used, steps=steps, seed=seed)
+    prediction.show(predictions, compared, simulated_changes)
+    if uncertainty is not None:
+        say(determined_in_words([one.range for one in predictions if one.range is not None], uncertainty))
+    for path in prediction.draw(predictions, plots) if plots is not None else []:
+        say(f"wrote {path}")

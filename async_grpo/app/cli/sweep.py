@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from async_grpo.app.cli.common import OptionalConfigFile, Override, exit_with
+from async_grpo.app.cli.common import OptionalConfigFile, Override, exit_with_code
 from async_grpo.errors import ConfigError
 
 Grid = Annotated[
@@ -33,6 +33,7 @@ ReportOnly = Annotated[
 ]
 
 
+@exit_with_code()
 def sweep(
     config: OptionalConfigFile = None,
     grid: Grid = None,
@@ -43,7 +44,7 @@ def sweep(
     tolerance: Tolerance = None,
     dry_run: DryRun = False,
     report: ReportOnly = None,
-) -> None:
+) -> int:
     """Run a grid of settings, one run each, and compare their learning, throughput and ages to recommend one.
 
     Ctrl-C stops cleanly. The same command again resumes: it keeps finished runs and retries failed ones. More values or
@@ -53,20 +54,18 @@ def sweep(
     from async_grpo.lab.sweep.report import write_report
     from async_grpo.lab.sweep.sweep import SweepOptions, describe_plan, make_plan, print_result, run_sweep
 
-    def work() -> int:
-        if report is not None:
-            if config is not None or grid or override or seeds:
-                raise ConfigError("--report DIR runs nothing. Leave out CONFIG, --grid, --seeds and -o")
-            print_result(SweepFolder(report), write_report(SweepFolder(report), tolerance))
-            return 0
-        if config is None:
-            raise ConfigError("which runs? Give CONFIG and --grid, or --report DIR to rewrite the report of a sweep")
-        command = shlex.join(["async-grpo", *sys.argv[1:]])
-        options = SweepOptions(config, grid or [], seeds, override or [], out, at_once, tolerance, command)
-        folder, plan = make_plan(options)
-        if dry_run:
-            Console().print(describe_plan(folder, plan))
-            return 0
-        return asyncio.run(run_sweep(folder, plan, options))
+    if report is not None:
+        if config is not None or grid or override or seeds:
+            raise ConfigError("--report DIR runs nothing. Leave out CONFIG, --grid, --seeds and -o")
+        print_result(SweepFolder(report), write_report(SweepFolder(report), tolerance))
+        return 0
 
-    exit_with(work)
+    if config is None:
+        raise ConfigError("which runs? Give CONFIG and --grid, or --report DIR to rewrite the report of a sweep")
+    command = shlex.join(["async-grpo", *sys.argv[1:]])
+    options = SweepOptions(config, grid or [], seeds, override or [], out, at_once, tolerance, command)
+    folder, plan = make_plan(options)
+    if dry_run:
+        Console().print(describe_plan(folder, plan))
+        return 0
+    return asyncio.run(run_sweep(folder, plan, options))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from async_grpo.app.cli.common import ConfigFile, Override, complete_key, exit_with, print_line, say
+from async_grpo.app.cli.common import ConfigFile, Override, complete_key, exit_with_code, print_line, say
 from async_grpo.app.cli.simulate import Device, From, JsonFile, Seed, TimingsFile
 
 Vary = Annotated[
@@ -53,6 +53,7 @@ RealSteps = Annotated[int, typer.Option(min=4, metavar="M", help="Steps of such 
 OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to write (default: runs/NAME-tune).")]
 
 
+@exit_with_code()
 def tune(
     config: ConfigFile,
     override: Override = None,
@@ -87,34 +88,30 @@ def tune(
     from async_grpo.lab.tune.tune import TuneOptions
     from async_grpo.lab.tune.tune import tune as find
 
-    def work() -> int:
-        options = TuneOptions(
-            config=config,
-            timings=TimingsOptions(runs or [], device, timings),
-            overrides=override or [],
-            vary=vary or [],
-            fix=fix or [],
-            goal=goal,
-            max_age=max_age,
-            min_ess=min_ess,
-            age_cost=age_cost,
-            ess_decay=ess_decay,
-            learning=learning,
-            trials=trials,
-            seed=seed,
-            real=real,
-            real_steps=real_steps,
-            out=out,
-            command=shlex.join(["async-grpo", *sys.argv[1:]]),
-        )
-        folder, advice = find(options, say)
-        if json_file is not None:
-            json_file.write_text(as_json(advice))
-        Console().print(advice.table())
-        for key, why in advice.reasons.items():
-            print_line(f"{key}: {why}")
-        print_line(advice.verdict)
-        say(f"wrote {folder}: recommended.yaml, tune.json, plots/pareto.png")
-        return 0
-
-    exit_with(work)
+    options = TuneOptions(
+        config=config,
+        timings=TimingsOptions(runs or [], device, timings),
+        overrides=override or [],
+        vary=vary or [],
+        fix=fix or [],
+        goal=goal,
+        max_age=max_age,
+        min_ess=min_ess,
+        age_cost=age_cost,
+        ess_decay=ess_decay,
+        learning=learning,
+        trials=trials,
+        seed=seed,
+        real=real,
+        real_steps=real_steps,
+        out=out,
+        command=shlex.join(["async-grpo", *sys.argv[1:]]),
+    )
+    folder, advice = find(options, say)
+    if json_file is not None:
+        json_file.write_text(as_json(advice))
+    Console().print(advice.table())
+    for key, why in advice.reasons.items():
+        print_line(f"{key}: {why}")
+    print_line(advice.verdict)
+    say(f"wrote {folder}: recommended.yaml, tune.json, plots/pareto.png")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from async_grpo.app.cli.common import exit_with
+from async_grpo.app.cli.common import exit_with_code
 from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.utils.addresses import is_loopback
 from async_grpo.utils.aio import stop_signals
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MOST_REQUESTS = 64
 
 
+@exit_with_code()
 def view(
     runs: Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of runs, or of one run.")] = Path("runs"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any that is free.")] = 8765,
@@ -40,11 +41,10 @@ def view(
 
     The page only reads, loads nothing from elsewhere, and needs no network. Ctrl-C ends it.
     """
+    _serve_page(runs, port, host, localhost_only, open_page)
 
-    exit_with(lambda: _serve_page(runs, port, host, localhost_only, open_page))
 
-
-def _serve_page(runs: Path, port: int, host: str, localhost_only: bool, open_page: bool) -> int:
+def _serve_page(runs: Path, port: int, host: str, localhost_only: bool, open_page: bool) -> None:
     try:
         from async_grpo.lab.view.catalog import RunsRoot
         from async_grpo.lab.view.server import make_app
@@ -62,7 +62,6 @@ def _serve_page(runs: Path, port: int, host: str, localhost_only: bool, open_pag
     if open_page:
         webbrowser.open(address)
     asyncio.run(serve(HttpServer(app, MOST_REQUESTS), listener, ending))
-    return 0
 
 
 async def serve(server: HttpServer, listener: socket.socket, ending: asyncio.Event) -> None:

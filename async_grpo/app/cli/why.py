@@ -13,7 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.app.cli.common import RunFolderArgument, exit_with, say
+from async_grpo.app.cli.common import RunFolderArgument, exit_with_code, say
 from async_grpo.errors import AsyncGrpoError, DataError
 from async_grpo.telemetry.bottleneck import ADVICE, MEANINGS
 from async_grpo.telemetry.weight_updates import UPDATE_PARTS
@@ -36,6 +36,7 @@ Follow = Annotated[
 ]
 
 
+@exit_with_code()
 def why(
     run: RunFolderArgument,
     json_file: JsonFile = None,
@@ -51,19 +52,15 @@ def why(
     from async_grpo.lab.simulate.recorded import read_recorded
     from async_grpo.lab.simulate.why import explain
 
-    def work() -> int:
-        console = Console()
-        if follow:
-            _follow(run, last or FOLLOWED_STEPS, console)
-        recorded = read_recorded(run)
-        found = explain(recorded, last=last)
-        _show(found, console)
-        simulated = _simulate(recorded, console) if changes else []
-        if json_file is not None:
-            json_file.write_text(json.dumps(_as_plain(found, simulated), indent=2))
-        return 0
-
-    exit_with(work)
+    console = Console()
+    if follow:
+        _follow(run, last or FOLLOWED_STEPS, console)
+    recorded = read_recorded(run)
+    found = explain(recorded, last=last)
+    _show(found, console)
+    simulated = _simulate(recorded, console) if changes else []
+    if json_file is not None:
+        json_file.write_text(json.dumps(_as_plain(found, simulated), indent=2))
 
 
 def _show(found: Explanation, console: Console) -> None:

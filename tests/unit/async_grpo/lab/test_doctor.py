@@ -99,7 +99,7 @@ def test_a_private_name_that_has_moved_is_named_with_what_to_install(
 
 def test_an_optional_package_that_is_missing_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Finding("TensorBoard", None, "not installed", "pip install tensorboard")
-    monkeypatch.setattr("async_grpo.app.cli.main.checks_of", lambda platform: (lambda: found,))
+    monkeypatch.setattr("async_grpo.lab.doctor.checks_of", lambda platform: (lambda: found,))
     result = type_in("doctor")
     assert result.exit_code == 0
     assert (
@@ -349,7 +349,7 @@ def test_keys_without_effect_are_named_with_what_makes_them_so_and_defaults_are_
 
 
 def test_what_to_type_stands_below_the_table_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.app.cli.main.checks_of", lambda platform: ())
+    monkeypatch.setattr("async_grpo.lab.doctor.checks_of", lambda platform: ())
     (tmp_path / "run.yaml").write_text("name: demo\nmodel: {random: {}}\nlr: 1\n")
     result = CliRunner().invoke(app, ["doctor", str(tmp_path / "run.yaml")], env={"COLUMNS": "60"})
     assert result.exit_code == 1

@@ -9,20 +9,64 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from async_grpo.app.cli.common import complete_config, complete_key, exit_with
+from async_grpo.app.cli.common import complete_config, complete_key, exit_with_code
 from async_grpo.app.cli.main import app, command_of
 from async_grpo.config import dump, load
+from async_grpo.errors import AsyncGrpoError, ConfigError, DependencyError, RoleFailed
 
 CONFIGS = Path(__file__).parents[5] / "configs"
 
 
 def type_in(*words: str) -> Result:
     return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+
+
+def test_every_command_prints_its_help() -> None:
+    pending: list[tuple[tuple[str, ...], Any]] = [((), typer.main.get_command(app))]
+    while pending:
+        words, command = pending.pop()
+        pending += [((*words, name), child) for name, child in getattr(command, "commands", {}).items()]
+        result = type_in(*words, "--help")
+        assert result.exit_code == 0, result.output
+        assert "Usage:" in result.output
+
+
+def test_tools_are_imported_by_the_commands_that_use_them() -> None:
+    program = "import sys, async_grpo.app.cli.main; print([m for m in sys.modules if m.startswith('async_grpo.lab')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("a key"), 78), (DependencyError("a package"), 78), (RoleFailed("the trainer"), 1)],
+)
+def test_faults_of_the_configuration_have_a_separate_exit_code(
+    error: AsyncGrpoError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @exit_with_code(config_code=78)
+    def command() -> None:
+        raise error
+
+    with pytest.raises(typer.Exit) as ended:
+        command()
+    assert ended.value.exit_code == code
+    assert f"{type(error).__name__}: {error}" in capsys.readouterr().err
+
+
+def test_an_error_that_names_no_file_is_a_defect_and_keeps_its_traceback() -> None:
+    @exit_with_code()
+    def command() -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with pytest.raises(OSError, match="Invalid argument"):
+        command()
 
 
 def test_a_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +113,13 @@ def test_a_mistake_is_explained_without_a_traceback(overrides: list[str], words:
 def test_an_error_of_the_system_says_which_file_and_what_to_do(
     error: OSError, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def work() -> int:
+    @exit_with_code()
+    def command() -> None:
         raise error
 
-    with pytest.raises(typer.Exit):
-        exit_with(work)
+    with pytest.raises(typer.Exit) as ended:
+        command()
+    assert ended.value.exit_code == 1
     assert said in " ".join(capsys.readouterr().err.split())
 
 

@@ -1,0 +1,73 @@
+"""`async-grpo doctor`: report what is installed, and whether a run can start here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from async_grpo.app.cli.common import OptionalConfigFile, Override, exit_with_code
+from async_grpo.app.launch.plan import load_run_config
+from async_grpo.config.trainer import PlatformName
+from async_grpo.errors import ConfigError
+from async_grpo.utils.requirements import Finding
+
+MARKS = {True: "[green]ok[/]", False: "[red]fails[/]", None: "[yellow]note[/]"}
+
+
+@exit_with_code()
+def doctor(
+    config: OptionalConfigFile = None,
+    override: Override = None,
+    platform: Annotated[
+        PlatformName | None,
+        typer.Option(help="Platform of the trainer and the engine (default: that of CONFIG, else cpu)."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> int:
+    """Report what is installed, what is missing and how to install it. Exits with 1 if a requirement is missing.
+
+    With CONFIG also whether that run can start here: model, data and its first row, reward functions, memory, disk,
+    ports, devices, Redis, and keys without effect.
+    """
+    from async_grpo.lab.doctor import checks_of, checks_of_run
+
+    checked, findings = None, []
+    if config is not None:
+        try:
+            checked = load_run_config(config, override or [])
+        except ConfigError as error:
+            findings.append(Finding("Configuration", False, str(error), f"correct {config}, or the overrides"))
+    chosen: PlatformName = platform or (checked.trainer.platform if checked is not None else "cpu")
+    with Console(stderr=True).status("looking; private names of packages take ten seconds"):
+        findings += [check() for check in checks_of(chosen)]
+        findings += [check() for check in checks_of_run(checked)] if checked is not None else []
+    healthy = all(finding.ok is not False for finding in findings)
+    if as_json:
+        document = {"platform": chosen, "ok": healthy, "findings": [asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        _print_findings(findings, f"async-grpo doctor (platform: {chosen})")
+    return 0 if healthy else 1
+
+
+def _print_findings(findings: Sequence[Finding], title: str) -> None:
+    """Print the findings as a table and below it each fix on a line of its own, unabridged."""
+    table = Table("", "what", "found", title=title)
+    for finding in findings:
+        table.add_row(MARKS[finding.ok], finding.name, escape(finding.found))
+    console = Console()
+    console.print(table)
+    fixes: dict[tuple[bool | None, str], list[str]] = {}
+    for finding in findings:
+        if not finding.ok and finding.fix:
+            fixes.setdefault((finding.ok, finding.fix), []).append(finding.name)
+    for (ok, fix), names in fixes.items():
+        console.print(f"{MARKS[ok]} {escape(', '.join(names))}:", soft_wrap=True)
+        console.print(f"  {fix}", markup=False, highlight=False, soft_wrap=True)
