@@ -14,16 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
-import pytest
-import typer
-from typer.testing import CliRunner
 
 import async_grpo
 import buffer
 import trainer
-from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 from async_grpo.telemetry.rows import TIME_KEYS
@@ -50,26 +45,6 @@ def lines(value: Any) -> str:
         rows = [f"{json.dumps(key)}: {json.dumps(value[key], sort_keys=True, default=str)}" for key in sorted(value)]
         return "{\n" + ",\n".join(rows) + "\n}\n"
     return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]\n"
-
-
-def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command with those that contain it, as words to type."""
-    yield path
-    for name, child in sorted(getattr(command, "commands", {}).items()):
-        yield from commands(child, (*path, name))
-
-
-def test_help_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "110")
-    monkeypatch.setenv("TERM", "dumb")
-    texts = []
-    for words in commands(typer.main.get_command(app)):
-        done = CliRunner().invoke(app, [*words, "--help"])
-        assert done.exit_code == 0, done.output
-        texts.append(
-            f"$ async-grpo {' '.join([*words, '--help'])}\n" + "\n".join(map(str.rstrip, done.output.split("\n")))
-        )
-    assert_golden("help.txt", "\n".join(texts))
 
 
 def flattened(schema: dict[str, Any], node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
