@@ -18,7 +18,11 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
     def problems(self) -> Iterator[str]:
-        """Combinations of values that cannot work, each with its rule and its fix. The first is reported."""
+        """Combinations of values that cannot work, each with its rule and its fix. The first is reported.
+
+        These are combinations within the section; those with other sections are in its `problems_in_run`, which
+        `RunConfig.problems` calls.
+        """
         yield from ()
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
-from async_grpo.staleness import SELECTORS, OnStale, Selector
+from async_grpo.staleness import SELECTORS, OnStale, RateLimit, ReplayPolicy, Selector, StalenessWindow
 
 
 class SelectorConfig(StrictModel):
@@ -44,6 +44,14 @@ class AdmissionConfig(StrictModel):
                 "Remove it, or set buffer.admission.kind to the rule that you want"
             )
 
+    def rate_limit(self, groups_per_step: int) -> RateLimit:
+        """The limit of sampling for batches of `groups_per_step` groups."""
+        if self.kind != "sample_to_insert_ratio":
+            return RateLimit(min_size=self.min_size)
+        size = max(self.min_size, groups_per_step)
+        error_buffer = self.error_buffer or 2.0 * groups_per_step
+        return RateLimit.ratio(self.samples_per_insert, min_size=size, error_buffer=error_buffer)
+
     def _defaults(self) -> set[str]:
         """Fields that are as they would be if nobody had set them."""
         return {name for name, field in type(self).model_fields.items() if getattr(self, name) == field.default}
@@ -72,6 +80,21 @@ class AutoStalenessConfig(StrictModel):
                 f"auto_staleness.max ({self.max}). Change one of them"
             )
 
+    def problems_in_run(self, max_staleness: int, buffer: BufferConfig) -> Iterator[str]:
+        """Clashes with the bound S of the run and with the buffer's rules."""
+        if self.max != max_staleness:
+            yield (
+                f"auto_staleness is for max_staleness: auto, which is then auto_staleness.max ({self.max}), but "
+                f"max_staleness is {max_staleness}. Set max_staleness to auto, or remove auto_staleness"
+            )
+        kinds = {"selector.kind": buffer.selector.kind, "admission.kind": buffer.admission.kind}
+        for key, kind in kinds.items():
+            if kind in ("exact_age", "sample_to_insert_ratio"):
+                yield (
+                    f"max_staleness: auto changes the window while the run goes on, and buffer.{key} {kind} counts on "
+                    f"all of it. Give max_staleness a number, or choose another buffer.{key}"
+                )
+
 
 class BufferConfig(StrictModel):
     """How the replay buffer chooses."""
@@ -83,6 +106,25 @@ class BufferConfig(StrictModel):
     admission: AdmissionConfig = AdmissionConfig()
     max_uses: PositiveInt = 1
     """k: number of times a group may be trained."""
+
+    def replay_policy(self, window: StalenessWindow, seed: int = 0) -> ReplayPolicy:
+        """The buffer's policy for this window. Raises ValueError for conflicting settings."""
+        return ReplayPolicy(
+            window=window,
+            selector=self.selector.kind,
+            selector_window=self.selector.window,
+            on_stale=self.on_stale,
+            rate=self.admission.rate_limit(window.groups_per_step),
+            max_uses=self.max_uses,
+            seed=seed,
+        )
+
+    def problems_in_run(self, window: StalenessWindow) -> Iterator[str]:
+        """Settings that conflict with each other under the run's window."""
+        try:
+            self.replay_policy(window)
+        except ValueError as error:
+            yield f"buffer.{error}"
 
 
 class RedisConfig(StrictModel):

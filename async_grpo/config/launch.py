@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
+from async_grpo.config.data import DataConfig
 from async_grpo.config.http import ListenConfig
+from async_grpo.config.model import LoraConfig
+from async_grpo.config.rollout import EngineLimits, RolloutConfig
+from async_grpo.config.trainer import TrainerConfig
 
 
 class EvalConfig(StrictModel):
@@ -25,6 +30,15 @@ class EvalConfig(StrictModel):
     """A completion counts as right, for pass@k and maj@k, if the first reward function gives it at least this."""
     timeout_s: Seconds = 600.0
     """Seconds for a whole evaluation; after that the rollout server ends with an error."""
+
+    def problems_in_run(self, data: DataConfig) -> Iterator[str]:
+        """Clashes with the number of problems that the data hold out."""
+        kept = data.arithmetic.held_out
+        if data.kind == "arithmetic" and self.prompts > kept:
+            yield (
+                f"eval.prompts ({self.prompts}) is above data.arithmetic.held_out ({kept}). "
+                "Lower eval.prompts or hold out more"
+            )
 
 
 class RestartConfig(StrictModel):
@@ -141,6 +155,64 @@ class LaunchConfig(StrictModel):
     the others; without a trainer or without any server it ends."""
     stop_timeout_s: Seconds = 30.0
     """Seconds from SIGTERM to SIGKILL, for every role. Raise it with -o for a trainer that has more to save."""
+
+    def problems_in_run(self, rollout: RolloutConfig, trainer: TrainerConfig, lora: LoraConfig | None) -> Iterator[str]:
+        """Clashes with the number of servers, and of roles that share devices."""
+        most = self.autoscale.max_servers
+        if most is not None and most < rollout.servers:
+            yield (
+                f"launch.autoscale.max_servers ({most}) is below rollout.servers ({rollout.servers}), the fewest "
+                "servers. Raise launch.autoscale.max_servers or lower rollout.servers"
+            )
+        if self.share_devices != "off":
+            yield from self._problems_of_sharing(trainer, rollout.limits)
+        if self.share_devices == "sleep":
+            yield from self._problems_of_sleep(trainer, lora)
+        if self.share_devices != "off" and trainer.platform != "cpu":
+            yield from self._problems_of_shared_memory(trainer, rollout.limits)
+
+    def _problems_of_sharing(self, trainer: TrainerConfig, limits: EngineLimits) -> Iterator[str]:
+        mode = f"launch.share_devices is {self.share_devices}"
+        if trainer.nodes > 1:
+            yield (
+                f"{mode}, and trainer.nodes is {trainer.nodes}: only processes of one machine share devices. Set "
+                "trainer.nodes to 1, or launch.share_devices to off"
+            )
+        if (trainer.platform == "cpu") is not (limits.platform == "cpu"):
+            yield (
+                f"{mode}, but trainer.platform is {trainer.platform} and {limits.platform_key} {limits.platform}: they "
+                "have no device in common. Set launch.share_devices to off, or both platforms to that of the device"
+            )
+
+    def _problems_of_sleep(self, trainer: TrainerConfig, lora: LoraConfig | None) -> Iterator[str]:
+        if lora is not None and lora.engine == "adapters":
+            yield (
+                "launch.share_devices is sleep: an engine that sleeps gives up the memory of its weights, and whether "
+                "vLLM brings back its own adapters is not known. Set model.lora.engine to merged, or "
+                "launch.share_devices to split"
+            )
+        if trainer.streaming:
+            yield (
+                "launch.share_devices is sleep: engines generate nothing while a step is made, but trainer.streaming "
+                "begins a step with the first groups and waits for more. Set trainer.streaming to false, or "
+                "launch.share_devices to split"
+            )
+
+    def _problems_of_shared_memory(self, trainer: TrainerConfig, limits: EngineLimits) -> Iterator[str]:
+        mode = f"launch.share_devices is {self.share_devices}"
+        shares = trainer.device_memory_share + limits.memory_share
+        if self.share_devices == "split" and shares > 1:
+            yield (
+                f"{mode}, and trainer.device_memory_share ({trainer.device_memory_share:g}) and "
+                f"{limits.memory_share_key} ({limits.memory_share:g}) make {shares:g} of a device, more than there is. "
+                "Lower one of them (--dry-run shows what either side needs), or set launch.share_devices to sleep"
+            )
+        if limits.cache_bytes is None:
+            yield (
+                f"{mode}, and {limits.cache_key} is not set: the engine would make its cache as large as what happens "
+                f"to be free when it starts, which the trainer needs later. Set {limits.cache_key} (2147483648 is "
+                "2 GiB; --dry-run shows what a sample takes)"
+            )
 
 
 class TelemetryConfig(StrictModel):

@@ -221,3 +221,16 @@ class ModelConfig(StrictModel):
                 f"architecture {self.architecture!r} says what model.path holds, and there is no path. Set model.path, "
                 "or leave model.architecture out"
             )
+
+    def problems_in_run(self, data_kind: str, arithmetic: ArithmeticTaskConfig) -> Iterator[str]:
+        """Clashes with the data: a policy that is warmed up on one task must be trained on it."""
+        if self.warmup is not None and data_kind != "arithmetic":
+            yield (
+                "model.warmup makes a policy for the arithmetic task, but data.kind is "
+                f"{data_kind!r}. Set data.kind to arithmetic, or give model.path or model.random"
+            )
+        if self.warmup is not None and self.warmup.task != arithmetic:
+            yield (
+                f"model.warmup.task ({self.warmup.task}) and data.arithmetic ({arithmetic}) differ: "
+                "the policy would be taught one task and trained on another. Give both the same values"
+            )

@@ -135,3 +135,12 @@ class RewardsConfig(StrictModel):
                 f"overlong is {self.overlong!r} and soft_overlong_tokens is {self.soft_overlong_tokens}. "
                 "Set rewards.soft_overlong_tokens with overlong: soft, and only then"
             )
+
+    def problems_in_run(self, max_tokens: int) -> Iterator[str]:
+        """Clashes with the longest completion, in tokens (sampling.max_tokens)."""
+        punished = self.soft_overlong_tokens
+        if punished is not None and punished >= max_tokens:
+            yield (
+                f"rewards.soft_overlong_tokens ({punished}) is not below sampling.max_tokens ({max_tokens}): "
+                "every completion would be punished for its length. Lower rewards.soft_overlong_tokens"
+            )

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.config.http import HttpConfig
+from async_grpo.config.model import ModelConfig
 
 
 class SamplingConfig(StrictModel):
@@ -33,6 +35,8 @@ class SamplingConfig(StrictModel):
             )
 
 
+LEASE_SHARE = 1.5
+"""Lease duration as a multiple of redis.timeout_s. Leases are renewed every third, so one outlives a Redis outage."""
 CPU_STEP_TOKENS = 2048
 """Most tokens in one step of an engine on CPU, which reads prompts whole (or one whole prompt, if that is longer)."""
 DEVICE_STEP_TOKENS = 8192
@@ -213,6 +217,21 @@ class VllmConfig(StrictModel):
                 f"{'them' if len(taken) > 1 else 'it'} out of rollout.vllm.extra, or set quantization to none"
             )
 
+    def problems_in_run(self, model: ModelConfig) -> Iterator[str]:
+        """Clashes of the quantization with the model."""
+        if self.quantization == "none":
+            return
+        if self.platform != "cpu" and model.precision == "float32":
+            yield (
+                f"rollout.vllm.quantization is {self.quantization}, whose products on {self.platform} end in "
+                "16 bits, but model.precision is float32. Set model.precision to bfloat16"
+            )
+        if model.lora is not None and model.lora.engine == "adapters":
+            yield (
+                f"rollout.vllm.quantization is {self.quantization}, and adapters beside 8-bit matrices are not "
+                "supported. Set model.lora.engine to merged, or rollout.vllm.quantization to none"
+            )
+
 
 class ToolConfig(StrictModel):
     """Something that the policy may call in `multi_turn`."""
@@ -312,4 +331,47 @@ class RolloutConfig(StrictModel):
             yield (
                 f"min_concurrency ({self.min_concurrency}) is above max_concurrency ({self.max_concurrency}): there is "
                 "no number between them. Lower min_concurrency"
+            )
+
+    def lease_for(self, redis: RedisConfig) -> float:
+        """Seconds for which a ticket is leased."""
+        return self.lease_s or LEASE_SHARE * redis.timeout_s
+
+    def longest_sample_for(self, take_timeout_s: float) -> float:
+        """Maximum seconds per sample. The default leaves time to regenerate the group before `take_timeout_s`."""
+        return take_timeout_s / 2 if self.sample_deadline_s is None else self.sample_deadline_s
+
+    def problems_in_run(
+        self, sampling: SamplingConfig, redis: RedisConfig, model: ModelConfig, take_timeout_s: float
+    ) -> Iterator[str]:
+        """Clashes with other sections. `take_timeout_s`: seconds that the trainer waits for a batch."""
+        lease_s, longest_s = self.lease_for(redis), self.longest_sample_for(take_timeout_s)
+        if lease_s < redis.timeout_s:
+            yield (
+                f"rollout.lease_s ({lease_s:g}) is below redis.timeout_s ({redis.timeout_s:g}): calls "
+                "outlive a Redis server that is away for that long, but every lease would expire meanwhile and cost "
+                "its group an attempt. Leave rollout.lease_s out (it is then 1.5 times redis.timeout_s), raise it, or "
+                "lower redis.timeout_s"
+            )
+        if longest_s >= take_timeout_s:
+            yield (
+                f"rollout.sample_deadline_s ({longest_s:g}) is not below trainer.take_timeout_s "
+                f"({take_timeout_s:g}): a sample that hangs would end the trainer, which waits for its "
+                "group. Lower rollout.sample_deadline_s or raise trainer.take_timeout_s"
+            )
+        yield from self._problems_of_lengths(sampling.max_tokens, model)
+        yield from self.vllm.problems_in_run(model)
+
+    def _problems_of_lengths(self, max_tokens: int, model: ModelConfig) -> Iterator[str]:
+        key, longest = self.limits.length_key, self.limits.max_length
+        if longest <= max_tokens:
+            yield (
+                f"{key} ({longest}) leaves no room for a prompt beside sampling.max_tokens ({max_tokens}). "
+                f"Raise {key} or lower sampling.max_tokens"
+            )
+        made = model.warmup or model.random
+        if made is not None and made.max_positions < longest:
+            yield (
+                f"{key} ({longest}) is above the {made.max_positions} positions of the model that "
+                "is made. Lower it, or raise max_positions of model.warmup or model.random"
             )

@@ -9,8 +9,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from async_grpo.config.base import PositiveInt, Seconds, StrictModel
+from async_grpo.config.model import LoraConfig, ModelConfig
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.presets import WHOLE_BATCH_ADVANTAGES, is_own
+from async_grpo.config.rollout import EngineLimits
 
 
 class RendezvousConfig(StrictModel):
@@ -55,6 +57,22 @@ class ReferenceConfig(StrictModel):
             )
         if self.source == "none" and self.path is not None:
             yield "path has no effect with source none. Set trainer.reference.source to frozen"
+
+    def problems_in_run(self, lora: LoraConfig | None) -> Iterator[str]:
+        """Clashes with the policy's adapters."""
+        if lora is None or self.source == "none":
+            return
+        if self.path is not None and self.placement == "swap":
+            yield (
+                f"trainer.reference.path is {self.path}, but with model.lora only adapters are exchanged for a "
+                "pass of the reference (placement swap). Leave path out (the reference is then the first policy, "
+                "without adapters), or set trainer.reference.placement to model"
+            )
+        if self.source == "synced" and self.placement == "model":
+            yield (
+                "trainer.reference is synced in a second model, which has no adapters of model.lora to take over. Set "
+                "trainer.reference.placement to swap"
+            )
 
 
 class OptimizerConfig(StrictModel):
@@ -184,6 +202,27 @@ class TrainerConfig(StrictModel):
     def problems(self) -> Iterator[str]:
         yield from self._clashing_steps()
         yield from self._clashing_ranks()
+
+    def problems_in_run(self, model: ModelConfig, limits: EngineLimits, groups_per_step: int) -> Iterator[str]:
+        """Clashes with the model, with the longest sequence of the engine and with the size of a batch."""
+        if self.micro_batch_tokens < limits.max_length and self.overlong == "error":
+            yield (
+                f"trainer.micro_batch_tokens ({self.micro_batch_tokens}) is below {limits.length_key} "
+                f"({limits.max_length}): a long sequence would fit no micro-batch. Raise trainer.micro_batch_tokens, "
+                "or set trainer.overlong to truncate or drop"
+            )
+        if self.mini_batches > groups_per_step:
+            yield (
+                f"trainer.mini_batches ({self.mini_batches}) is above groups_per_step "
+                f"({groups_per_step}): some updates would have no group. Lower trainer.mini_batches"
+            )
+        yield from self.reference.problems_in_run(model.lora)
+        if self.context_parallel > 1 and self.platform == "cuda" and model.precision == "float32":
+            yield (
+                f"trainer.context_parallel is {self.context_parallel}, and on cuda the kernel for sequences that ranks "
+                "share computes in bfloat16, but model.precision is float32. Set model.precision to bfloat16, or "
+                "trainer.context_parallel to 1"
+            )
 
     def _clashing_steps(self) -> Iterator[str]:
         if self.objective.kl_beta > 0 and self.reference.source == "none":
