@@ -39,10 +39,10 @@ def begun(config: RunConfig) -> RunState:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"launch": {"cores": {"rollout": [99999]}}}, "launch.cores.rollout names 99999"),
+        ({"launch": {"cores": {"rollout": [99999]}}}, "launch.cores.rollout .*99999"),
         (
             {"trainer": {"nodes": 2, "processes": 2, "rendezvous": {"address": "10.0.0.5"}}},
-            "trainer.nodes is 2, .* --node-rank R",
+            "trainer.nodes is 2.* --node-rank",
         ),
     ],
 )

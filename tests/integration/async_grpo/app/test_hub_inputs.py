@@ -161,9 +161,9 @@ def test_a_reference_by_id_is_pinned_fetched_and_checked(
     reference = fetch(config, print).trainer.reference.path
     assert reference is not None and (reference / "model.safetensors").is_file()
     make_random_model(SHAPE.model_copy(update={"hidden_size": 32}), ["1 + 1"], tmp_path / "small", 1)
-    with pytest.raises(ConfigError, match=r"trainer\.reference\.path .*small has .* would not fit"):
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.path .*small"):
         resolve(config_file, [f"trainer.reference.path={tmp_path / 'small'}", *REFERENCE[1:]])
-    with pytest.raises(ConfigError, match=r"trainer\.reference\.path: there is no folder /nowhere"):
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.path.*/nowhere"):
         resolve(config_file, ["trainer.reference.path=/nowhere", *REFERENCE[1:]])
 
 

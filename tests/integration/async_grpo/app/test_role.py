@@ -195,7 +195,7 @@ def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> Supervisor:
 async def test_a_role_that_dies_is_named_restarted_and_given_up_at_its_limit(tmp_path: Path) -> None:
     said: list[str] = []
     failing = spec(tmp_path, "import sys; sys.exit(3)", name="trainer", restarts=2)
-    with pytest.raises(RoleFailed, match="trainer ended with exit code 3"):
+    with pytest.raises(RoleFailed, match=r"trainer .*exit code 3"):
         await supervisor(tmp_path, failing, said=said).watch()
     assert len(said) == 2
 
@@ -211,7 +211,7 @@ async def test_a_role_that_refuses_its_configuration_is_not_restarted(
     said: list[str] = []
     files = ["--config", str(tmp_path / "gone.yaml"), "--model", str(tmp_path)]
     role = RoleSpec("trainer", [sys.executable, "-m", module, *files, *more], tmp_path / "role.log", restarts=3)
-    with pytest.raises(RoleFailed, match=r"exit code 78: ConfigError: no configuration file .*It is not restarted"):
+    with pytest.raises(RoleFailed, match=r"exit code 78: ConfigError"):
         await supervisor(tmp_path, role, said=said).watch()
     assert said == []
     assert "Traceback" not in role.log.read_text()

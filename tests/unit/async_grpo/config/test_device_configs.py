@@ -80,13 +80,13 @@ def test_one_device_is_enough_to_begin(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["trainer.device_memory_share=0.69"], "make 1.01 of a device"),
+        (["trainer.device_memory_share=0.69"], "trainer.device_memory_share (0.69)"),
         (["rollout.vllm.kv_cache_bytes=null"], "rollout.vllm.kv_cache_bytes is not set"),
         (
             ["trainer={platform: cuda, nodes: 2, processes: 2, rendezvous: {address: a}}"],
-            "only processes of one machine share devices",
+            "trainer.nodes is 2",
         ),
-        (["trainer={platform: cpu}"], "they have no device in common"),
+        (["trainer={platform: cpu}"], "trainer.platform is cpu"),
         (["trainer.device_memory_share=0.5"], "a rank may take 0.5"),
     ],
 )
@@ -98,7 +98,7 @@ def test_what_cannot_share_a_device_is_refused(overrides: list[str], words: str)
 
 def test_an_engine_that_sleeps_in_a_step_cannot_feed_it() -> None:
     result = plan("qwen2.5_1.5b_gsm8k_one_gpu", "trainer.streaming=true")
-    assert "engines generate nothing while a step is made" in result.output
+    assert "launch.share_devices is sleep" in result.output and "trainer.streaming" in result.output
 
 
 @pytest.mark.parametrize("name", NODES)
@@ -145,12 +145,12 @@ def test_the_task_is_all_that_differs_between_two_runs_of_a_node() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("trainer.device_memory_gib=24",), ["has 24 GiB", "optimizer 21.3", "Raise trainer.tensor_parallel"]),
-        (("rollout.vllm.device_memory_gib=16",), ["has 16 GiB", "weights 14.2", "Raise rollout.vllm.tensor_parallel"]),
+        (("trainer.device_memory_gib=24",), ["has 24 GiB", "optimizer 21.3", "trainer.tensor_parallel"]),
+        (("rollout.vllm.device_memory_gib=16",), ["has 16 GiB", "weights 14.2", "rollout.vllm.tensor_parallel"]),
         (("model.architecture=null", "model.path=models/none"), ["config.json"]),
         (("model.architecture=gpt-2",), ["Known: qwen2.5-0.5b"]),
         (("trainer.platform=cpu",), ["device_memory_gib"]),
-        (("rollout.vllm.platform=cpu",), ["gpu_memory_utilization would have no effect"]),
+        (("rollout.vllm.platform=cpu",), ["gpu_memory_utilization", "rollout.vllm.platform"]),
     ],
 )
 def test_what_cannot_fit_or_be_known_is_refused_with_its_arithmetic(overrides: list[str], words: list[str]) -> None:
@@ -171,7 +171,7 @@ def test_a_run_wants_its_files_whatever_the_architecture(monkeypatch: pytest.Mon
     words = ["run", str(CONFIGS / "qwen2.5_7b_gsm8k_cuda.yaml"), "-o", "model.path=models/Qwen2.5-7B"]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
     assert result.exit_code == 1
-    assert "models/Qwen2.5-7B is not there, but a checkpoint is a folder" in result.output
+    assert "models/Qwen2.5-7B is not there" in result.output
 
 
 def test_the_shape_comes_from_config_json_where_it_is() -> None:

@@ -13,56 +13,60 @@ from async_grpo.config.rewards import HttpRewardConfig
 from async_grpo.errors import ConfigError
 
 TRAINER = [
-    ({"objective": {"kl_beta": 0.1}}, "kl_beta is 0.1.*Set trainer.reference.source to frozen or synced"),
-    ({"reference": {"source": "synced"}}, "Set trainer.reference.sync_every"),
-    ({"reference": {"source": "frozen", "sync_every": 4}}, "sync_every .4. has no effect with source frozen"),
-    ({"reference": {"path": "elsewhere"}}, "path has no effect with source none"),
-    ({"streaming": True, "num_iterations": 2}, "num_iterations .2. goes over the batch more than once"),
-    ({"streaming": True, "mini_batches": 2}, "mini_batches .2. deals out the groups of the whole batch"),
+    ({"objective": {"kl_beta": 0.1}}, r"kl_beta is 0\.1.*trainer\.reference\.source"),
+    ({"reference": {"source": "synced"}}, r"trainer\.reference\.sync_every"),
+    ({"reference": {"source": "frozen", "sync_every": 4}}, r"sync_every \(4\).*source frozen"),
+    ({"reference": {"path": "elsewhere"}}, "path .*source none"),
+    ({"streaming": True, "num_iterations": 2}, r"streaming .*num_iterations \(2\)"),
+    ({"streaming": True, "mini_batches": 2}, r"streaming .*mini_batches \(2\)"),
+    ({"streaming": True, "objective": {"advantage": "lite_ppo"}}, "streaming .*advantage lite_ppo"),
     (
-        {"streaming": True, "objective": {"advantage": "lite_ppo"}},
-        "advantage lite_ppo needs the rewards of the whole",
+        {"streaming": True, "objective": {"advantage": "reinforce_pp_baseline"}},
+        "streaming .*advantage reinforce_pp_baseline",
     ),
-    ({"streaming": True, "objective": {"advantage": "reinforce_pp_baseline"}}, "set trainer.streaming to false"),
-    ({"streaming": True, "objective": {"advantage": "mine:own"}}, "advantage mine:own, of your own"),
-    ({"streaming": True, "objective": {"corrections": ["m2po"]}}, "correction m2po needs the log-probabilities"),
+    ({"streaming": True, "objective": {"advantage": "mine:own"}}, "streaming .*advantage mine:own"),
+    ({"streaming": True, "objective": {"corrections": ["m2po"]}}, "streaming .*correction m2po"),
     (
         {"streaming": True, "objective": {"corrections": [{"kind": "mine:own", "whole_batch": True}]}},
-        "correction mine:own needs",
+        "streaming .*correction mine:own",
     ),
-    ({"mini_batches": 17}, "mini_batches .17. is above groups_per_step .16."),
-    ({"micro_batch_tokens": 100}, "Raise trainer.micro_batch_tokens, or set trainer.overlong to truncate or drop"),
-    ({"processes": 6, "tensor_parallel": 2, "context_parallel": 2}, "Set trainer.processes to 4 times"),
-    ({"processes": 4, "expert_parallel": 3}, "Set trainer.expert_parallel to a divisor of 4"),
+    ({"mini_batches": 17}, r"mini_batches \(17\).*groups_per_step \(16\)"),
+    ({"micro_batch_tokens": 100}, r"trainer\.micro_batch_tokens \(100\).*trainer\.overlong"),
+    ({"processes": 6, "tensor_parallel": 2, "context_parallel": 2}, r"trainer\.processes to 4 times"),
+    ({"processes": 4, "expert_parallel": 3}, r"trainer\.expert_parallel to a divisor of 4"),
     (
         {"processes": 4, "pipeline_parallel": 2, "expert_parallel": 4},
-        "Set trainer.expert_parallel to a divisor of 2",
+        r"trainer\.expert_parallel to a divisor of 2",
     ),
-    ({"processes": 2, "sequence_parallel": True}, "Set trainer.tensor_parallel above 1"),
+    ({"processes": 2, "sequence_parallel": True}, r"sequence_parallel.*trainer\.tensor_parallel above 1"),
 ]
 LORA: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"targets": ["q_proj", "q_proj"]}, {}, "Name each once"),
-    ({"engine": "adapters", "rank": 513}, {}, "set model.lora.engine to merged"),
-    ({"targets": ["lm_head"]}, {}, "Input should be 'q_proj'"),
-    ({}, {"source": "frozen", "path": "other"}, "set trainer.reference.placement to model"),
-    ({}, {"source": "synced", "sync_every": 2, "placement": "model"}, "Set trainer.reference.placement to swap"),
+    ({"targets": ["q_proj", "q_proj"]}, {}, "targets .*q_proj"),
+    ({"engine": "adapters", "rank": 513}, {}, r"rank \(513\).*model\.lora\.engine to merged"),
+    ({"targets": ["lm_head"]}, {}, "lm_head.*'q_proj'"),
+    (
+        {},
+        {"source": "frozen", "path": "other"},
+        r"trainer\.reference\.path is other.*trainer\.reference\.placement to model",
+    ),
+    ({}, {"source": "synced", "sync_every": 2, "placement": "model"}, r"trainer\.reference\.placement to swap"),
 ]
 WARMUP = [
-    ({"heads": 8}, "Set heads to"),
-    ({"kv_heads": 3}, "Set kv_heads to"),
-    ({"max_positions": 32}, "Raise max_positions to"),
-    ({"accuracy_floor": 0.6}, "Lower accuracy_floor"),
+    ({"heads": 8}, r"heads \(8\)"),
+    ({"kv_heads": 3}, r"kv_heads \(3\)"),
+    ({"max_positions": 32}, r"max_positions \(32\)"),
+    ({"accuracy_floor": 0.6}, r"accuracy_floor \(0\.6\)"),
 ]
 REWARDS = [
-    ({"functions": [{"name": "format"}, {"name": "format", "weight": 2}]}, "format is given twice"),
-    ({"functions": [{"name": "format", "required": False}]}, "none is required"),
-    ({"functions": [{"name": "overlong"}]}, "the name of the punishment of length"),
-    ({"functions": [{"name": "format", "weight": float("nan")}]}, "finite number"),
-    ({"overlong": "soft"}, "soft_overlong_tokens is None"),
-    ({"overlong": "filter", "soft_overlong_tokens": 4}, "with overlong: soft, and only then"),
-    ({"environment": ["A=b"]}, "should match pattern"),
-    ({"memory_bytes": 1 << 20}, "greater than or equal"),
-    ({"overlong": "soft", "soft_overlong_tokens": 8}, r"\(8\) is not below sampling.max_tokens \(8\)"),
+    ({"functions": [{"name": "format"}, {"name": "format", "weight": 2}]}, "functions: format .*twice"),
+    ({"functions": [{"name": "format", "required": False}]}, "functions: .*required"),
+    ({"functions": [{"name": "overlong"}]}, "'overlong'.*punishment"),
+    ({"functions": [{"name": "format", "weight": float("nan")}]}, "weight.*finite"),
+    ({"overlong": "soft"}, "overlong is 'soft' and soft_overlong_tokens is None"),
+    ({"overlong": "filter", "soft_overlong_tokens": 4}, "overlong is 'filter' and soft_overlong_tokens is 4"),
+    ({"environment": ["A=b"]}, "A=b"),
+    ({"memory_bytes": 1 << 20}, r"memory_bytes.*1048576"),
+    ({"overlong": "soft", "soft_overlong_tokens": 8}, r"soft_overlong_tokens \(8\).*sampling\.max_tokens \(8\)"),
 ]
 
 
@@ -93,7 +97,7 @@ def test_adapters_that_cannot_work_are_refused(lora: dict[str, Any], reference: 
 
 def test_an_engine_that_computes_with_adapters_does_not_sleep() -> None:
     model = {"random": {}, "lora": {"engine": "adapters"}}
-    with pytest.raises(ConfigError, match=r"Set model\.lora\.engine to merged"):
+    with pytest.raises(ConfigError, match=r"launch\.share_devices is sleep.*model\.lora\.engine"):
         validate({"name": "a", "model": model, "launch": {"share_devices": "sleep"}}, "test")
 
 
@@ -105,14 +109,14 @@ def test_the_scale_of_adapters_is_alpha_over_rank_or_over_its_root(keys: dict[st
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"url": "ftp://judge/"}, "not an http:// or https:// address"),
-        ({"url": "file:///etc/passwd"}, "not an http:// or https:// address"),
-        ({"url": "judge:80"}, "not an http:// or https:// address"),
-        ({"url": "http://user:password@judge/"}, "name that in token_env"),
-        ({"url": "http://judge/", "score_pointer": "score"}, "Begin it with /"),
-        ({"url": "http://judge/", "headers": {"Authorization": "Bearer abc"}}, "name that in token_env"),
-        ({"url": "http://judge/", "headers": {"X-Api-Key": "abc"}}, "name that in token_env"),
-        ({"url": "http://judge/", "token_env": "Bearer abc"}, "should match pattern"),
+        ({"url": "ftp://judge/"}, "ftp://judge .*https://"),
+        ({"url": "file:///etc/passwd"}, "file://.*https://"),
+        ({"url": "judge:80"}, "judge://.*https://"),
+        ({"url": "http://user:password@judge/"}, "password.*token_env"),
+        ({"url": "http://judge/", "score_pointer": "score"}, "'score'.*/choices/0/score"),
+        ({"url": "http://judge/", "headers": {"Authorization": "Bearer abc"}}, "Authorization.*token_env"),
+        ({"url": "http://judge/", "headers": {"X-Api-Key": "abc"}}, "X-Api-Key.*token_env"),
+        ({"url": "http://judge/", "token_env": "Bearer abc"}, "token_env"),
     ],
 )
 def test_a_judge_that_cannot_be_asked_is_refused(settings: dict[str, Any], message: str) -> None:

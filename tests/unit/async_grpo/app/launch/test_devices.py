@@ -50,12 +50,12 @@ def test_every_role_gets_devices_of_its_own_in_the_users_order(node: RunConfig) 
 
 @pytest.mark.parametrize(
     ("environment", "there", "words"),
-    [({"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}, None, "names 3"), ({}, 6, "this machine has 6")],
+    [({"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}, None, "names 3"), ({}, 6, "has 6")],
 )
 def test_too_few_devices_are_refused_before_anything_starts(
     node: RunConfig, environment: dict[str, str], there: int | None, words: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"make 8 devices, but .*{words}"):
+    with pytest.raises(ConfigError, match=f"8 devices.*{words}"):
         assign_devices(node, environment, there)
 
 
@@ -68,7 +68,7 @@ def test_trainer_and_servers_that_share_see_the_same_devices_and_no_two_servers_
         "rollout-0": "0,1",
         "rollout-1": "2,3",
     }
-    with pytest.raises(ConfigError, match="make 3 devices, but this machine has 2"):
+    with pytest.raises(ConfigError, match=r"3 devices.*has 2"):
         assign_devices(shared(1, 3), {}, there=2)
 
 
@@ -98,15 +98,15 @@ def test_the_roles_are_started_with_their_devices(
 @pytest.mark.parametrize(
     ("platform", "words"),
     [
-        ("cuda", r"nvidia-smi lists none, and there is no /dev/nvidia"),
-        ("npu", r"npu-smi lists none, and .* /dev/davinci"),
+        ("cuda", "nvidia-smi.*/dev/nvidia"),
+        ("npu", "npu-smi.*/dev/davinci"),
     ],
 )
 def test_a_run_on_devices_that_this_machine_lacks_is_refused(
     monkeypatch: pytest.MonkeyPatch, platform: str, words: str
 ) -> None:
     monkeypatch.setattr(base.Platform, "has_devices", lambda self: False)
-    with pytest.raises(ConfigError, match=rf"trainer\.platform is {platform}, but .*{words}.*doctor --platform"):
+    with pytest.raises(ConfigError, match=rf"trainer\.platform is {platform}.*{words}.*doctor --platform"):
         check_machine(run_config({"platform": platform}, {}))
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.platform is cuda"):
         check_machine(run_config({}, {"vllm": {"platform": "cuda"}}))
@@ -131,7 +131,7 @@ def test_devices_are_known_by_their_files_where_the_vendors_tool_is_not_installe
 
 def test_packages_that_are_missing_or_do_not_fit_are_named_with_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "installed", {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}.get)
-    with pytest.raises(DependencyError, match=r"torchvision is 0\.28\.0.*async-grpo install cpu --only stand-ins"):
+    with pytest.raises(DependencyError, match=r"torchvision.*0\.28\.0.*async-grpo install cpu --only stand-ins"):
         check_machine(run_config({}, {}))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"torch, megatron, vllm.*Run: async-grpo install cpu$"):

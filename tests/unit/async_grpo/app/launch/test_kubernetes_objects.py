@@ -221,12 +221,12 @@ def test_what_the_cluster_refuses_is_passed_on_with_what_it_may_lack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(DependencyError, match="kubectl is not on the PATH"):
+    with pytest.raises(DependencyError, match="kubectl"):
         apply(config())
     (tmp_path / "kubectl").write_text('#!/bin/bash\nread -r; echo "no matches for kind JobSet" >&2; exit 1\n')
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(ConfigError, match=r"no matches for kind JobSet\. The trainer needs the JobSet operator"):
+    with pytest.raises(ConfigError, match="JobSet operator"):
         apply(config())
 
 

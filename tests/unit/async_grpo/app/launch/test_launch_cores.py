@@ -49,7 +49,7 @@ def test_every_role_of_a_side_gets_the_cores_of_that_side(tmp_path: Path) -> Non
 
 def test_a_core_that_is_not_there_is_refused_with_those_that_are() -> None:
     assert role_cores(config(trainer=[1], rollout=[0]), here=[0, 1]) == ((1,), (0,))
-    with pytest.raises(ConfigError, match=r"launch.cores.trainer names 7, .* are 0, 1"):
+    with pytest.raises(ConfigError, match=r"launch\.cores\.trainer .*\b7\b.*0, 1"):
         role_cores(config(trainer=[1, 7]), here=[0, 1])
     with pytest.raises(ConfigError, match="pins no process"):
         role_cores(config(rollout=[0]), here=[])
@@ -65,6 +65,6 @@ def test_a_dry_run_shows_the_cores_and_refuses_those_that_are_not_there() -> Non
     first = cores_here()[0]
     names, shown = (list(column.cells) for column in table(config(trainer=[first])).columns)
     assert str(shown[names.index("cores")]) == f"trainer: {first}"
-    with pytest.raises(ConfigError, match=r"launch.cores.trainer names 99999"):
+    with pytest.raises(ConfigError, match=r"launch\.cores\.trainer .*99999"):
         table(config(trainer=[99999]))
     assert "cores" not in list(table(config()).columns[0].cells)

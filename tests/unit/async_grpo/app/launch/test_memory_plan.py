@@ -265,13 +265,13 @@ def plan(trainer_gib: float | None, engine_gib: float | None, **trainer: int) ->
 
 
 def test_a_7b_model_does_not_train_on_one_device_of_80_gib_and_the_refusal_shows_why() -> None:
-    with pytest.raises(ConfigError, match=r"has 80 GiB, but needs 1\d\d\.\d GiB = .*optimizer 85\.1.*tensor_parallel"):
+    with pytest.raises(ConfigError, match=r"80 GiB.*1\d\d\.\d GiB.*optimizer 85\.1.*tensor_parallel"):
         plan(80, 80).check()
 
 
 def test_an_engine_without_room_for_one_sample_is_refused_with_the_arithmetic() -> None:
     cut = {"processes": 8, "tensor_parallel": 4}
-    with pytest.raises(ConfigError, match=r"has 16 GiB.*may use 12\.8.*weights 14\.2.*rollout\.vllm\.tensor_parallel"):
+    with pytest.raises(ConfigError, match=r"16 GiB.*12\.8.*weights 14\.2.*rollout\.vllm\.tensor_parallel"):
         plan(80, 16, **cut).check()
     plan(80, 80, **cut).check()
 
@@ -283,7 +283,7 @@ def test_room_for_the_next_version_lies_beside_the_engines_share() -> None:
     assert "staging 15.0 beside the share" in str(engine)
     plan = DevicePlan(None, None, engine, 80.0, 0)
     plan.check()
-    with pytest.raises(ConfigError, match=r"staging_gib is 15\.0, beside 0\.8 of a device of 64 GiB .*: 66\.2 GiB"):
+    with pytest.raises(ConfigError, match=r"staging_gib is 15\.0.*64 GiB.*66\.2 GiB"):
         replace(plan, engine_gib=64.0).check()
 
 
@@ -320,11 +320,11 @@ def test_a_shared_device_holds_the_sum_of_both_sides() -> None:
 
 
 def test_a_shared_device_that_is_too_small_is_refused_by_the_phase_that_does_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"share a device of 27 GiB, but need .* = 27\.7 GiB between steps"):
+    with pytest.raises(ConfigError, match=r"27 GiB.*27\.7 GiB"):
         shared_plan("sleep", 27.0, 6).check()
-    with pytest.raises(ConfigError, match=r"kv_cache_bytes is 7516192768, but .* leaves 645318\d+ bytes beside"):
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes is 7516192768.*645318\d+ bytes"):
         shared_plan("split", 34.1, 7).check()
-    with pytest.raises(ConfigError, match=r"of which a rank may take 0\.5 .*needs 24\.0 GiB.*or raise the share"):
+    with pytest.raises(ConfigError, match=r"0\.5 .*24\.0 GiB"):
         replace(shared_plan("split", 34.1, 6), trainer_share=0.5).check()
 
 
@@ -395,7 +395,7 @@ def test_the_limit_of_a_container_counts_where_it_is_lower(tmp_path: Path, monke
     smi_that_lists(2, tmp_path, monkeypatch)
     monkeypatch.setattr(memory_limit, "cgroup_memory_limit", lambda: GIB)
     assert host_of(2).there == GIB
-    with pytest.raises(ConfigError, match=r"has 1\.0 GiB of memory \(the limit of this container or job\)"):
+    with pytest.raises(ConfigError, match=r"1\.0 GiB .*container"):
         host_of(2).check()
     monkeypatch.setattr(memory_limit, "cgroup_memory_limit", lambda: 2**63 - 4096)
     assert host_of(2).there == psutil.virtual_memory().total

@@ -175,11 +175,11 @@ def test_a_whole_checkpoint_can_be_chosen_to_resume_from(tmp_path: Path) -> None
         seal(checkpoint, CheckpointManifest(version=version, epoch=1, model={}, layout=layout), {})
     latest = folder.path / "checkpoints" / "latest"
     latest.write_text("4\n")
-    with pytest.raises(ConfigError, match="no checkpoint of version 3, only of 2, 4"):
+    with pytest.raises(ConfigError, match=r"version 3\b.*2, 4"):
         choose_checkpoint(folder.path, "3")
     assert choose_checkpoint(folder.path, str(folder.path / "checkpoints/00000002")) == 2
     assert latest.read_text() == (folder.path / "checkpoints/resume-from").read_text() == "2\n"
     (folder.path / "checkpoints/00000004/__0_0.distcp").write_bytes(b"Weights")
-    with pytest.raises(CheckpointDamaged, match="00000004 is damaged"):
+    with pytest.raises(CheckpointDamaged, match="00000004"):
         choose_checkpoint(folder.path, "4")
     assert latest.read_text() == "2\n"

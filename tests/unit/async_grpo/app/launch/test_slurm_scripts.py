@@ -33,8 +33,8 @@ def two_nodes(**rendezvous: Any) -> RunConfig:
     ("changes", "words"),
     [
         ({"redis": {}}, "redis.url is not set"),
-        ({"redis": {"url": "redis://localhost:6379"}}, "redis.url is redis://localhost:6379, which other nodes"),
-        ({"weights": {}}, "weights.bind is tcp://127.0.0.1:0, which other nodes"),
+        ({"redis": {"url": "redis://localhost:6379"}}, "redis.url is redis://localhost:6379"),
+        ({"weights": {}}, "weights.bind is tcp://127.0.0.1:0"),
     ],
 )
 def test_roles_that_could_not_reach_each_other_are_not_submitted(changes: dict[str, Any], words: str) -> None:
@@ -45,7 +45,7 @@ def test_roles_that_could_not_reach_each_other_are_not_submitted(changes: dict[s
 def test_nothing_is_written_where_slurm_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(DependencyError, match="sbatch is not on the PATH"):
+    with pytest.raises(DependencyError, match="sbatch"):
         submit(config(), None, print)
     assert not list(tmp_path.iterdir())
 
@@ -146,7 +146,7 @@ def test_other_starters_say_it_in_variables_of_their_own(variables: tuple[str, .
     assert placed(two_nodes(), None, environment) == ProcessPlacement(1, "10.0.0.5")
     three = config(trainer={"nodes": 3, "processes": 3, "rendezvous": {"address": "10.0.0.5"}})
     assert placed(three, 2, environment).number == 2, "whoever says it all needs no environment"
-    with pytest.raises(ConfigError, match=rf"2 processes of the trainer \({variables[1]}\), but trainer.nodes is 3"):
+    with pytest.raises(ConfigError, match=rf"2 .*{variables[1]}.*trainer\.nodes is 3"):
         placed(three, None, environment)
 
 
@@ -178,7 +178,7 @@ def test_who_starts_a_process_for_each_rank_has_placed_the_ranks(variables: tupl
 
 
 def test_nodes_that_could_not_meet_are_refused_before_they_wait() -> None:
-    with pytest.raises(ConfigError, match=r"srun has started 2 processes .* but trainer.nodes is 3"):
+    with pytest.raises(ConfigError, match=r"srun .*\b2\b.*trainer\.nodes is 3"):
         placed(config(trainer={"nodes": 3, "processes": 3}), None, SRUN)
     with pytest.raises(ConfigError, match=r"trainer\.rendezvous\.address is not set"):
         placed(two_nodes(), 1, {})

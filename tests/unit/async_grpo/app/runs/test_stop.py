@@ -68,7 +68,7 @@ def test_the_process_that_holds_the_run_is_asked_to_end_and_who_looks_at_it_is_n
 
 def test_a_process_that_goes_on_is_named_and_now_asks_twice(folder: Path, start: Start) -> None:
     holder = start(HOLDER, str(folder), "2")
-    with pytest.raises(WaitTimeout, match=f"process {holder.pid} to end.*--now"):
+    with pytest.raises(WaitTimeout, match=f"{holder.pid}.*--now"):
         stop(folder, timeout_s=0.5)
     assert stop(folder, now=True) is RunStatus.INTERRUPTED
     assert holder.wait(5) == 0
