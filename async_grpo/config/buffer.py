@@ -23,7 +23,7 @@ class SelectorConfig(StrictModel):
 
 
 class AdmissionConfig(StrictModel):
-    """When generation may begin and training may sample, beside the staleness window, which always holds."""
+    """Rules for starting generation and training, in addition to the staleness window, which always holds."""
 
     kind: Literal["staleness_window", "min_size", "sample_to_insert_ratio"] = "staleness_window"
     """`staleness_window`: no further rule. `min_size`: wait for so many ready groups. `sample_to_insert_ratio`: keep
@@ -97,11 +97,11 @@ class AutoStalenessConfig(StrictModel):
 
 
 class BufferConfig(StrictModel):
-    """How the replay buffer chooses."""
+    """Selection, admission and reuse of groups in the replay buffer."""
 
     selector: SelectorConfig = SelectorConfig()
     on_stale: OnStale = "drop"
-    """What happens to tokens that are older than max_staleness when their batch is taken. wait: they are trained (fifo
+    """Treatment of tokens that are older than max_staleness when their batch is taken. wait: they are trained (fifo
     and windowed_fifo bound their age). drop: their group is dropped. mask: they stay as context and get no gradient."""
     admission: AdmissionConfig = AdmissionConfig()
     max_uses: PositiveInt = 1

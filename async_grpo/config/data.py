@@ -12,7 +12,7 @@ from async_grpo.config.base import NonNegativeInt, PositiveInt, StrictModel
 from async_grpo.config.model import ArithmeticTaskConfig, Hub
 
 DataFormat = Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"]
-"""What `async-grpo prepare --format` takes: FORMATS of data/prepare/formats.py, `auto` and `generic`."""
+"""Choices of `async-grpo prepare --format`: FORMATS of data/prepare/formats.py, `auto` and `generic`."""
 
 
 class DataConfig(StrictModel):

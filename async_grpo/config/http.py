@@ -1,4 +1,4 @@
-"""What rollout servers and the trainer offer over HTTP."""
+"""HTTP sockets of rollout servers and of the trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ListenConfig(StrictModel):
 
     @property
     def is_on(self) -> bool:
-        """Whether the socket is opened at all."""
+        """True if the socket is opened."""
         return self.port is not None and self.port != PORT_OFF
 
 
@@ -49,7 +49,7 @@ class HttpConfig(ListenConfig):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True if only this machine can reach it."""
         return is_loopback(self.host)
 
     @property

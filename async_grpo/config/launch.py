@@ -42,7 +42,7 @@ class EvalConfig(StrictModel):
 
 
 class RestartConfig(StrictModel):
-    """What the supervisor does when a role dies. One that refuses its configuration or data is not restarted."""
+    """Restarts of roles that die. One that refuses its configuration or data is not restarted."""
 
     rollout: Annotated[int, Field(ge=0)] = 3
     """Restarts of one rollout server before it is given up; the run goes on as long as there is another."""
@@ -109,9 +109,9 @@ class KubernetesConfig(StrictModel):
     """PersistentVolumeClaims of models and data, and where all pods mount them for reading, such as `{models:
     /models}`."""
     trainer: dict[str, str] = {}
-    """What a pod of the trainer gets besides its devices, such as `{cpu: "16", memory: 128Gi}`."""
+    """Resources of a trainer pod besides its devices, such as `{cpu: "16", memory: 128Gi}`."""
     rollout: dict[str, str] = {}
-    """What a rollout server gets besides its devices."""
+    """Resources of a rollout server besides its devices."""
     max_servers: PositiveInt | None = None
     """Most rollout servers that KEDA may start; rollout.servers are the fewest. None: no autoscaler."""
     prometheus: str = "http://prometheus-operated.monitoring:9090"
@@ -121,7 +121,7 @@ class KubernetesConfig(StrictModel):
 
 
 class AutoscaleConfig(StrictModel):
-    """How many rollout servers `async-grpo run` has, by what the run can use."""
+    """Number of rollout servers of `async-grpo run`, adapted to what the run can use."""
 
     max_servers: PositiveInt | None = None
     """Most rollout servers; rollout.servers are the fewest. None: always rollout.servers."""
@@ -138,9 +138,9 @@ class LaunchConfig(StrictModel):
     ray: RayConfig = RayConfig()
     autoscale: AutoscaleConfig = AutoscaleConfig()
     cores: CoresConfig = CoresConfig()
-    """Who computes where. With lists that have no core in common, neither side takes time from the other."""
+    """Cores of the roles. With lists that have no core in common, neither side takes time from the other."""
     share_devices: Literal["off", "split", "sleep"] = "off"
-    """Whether trainer and rollout servers use the same devices. `off`: every role has devices of its own. `split`: both
+    """Sharing of devices by trainer and rollout servers. `off`: every role has devices of its own. `split`: both
     stay on the device, ranks with at most trainer.device_memory_share of its memory and engines with
     gpu_memory_utilization of it. `sleep`: engines also free their memory while a step is made, and keep what they have
     generated; on CPU they only stop."""
@@ -216,10 +216,10 @@ class LaunchConfig(StrictModel):
 
 
 class TelemetryConfig(StrictModel):
-    """What a run writes, and what its trainer shows."""
+    """Output of a run, and metrics of its trainer."""
 
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]] = ["tensorboard"]
-    """Where scalars go besides metrics.jsonl. Keys and servers come from the environment variables of each package."""
+    """Destinations of scalars besides metrics.jsonl. Keys and servers come from the environment variables of each."""
     project: str = Field(default="async-grpo", min_length=1)
     """The project of wandb, SwanLab and Trackio, or the experiment of MLflow, that the run belongs to."""
     samples_every: PositiveInt = 8

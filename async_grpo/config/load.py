@@ -21,7 +21,7 @@ from async_grpo.config.schema import RunConfig
 from async_grpo.errors import ConfigError
 
 MACHINE_SECTIONS = ("runs_dir", "runs_store", "redis", "launch", "telemetry", "weights")
-"""How a machine reaches the others, and where it reads and writes: nothing that is learned depends on them."""
+"""Keys for addresses and paths of a machine: nothing that is learned depends on them."""
 
 
 RESOLVED = "config.yaml"
@@ -41,7 +41,7 @@ def differing_keys(before: Any, after: Any, *, free: Iterable[str] = MACHINE_SEC
 
 
 def is_at_or_below(key: str, sections: Iterable[str]) -> bool:
-    """Whether the dotted key is one of these, or a part of one."""
+    """True if the dotted key is one of these, or a part of one."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
@@ -102,7 +102,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def read_plain(path: Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], Path]:
-    """What `load` checks, as plain data without defaults, and the file that it comes from. Raises ConfigError."""
+    """The input of `load` as plain data without defaults, and its file. Raises ConfigError."""
     if (path / RESOLVED).is_file():
         folder, path = path, path / RESOLVED
         raw = _read_layers(path) | {"runs_dir": str(folder.absolute().parent)}

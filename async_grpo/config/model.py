@@ -1,4 +1,4 @@
-"""Where the first policy comes from: a checkpoint, a supervised warm-up on the quickstart's task, or random weights."""
+"""Source of the first policy: a checkpoint, a supervised warm-up on the quickstart's task, or random weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TinyQwen2Config(StrictModel):
     intermediate_size: PositiveInt = 256
     """Width of an MLP."""
     tie_embeddings: bool = True
-    """Whether the output layer is the embedding."""
+    """Use the embedding as the output layer."""
     max_positions: PositiveInt = 2048
     """Longest sequence, in tokens."""
     init_std: Annotated[float, Field(gt=0)] = 0.05
@@ -190,7 +190,7 @@ class LoraConfig(StrictModel):
 
 
 class ModelConfig(StrictModel):
-    """Where the first policy comes from: exactly one of `path`, `warmup` and `random`."""
+    """Source of the first policy: exactly one of `path`, `warmup` and `random`."""
 
     path: Path | None = None
     """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), or the id of a model on `hub`, such as

@@ -1,4 +1,4 @@
-"""What the trainer minimises: advantages, loss, corrections, aggregation. docs/algorithms.md has the formulas."""
+"""Objective of the trainer: advantages, loss, corrections, aggregation. docs/algorithms.md has the formulas."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CorrectionConfig(StrictModel):
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether it must see the log-probabilities of all tokens of the batch before the step."""
+        """True if it must see the log-probabilities of all tokens of the batch before the step."""
         return self.whole_batch or self.kind == "m2po"
 
 
@@ -85,7 +85,7 @@ class ObjectiveConfig(StrictModel):
     aggregation: Annotated[str, _choice_of(AGGREGATIONS, own=False)] = "token_mean"
     loss: Annotated[str, _choice_of(LOSSES, own=True)] = "decoupled"
     prox: Literal["recompute", "loglinear", "behaviour"] = "recompute"
-    """Where pi_prox comes from: the weights just before the step, their approximation by token version (A-3PO), or
+    """Source of pi_prox: the weights just before the step, their approximation by token version (A-3PO), or
     the policy that sampled the token (plain PPO)."""
     clip_low: Positive | None = None
     """Lower edge of the trust region; see clip_high."""
@@ -185,26 +185,26 @@ class ObjectiveConfig(StrictModel):
 
     @property
     def needs_pass(self) -> bool:
-        """Whether a forward pass over the batch must come before the step."""
+        """True if a forward pass over the batch must come before the step."""
         return self.weighs_samples or any(correction.needs_whole_batch for correction in self.corrections)
 
     @property
     def penalises_rewards(self) -> bool:
-        """Whether the divergence is subtracted from the rewards."""
+        """True if the divergence is subtracted from the rewards."""
         return self.kl_beta > 0 and self.kl_in == "reward"
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether the advantages depend on the importance weights of the samples."""
+        """True if the advantages depend on the importance weights of the samples."""
         return self.advantage in WEIGHED_ADVANTAGES
 
     @property
     def scales_step(self) -> bool:
-        """Whether the learning rate of a step depends on its importance weights."""
+        """True if the learning rate of a step depends on its importance weights."""
         return any(correction.kind == "ess_lr" for correction in self.corrections)
 
     def _carries_weight(self) -> str:
-        """Why the loss has the importance weight in itself; "" if it has not."""
+        """Reason why the loss contains the importance weight; "" if it does not."""
         if is_own(self.loss):
             return ""
         if LOSSES[self.loss].weighted:

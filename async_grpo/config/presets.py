@@ -33,13 +33,13 @@ REWEIGHTING = ("token_tis", "seq_tis", "icepop")
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
-    """What goes with a policy loss."""
+    """Dials and choices that a policy loss allows."""
 
     dials: Mapping[str, float | str]
     optional: tuple[str, ...] = ()
     """Dials that are off (None) unless set."""
     prox: tuple[str, ...] = ("behaviour", "recompute", "loglinear")
-    """What pi_prox may be; the first is the default."""
+    """Sources of pi_prox that it allows; the first is the default."""
     aggregation: str = ""
     """The only one that the formula allows; "": any."""
     weighted: bool = False
@@ -101,7 +101,7 @@ DEFAULT_PRESET = "areal"
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is `module:attribute`, a function of the user's own."""
+    """True if a name is `module:attribute`, a function of the user's own."""
     return ":" in name
 
 

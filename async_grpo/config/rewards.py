@@ -32,7 +32,7 @@ class HttpRewardConfig(StrictModel):
     concurrency: PositiveInt = 16
     """Largest number of concurrent requests of one rollout server."""
     score_pointer: str = "/score"
-    """Where the score is in the reply: a JSON pointer (RFC 6901)."""
+    """Position of the score in the reply: a JSON pointer (RFC 6901)."""
     max_reply_bytes: PositiveInt = 64 << 10
     """A longer reply is a failure."""
     extra: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class RewardConfig(StrictModel):
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of its score in the sum."""
     required: bool = True
-    """Whether a failure of this reward makes the sample unverifiable; if not, it is left out of the sum."""
+    """A failure of this reward makes the sample unverifiable. false: it is left out of the sum."""
     http: HttpRewardConfig | None = None
 
     @field_validator("name")

@@ -58,7 +58,7 @@ OURS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What the rest of the system reads of the chosen engine's section, whatever its keys are called.
+    """Limits of the chosen engine, independent of the keys of its section.
 
     `length_key`, `staging_key` and their like name the keys in error texts; `memory_advice` says how an engine that
     does not fit on its devices is made to fit.
@@ -84,7 +84,7 @@ class EngineLimits:
     matrix_bytes: int | None
     """Bytes of an element of the layers' matrices; None: those of model.precision."""
     captures_graphs: bool
-    """Whether the engine captures graphs of its forward pass, which take memory."""
+    """True if the engine captures graphs of its forward pass, which take memory."""
     length_key: str
     platform_key: str
     devices_key: str
@@ -145,7 +145,7 @@ class VllmConfig(StrictModel):
 
     @property
     def is_eager(self) -> bool:
-        """Whether the engine runs without compilation and captured graphs."""
+        """True if the engine runs without compilation and captured graphs."""
         return self.platform == "cpu" if self.enforce_eager is None else self.enforce_eager
 
     @property
@@ -154,7 +154,7 @@ class VllmConfig(StrictModel):
         return CPU_CACHE_BYTES if self.kv_cache_bytes is None and self.platform == "cpu" else self.kv_cache_bytes
 
     def limits(self, admitted: int) -> EngineLimits:
-        """What the rest of the system reads of this section. `admitted`: requests that a server lets in at once. The
+        """Limits of the engine, for the rest of the system. `admitted`: requests that a server lets in at once. The
         engine has room for all of them, rounded up to the step of the batch sizes for which vLLM captures graphs."""
         requests = int(self.extra.get("max_num_seqs", -(-admitted // GRAPH_STEP) * GRAPH_STEP))
         # A CPU engine reads prompts whole, and vLLM wants room for one token of every request.
@@ -248,7 +248,7 @@ class MultiTurnConfig(StrictModel):
     """Conversations with tools: the policy writes, a tool answers, the policy goes on."""
 
     tools: list[ToolConfig] = [ToolConfig(name="calculator")]
-    """What the policy may call."""
+    """Tools that the policy may call."""
     max_calls: PositiveInt = 4
     """Most tool calls of one completion."""
     observation: str = "\n<tool_response>\n{result}\n</tool_response>\n"
@@ -273,7 +273,7 @@ class RolloutConfig(StrictModel):
     servers: Annotated[int, Field(ge=1)] = 1
     """Number of rollout servers that `async-grpo run` starts on this machine."""
     workflow: str = "single_turn"
-    """How a sample is generated: `single_turn`, `multi_turn`, or `module:attribute` (see docs/workflows.md)."""
+    """Workflow that generates a sample: `single_turn`, `multi_turn`, or `module:attribute` (see docs/workflows.md)."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     max_concurrency: PositiveInt = 64
     """Most samples for training in flight in one engine. Completions for evaluations (as many again while one runs) and
@@ -285,11 +285,11 @@ class RolloutConfig(StrictModel):
     """k: a group starts group_size + k samples and keeps the first group_size that finish. This shortens the wait for
     slow samples, but long completions are trained less often: a bias."""
     interruption: Literal["keep", "recompute", "drain", "abort"] = "keep"
-    """What happens to samples in flight when new weights arrive. keep: they continue with their KV cache. recompute:
+    """Treatment of samples in flight when new weights arrive. keep: they continue with their KV cache. recompute:
     their prefix is encoded again under the new weights. drain: they finish first. abort: they are stored, and any
     server with room continues them."""
     max_interruptions: PositiveInt = 3
-    """How often one group may be interrupted, by `abort` or by a server that stops; after that it runs to its end."""
+    """Most interruptions of one group, by `abort` or by a server that stops; after that it runs to its end."""
     progress_interval_s: Seconds = 5.0
     """Seconds between two saves of unfinished samples: a server that dies loses at most what it generated since the
     last one."""
@@ -310,7 +310,7 @@ class RolloutConfig(StrictModel):
     """Seconds of silence after which a ticket goes to another server. At least redis.timeout_s, so that no lease
     expires while Redis is away. None: 1.5 times redis.timeout_s."""
     engine_restarts: NonNegativeInt = 2
-    """How often a server restarts a dead engine before it gives up."""
+    """Restarts of a dead engine before its server gives up."""
     http: HttpConfig = HttpConfig()
     vllm: VllmConfig = VllmConfig()
 
@@ -323,7 +323,7 @@ class RolloutConfig(StrictModel):
 
     @property
     def seeds_samples(self) -> bool:
-        """Whether every training sample has a seed of its own."""
+        """True if every training sample has a seed of its own."""
         return self.limits.platform == "cpu" if self.seed_per_sample is None else self.seed_per_sample
 
     def problems(self) -> Iterator[str]:

@@ -34,8 +34,8 @@ class RunConfig(StrictModel):
     runs_dir: Path = Path("runs")
     """Folder that holds the folders of all runs."""
     runs_store: Annotated[str, Field(pattern=r"^((s3|gs|az)://[^/@?#]+(/[^@?#]*)?|file:///[^@?#]+)$")] | None = None
-    """Where runs are copied with their checkpoints: s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER. The same
-    command on another machine goes on from there. Credentials come from the environment."""
+    """Destination of copies of runs with their checkpoints: s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER. The
+    same command on another machine continues from there. Credentials come from the environment."""
     seed: Annotated[int, Field(ge=0)] = 1
     """Seed of the first policy, the order of the data and the sampling."""
     steps: PositiveInt = 100
@@ -44,7 +44,7 @@ class RunConfig(StrictModel):
     """S: no trained token is more than S optimizer steps old. 0 is on-policy training. auto: the trainer chooses the S
     in force, between auto_staleness.min and auto_staleness.max, which is the bound."""
     auto_staleness: AutoStalenessConfig | None = None
-    """With max_staleness: auto, its bounds and limits."""
+    """Bounds and limits of max_staleness: auto."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """G: samples of one prompt."""
     groups_per_step: PositiveInt = 16
@@ -87,7 +87,7 @@ class RunConfig(StrictModel):
 
     @property
     def run_dir(self) -> Path:
-        """Where this run writes."""
+        """Folder of this run."""
         return self.runs_dir / self.name
 
     @property

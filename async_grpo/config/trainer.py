@@ -16,7 +16,7 @@ from async_grpo.config.rollout import EngineLimits
 
 
 class RendezvousConfig(StrictModel):
-    """How the nodes find each other, for trainer.nodes above 1; the same on every node."""
+    """Rendezvous of the nodes, for trainer.nodes above 1; the same on every node."""
 
     address: Annotated[str, Field(pattern=r"^[^\s:/]+$")] | None = None
     """Address at which all nodes reach node 0. Node 0 listens only there. None: the launcher (srun,
@@ -172,7 +172,7 @@ class TrainerConfig(StrictModel):
     micro_batch_tokens: PositiveInt = 8192
     """Sequences are packed, without padding, into micro-batches of at most this many tokens."""
     overlong: Literal["error", "truncate", "drop"] = "error"
-    """What happens to a sequence that fits no micro-batch. `truncate`: only its first tokens are trained. `drop`: none
+    """Treatment of a sequence that fits no micro-batch. `truncate`: only its first tokens are trained. `drop`: none
     is. All of its tokens stay in the denominator of the loss, so the gradient of the others does not grow."""
     num_iterations: PositiveInt = 1
     """Number of passes of a step over its batch."""
@@ -245,7 +245,7 @@ class TrainerConfig(StrictModel):
             )
 
     def _obstacle_to_streaming(self) -> str:
-        """What must see the whole batch before its first micro-batch; "" if nothing."""
+        """Feature that needs the whole batch before its first micro-batch; "" if none."""
         if self.num_iterations > 1:
             return f"num_iterations ({self.num_iterations}) goes over the batch more than once"
         if self.mini_batches > 1:

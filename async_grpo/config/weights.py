@@ -1,4 +1,4 @@
-"""How weights travel from the trainer to the rollout servers."""
+"""Transport of weights from the trainer to the rollout servers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class WeightsConfig(StrictModel):
     """Weights from the trainer to the rollout servers."""
 
     transport: Literal["zmq", "shared_filesystem", "object_store"] = "zmq"
-    """How weights travel. `zmq`: from machine to machine over TCP. `shared_filesystem`: through a folder that all
+    """Transport of weights. `zmq`: from machine to machine over TCP. `shared_filesystem`: through a folder that all
     machines mount. `object_store`: through an S3-compatible bucket, for engines that cannot reach the trainer."""
     location: str | None = None
-    """Where versions lie: for `shared_filesystem` the absolute path of the folder, for `object_store` a URL such as
+    """Location of versions: for `shared_filesystem` the absolute path of the folder, for `object_store` a URL such as
     `s3://BUCKET/PREFIX`; its credentials come from the environment."""
     dense_every: PositiveInt = 20
     """Versions between two that are written dense in `location`; the others are lossless differences. Versions below
     the last two dense ones are removed."""
     bind: Endpoint = "tcp://127.0.0.1:0"
-    """Where the publisher listens (port 0: three free ones; port N: N announces, N + 1 controls, N + 2 serves)."""
+    """Address of the publisher (port 0: three free ones; port N: N announces, N + 1 controls, N + 2 serves)."""
     advertise: Host | None = None
     """Name or address at which other machines reach the publisher, if that is not where it listens (for example behind
     a published port). None: the host of `bind`; if that is 0.0.0.0, this machine's name."""
     relay_bind: Endpoint = "tcp://127.0.0.1:0"
-    """Where the receiver of this machine serves other machines. On the loopback it serves only this machine."""
+    """Address of this machine's receiver for other machines. On the loopback it serves only this machine."""
     relay_advertise: Host | None = None
     """The same for the relay of this machine; set it on each machine with -o. None: the host of `relay_bind`; if that
     is 0.0.0.0, the address with which this machine reaches the publisher."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from async_grpo.app.cli.common import OptionalConfigFile, Override, exit_with_code
 from async_grpo.app.launch.plan import load_run_config
+from async_grpo.config import RunConfig
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
 from async_grpo.utils.requirements import Finding
@@ -38,12 +40,7 @@ def doctor(
     """
     from async_grpo.lab.doctor import checks_of, checks_of_run
 
-    checked, findings = None, []
-    if config is not None:
-        try:
-            checked = load_run_config(config, override or [])
-        except ConfigError as error:
-            findings.append(Finding("Configuration", False, str(error), f"correct {config}, or the overrides"))
+    checked, findings = (None, []) if config is None else _read_config(config, override or [])
     chosen: PlatformName = platform or (checked.trainer.platform if checked is not None else "cpu")
     with Console(stderr=True).status("looking; private names of packages take ten seconds"):
         findings += [check() for check in checks_of(chosen)]
@@ -55,6 +52,14 @@ def doctor(
     else:
         _print_findings(findings, f"async-grpo doctor (platform: {chosen})")
     return 0 if healthy else 1
+
+
+def _read_config(file: Path, overrides: list[str]) -> tuple[RunConfig | None, list[Finding]]:
+    """The configuration, or None and the finding that says why it is refused."""
+    try:
+        return load_run_config(file, overrides), []
+    except ConfigError as error:
+        return None, [Finding("Configuration", False, str(error), f"correct {file}, or the overrides")]
 
 
 def _print_findings(findings: Sequence[Finding], title: str) -> None:

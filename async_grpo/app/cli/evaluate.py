@@ -179,7 +179,7 @@ def _versions(versions: dict[int, int]) -> str:
 
 
 def _comparison(report: EvalReport) -> list[str]:
-    """How the accuracies compare with those of the run's own report, if it states any."""
+    """Comparison of the accuracies with those of the run's own report, if it states any."""
     if report.agrees is None:
         return []
     stated = _accuracies(report.stated["sampled_accuracy"], report.stated["greedy_accuracy"])

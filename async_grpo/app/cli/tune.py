@@ -110,6 +110,7 @@ def tune(
     folder, advice = find(options, say)
     if json_file is not None:
         json_file.write_text(as_json(advice))
+
     Console().print(advice.table())
     for key, why in advice.reasons.items():
         print_line(f"{key}: {why}")

@@ -100,7 +100,7 @@ def _show_updates(found: Explanation, console: Console) -> None:
 
 
 def _simulate(recorded: RecordedRun, console: Console) -> list[Change]:
-    """What changes would give, printed and returned."""
+    """Print and return the simulated effect of changes."""
     from async_grpo.lab.simulate.prediction import calibrated, table_of_changes
     from async_grpo.lab.simulate.settings import SimulatedSettings
     from async_grpo.lab.simulate.whatif import changes

@@ -104,7 +104,7 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why the run failed; "" if it did not."""
+        """Reason of the failure; "" if the run did not fail."""
         return self.state().failure
 
     def rows(self) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ class Run:
 
     @property
     def written_s(self) -> float:
-        """When the run last wrote a step or its state, in seconds since the epoch."""
+        """Time of the last write of a step or of its state, in seconds since the epoch."""
         files = [self.path / name for name in ("metrics.jsonl", "run.json", "config.yaml")]
         return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 

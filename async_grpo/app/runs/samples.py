@@ -45,7 +45,7 @@ def mean_reward(group: Group) -> float:
 
 
 def written_s(group: Group) -> float:
-    """When the group was written, in seconds since the epoch; 0 if unknown."""
+    """Time at which the group was written, in seconds since the epoch; 0 if unknown."""
     return float(group.get("time_s") or 0.0)
 
 

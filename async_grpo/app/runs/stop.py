@@ -19,7 +19,7 @@ from async_grpo.errors import ConfigError, WaitTimeout
 
 _LOOK_EVERY_S = 0.2
 _AGAIN_AFTER_S = 1.0
-"""Between the two signals of `now`."""
+"""Seconds between the two signals of `now`."""
 
 
 def stop_run(run: Run, *, now: bool, timeout_s: float, say: Callable[[str], None]) -> RunStatus:

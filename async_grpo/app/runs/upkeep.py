@@ -96,7 +96,7 @@ class Removal:
 
 
 def choose(runs: Sequence[Run], wanted: Wanted, now_s: float) -> list[Removal]:
-    """What to delete of `runs`, which stand in the order of `list_runs`, at the time `now_s` of the files' clock."""
+    """Parts of `runs` to delete, in the order of `list_runs`, at the time `now_s` of the files' clock."""
     return [removal for run in runs[wanted.keep_last :] if (removal := _removal(run, wanted, now_s)) is not None]
 
 
