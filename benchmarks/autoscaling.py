@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from async_grpo.lab.simulate.buffer import SimulatedBuffer
+from async_grpo.lab.simulate.context import SimulationContext
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.results import SimulatedFigures, figures_of
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import Simulation, simulate
 from async_grpo.lab.simulate.timings import EngineTimings, Timings, TrainerTimings
-from async_grpo.lab.simulate.world import World, simulate
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from async_grpo.telemetry.bottleneck import WORTHWHILE
 from async_grpo.telemetry.servers_wanted import ServerDemand
@@ -69,39 +71,51 @@ WORKLOADS = (
 )
 
 
-class WatchedWorld(World):
+class WatchedBuffer(SimulatedBuffer):
+    """A simulated buffer that notes the lengths of the completions of each batch."""
+
+    def __init__(self, context: SimulationContext) -> None:
+        super().__init__(context)
+        self.lengths: list[list[float]] = []
+
+    def release_batch(self, batch: Batch) -> None:
+        """Note the lengths, then release the batch."""
+        samples = [sample for record in batch.groups for sample in self.groups[record.seq].ended]
+        self.lengths.append([sum(sample.tokens.values()) for sample in samples])
+        super().release_batch(batch)
+
+
+class WatchedSimulation(Simulation):
     """A simulated run that notes what a live one would show."""
 
-    def __init__(self, workload: ScaledWorkload, servers: int) -> None:
-        super().__init__(workload.settings(servers), workload.timings, SEED)
-        self.demand = ServerDemand(
-            self.settings.policy,
-            started_samples=self.settings.started_samples,
-            slots=self.settings.max_concurrency,
-            streaming=self.settings.streaming,
-        )
-        self._lengths_of: list[list[float]] = []
-        self._made = [0.0] * servers
-        self.events.after(BEAT_S, self._beat)
+    buffer: WatchedBuffer
 
-    def _beat(self) -> None:
-        now_s = self.events.now_s
+    def __init__(self, workload: ScaledWorkload, servers: int) -> None:
+        settings = workload.settings(servers)
+        super().__init__(settings, workload.timings, seed=SEED, buffer_class=WatchedBuffer)
+        self.demand = ServerDemand(
+            settings.policy,
+            started_samples=settings.started_samples,
+            slots=settings.max_concurrency,
+            streaming=settings.streaming,
+        )
+        self._generated = [0.0] * servers
+        self.context.events.call_later(BEAT_S, self._send_heartbeats)
+
+    def _send_heartbeats(self) -> None:
+        now_s = self.context.events.now_s
         for number, server in enumerate(self.servers):
             server.engine.advance(now_s)
-            made, self._made[number] = server.engine.generated - self._made[number], server.engine.generated
-            rate, running = made / BEAT_S, server.engine.running
+            rate = (server.engine.generated - self._generated[number]) / BEAT_S
+            self._generated[number] = server.engine.generated
+            running = server.engine.running
             beat = ServerBeat(name=server.name, pid=0, version=0, running=running, tokens_per_s=rate, time_s=now_s)
             self.demand.beats([beat])
-        self.events.after(BEAT_S, self._beat)
+        self.context.events.call_later(BEAT_S, self._send_heartbeats)
 
-    def release(self, batch: Batch) -> None:
-        """Note the lengths of its completions, then as always."""
-        self._lengths_of.append([sum(each.tokens.values()) for g in batch.groups for each in self.groups[g.seq].ended])
-        super().release(batch)
-
-    def learn(self) -> ServerDemand:
-        """Run to the end; what was learned."""
-        for step, lengths in zip(self.run().steps, self._lengths_of, strict=True):
+    def learn_demand(self) -> ServerDemand:
+        """Run to the end; returns the demand that its rows and heartbeats show."""
+        for step, lengths in zip(self.run().steps, self.buffer.lengths, strict=True):
             mean, longest = sum(lengths) / len(lengths), max(lengths)
             row = {"step_s": step.step_s, "wait_s": step.wait_s, "staleness": step.staleness}
             self.demand.step(row | {"completion_tokens_mean": mean, "completion_tokens_max": longest})
@@ -110,7 +124,7 @@ class WatchedWorld(World):
 
 def gauge(workload: ScaledWorkload, servers: int) -> int | None:
     """What the gauge says of the workload while it has so many servers."""
-    return WatchedWorld(workload, servers).learn().wanted(MOST)
+    return WatchedSimulation(workload, servers).learn_demand().wanted(MOST)
 
 
 def simulated(workload: ScaledWorkload, servers: int) -> SimulatedFigures:

@@ -15,8 +15,8 @@ from scipy.optimize import least_squares
 
 from async_grpo.lab.simulate.results import SimulatedFigures, figures_of
 from async_grpo.lab.simulate.settings import CountedWindow, SimulatedSettings
+from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
-from async_grpo.lab.simulate.world import simulate
 from async_grpo.staleness import RateLimit, ReplayPolicy
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config import validate
+from async_grpo.lab.simulate.buffer import SimulatedBuffer, TicketWaiter
+from async_grpo.lab.simulate.context import SimulationContext
 from async_grpo.lab.simulate.engine import SimulatedSample
+from async_grpo.lab.simulate.group import SimulatedGroup
 from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
-from async_grpo.lab.simulate.server import SimulatedGroup, SimulatedServer
+from async_grpo.lab.simulate.server import SimulatedServer
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import Simulation
 from async_grpo.lab.simulate.timings import Timings
-from async_grpo.lab.simulate.world import World
 from async_grpo.wire import Batch, Ticket
 
 Row = dict[str, Any]
@@ -30,74 +33,74 @@ PLAIN: dict[str, Any] = {
 }
 
 
-class RecordingWorld(World):
-    """A simulated run that keeps what a real one writes to its timeline and metrics. `slow`: how many times slower the
-    engine of the last server is."""
+class RecordingBuffer(SimulatedBuffer):
+    """A simulated buffer that notes waits for tickets, groups, and the tasks that wait after each step."""
 
-    def __init__(self, settings: SimulatedSettings, timings: Timings, *, slow: float = 1.0) -> None:
-        super().__init__(settings, timings, seed=3)
-        self.rollout: dict[str, list[Row]] = defaultdict(list)
-        self.train: list[Row] = []
-        self._computing_since = 0.0
-        self._asking: dict[str, float] = {}
-        self._first: dict[int, float] = {}
-        self._last: dict[int, float] = {}
-        self._waiting: list[int] = []
-        for server in self.servers:
-            self._watch(server)
-        self.servers[-1].engine.slow_down(0.0, slow)
+    def __init__(self, context: SimulationContext) -> None:
+        super().__init__(context)
+        self.spans: dict[str, list[Row]] = defaultdict(list)
+        """Spans of each server's timeline, by its name."""
+        self.waiting_tasks: list[int] = []
+        self.first_start_s: dict[int, float] = {}
+        """When the first sample of each group started, and the last one ended."""
+        self.last_end_s: dict[int, float] = {}
+        self._requested_s: dict[str, float] = {}
 
-    def admit(self, limit: int, holder: str, slots: int) -> list[Ticket]:
-        found = super().admit(limit, holder, slots)
-        if not found:
-            self._asking.setdefault(holder, self.events.now_s)
-        elif holder in self._asking:
-            got_s = self.events.now_s + self.timings.engine.call_s
-            self._span(self.rollout[holder], "wait", "ticket", self._asking.pop(holder), got_s, {})
-        return found
+    def admit_groups(self, server: TicketWaiter, limit: int, slots: int) -> list[Ticket]:
+        tickets = super().admit_groups(server, limit, slots)
+        now_s, call_s = self._context.events.now_s, self._context.timings.engine.call_s
+        if not tickets:
+            self._requested_s.setdefault(server.name, now_s)
+        elif server.name in self._requested_s:
+            _add_span(self.spans[server.name], "wait", "ticket", self._requested_s.pop(server.name), now_s + call_s, {})
+        return tickets
 
-    def settle(self, group: SimulatedGroup) -> None:
+    def settle_group(self, group: SimulatedGroup) -> None:
         assert group.ticket is not None
-        now_s, began_s = self.events.now_s, group.started_s + self.timings.engine.call_s
+        now_s, began_s = self._context.events.now_s, group.started_s + self._context.timings.engine.call_s
         args = {
             "version": group.ticket.version,
             "lengths": [round(sample.done) for sample in group.samples],
-            "queued_s": max(0.0, self._first[group.seq] - began_s),
-            "judged_s": now_s - self._last[group.seq],
+            "queued_s": max(0.0, self.first_start_s[group.seq] - began_s),
+            "judged_s": now_s - self.last_end_s[group.seq],
         }
-        name = f"group {group.seq}"
-        self._span(self.rollout[group.ticket.holder], "generation", name, began_s, now_s, args)
-        super().settle(group)
+        _add_span(self.spans[group.ticket.holder], "generation", f"group {group.seq}", began_s, now_s, args)
+        super().settle_group(group)
 
-    def publish(self, epoch: int, version: int) -> None:
-        now_s, sync = self.events.now_s, self.timings.sync
-        self._span(self.train, "trainer", "publish", now_s - sync.stall_s, now_s, {"version": version})
-        super().publish(epoch, version)
+    def release_batch(self, batch: Batch) -> None:
+        super().release_batch(batch)
+        self.waiting_tasks.append(len(self.state.tasks))
 
-    def trainer_changed(self) -> None:
-        if self.trainer.computing:
-            self._computing_since = self.events.now_s
-        else:
-            self._span(self.train, "trainer", "train", self._computing_since, self.events.now_s, {})
-        super().trainer_changed()
 
-    def release(self, batch: Batch) -> None:
-        super().release(batch)
-        self._waiting.append(len(self.buffer.tasks))
+class RecordedSimulation(Simulation):
+    """A simulated run that keeps what a real one writes to its timeline and metrics. `slow`: how many times slower the
+    engine of the last server is."""
+
+    buffer: RecordingBuffer
+
+    def __init__(self, settings: SimulatedSettings, timings: Timings, *, slow: float = 1.0) -> None:
+        super().__init__(settings, timings, seed=3, buffer_class=RecordingBuffer)
+        self.events = self.context.events
+        self.train: list[Row] = []
+        self._computing_since = 0.0
+        for server in self.servers:
+            self._watch_server(server)
+        self._watch_trainer()
+        self.servers[-1].engine.slow_down(0.0, slow)
 
     def write(self, folder: Path, config: str) -> RecordedRun:
         """Write the folder, and read it again."""
         (folder / "timeline").mkdir(parents=True)
         (folder / "config.yaml").write_text(config)
         _write(folder / "timeline" / "trainer.jsonl", [*self.train, *self._waits()])
-        for name, spans in self.rollout.items():
+        for name, spans in self.buffer.spans.items():
             _write(folder / "timeline" / f"{name}.jsonl", spans)
         _write(folder / "metrics.jsonl", [self._row(place) for place in range(len(self.trainer.steps))])
         return read_recorded(folder)
 
     def _row(self, place: int) -> Row:
         row = self.trainer.steps[place]
-        timings, settings = self.timings, self.settings
+        timings, settings = self.context.timings, self.context.settings
         saves = settings.checkpoint_steps and place and place % settings.checkpoint_steps == 0
         saved_s = timings.trainer.checkpoint_s if saves else 0.0
         wait_s = row.wait_s + timings.trainer.take_s
@@ -116,7 +119,7 @@ class RecordingWorld(World):
             "trained_tokens": round(row.tokens),
             "read_tokens": round(row.tokens + (timings.prompt_tokens - 1) * GROUPS * SIZE),
             "completion_tokens_mean": row.tokens / GROUPS / SIZE,
-            "buffer_groups": {"waiting": self._waiting[place]},
+            "buffer_groups": {"waiting": self.buffer.waiting_tasks[place]},
         }
 
     def _waits(self) -> list[Row]:
@@ -125,28 +128,47 @@ class RecordingWorld(World):
         trains = [span for span in self.train if span["name"] == "train"]
         ends = [row.ended_s for row in self.trainer.steps]
         for end, train in zip(ends, trains[1:], strict=False):
-            self._span(found, "trainer", "wait", min(end, train["start_s"]), train["start_s"], {})
+            _add_span(found, "trainer", "wait", min(end, train["start_s"]), train["start_s"], {})
         return found
 
-    def _watch(self, server: SimulatedServer) -> None:
-        start, judged, load = server.engine.start, server._judged_s, server.engine.load
-        begin, unpin = server._evaluate_if_due, server._unpin
+    def _watch_trainer(self) -> None:
+        publish, note_training = self.trainer.publish_version, self.processors.note_training
+
+        def watched_publish(version: int) -> None:
+            now_s, sync = self.events.now_s, self.context.timings.sync
+            _add_span(self.train, "trainer", "publish", now_s - sync.stall_s, now_s, {"version": version})
+            publish(version)
+
+        def watched_training(computing: bool) -> None:
+            if computing:
+                self._computing_since = self.events.now_s
+            else:
+                _add_span(self.train, "trainer", "train", self._computing_since, self.events.now_s, {})
+            note_training(computing)
+
+        self.trainer.publish_version = watched_publish
+        self.processors.note_training = watched_training
+
+    def _watch_server(self, server: SimulatedServer) -> None:
+        start, judge, load = server.engine.start, server._judge_samples, server.engine.load
+        begin, unpin = server._evaluate_if_due, server._unpin_version
+        spans = self.buffer.spans
         pinned: list[float] = []
 
         def watched_start(now_s: float, sample: SimulatedSample, *, prompt: bool) -> None:
             if isinstance(sample.group, SimulatedGroup):
-                self._first.setdefault(sample.group.seq, now_s)
+                self.buffer.first_start_s.setdefault(sample.group.seq, now_s)
             start(now_s, sample, prompt=prompt)
 
-        def watched_judged(samples: int) -> float:
+        def watched_judge(samples: int) -> float:
             whole = [seq for seq, group in server.groups.items() if not group.missing]
             for seq in whole:
-                self._last.setdefault(seq, self.events.now_s)
-            return judged(samples)
+                self.buffer.last_end_s.setdefault(seq, self.events.now_s)
+            return judge(samples)
 
         def watched_load(now_s: float, version: int, load_s: float, *, encode_again: bool = False) -> float:
             done_s = load(now_s, version, load_s, encode_again=encode_again)
-            self._span(self.rollout[server.name], "weights", f"version {version}", now_s, done_s, {})
+            _add_span(spans[server.name], "weights", f"version {version}", now_s, done_s, {})
             return done_s
 
         def watched_begin() -> None:
@@ -155,18 +177,18 @@ class RecordingWorld(World):
                 pinned.append(self.events.now_s)
 
         def watched_unpin() -> None:
-            self._span(self.rollout[server.name], "evaluation", "version", pinned.pop(), self.events.now_s, {})
+            _add_span(spans[server.name], "evaluation", "version", pinned.pop(), self.events.now_s, {})
             unpin()
 
-        replaced: dict[str, Callable[..., Any]] = {"_judged_s": watched_judged, "_evaluate_if_due": watched_begin}
-        for name, function in {**replaced, "_unpin": watched_unpin}.items():
+        replaced: dict[str, Callable[..., Any]] = {"_judge_samples": watched_judge, "_evaluate_if_due": watched_begin}
+        for name, function in {**replaced, "_unpin_version": watched_unpin}.items():
             setattr(server, name, function)
         for name, function in {"start": watched_start, "load": watched_load}.items():
             setattr(server.engine, name, function)
 
-    @staticmethod
-    def _span(rows: list[Row], track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
-        rows.append({"track": track, "name": name, "start_s": begin, "end_s": end, "args": args})
+
+def _add_span(rows: list[Row], track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
+    rows.append({"track": track, "name": name, "start_s": begin, "end_s": end, "args": args})
 
 
 def settings_of(folder: Path, max_staleness: int, **changed: Any) -> tuple[SimulatedSettings, str]:
@@ -181,9 +203,9 @@ def recorded_run(
 ) -> RecordedRun:
     """Simulate a run, write its folder, and read it."""
     settings, config = settings_of(folder, max_staleness, **changed)
-    world = RecordingWorld(settings, timings, slow=slow)
-    world.run()
-    return world.write(folder / f"run-{max_staleness}", config)
+    simulation = RecordedSimulation(settings, timings, slow=slow)
+    simulation.run()
+    return simulation.write(folder / f"run-{max_staleness}", config)
 
 
 def _write(path: Path, rows: list[Row]) -> None:

@@ -26,8 +26,8 @@ from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.recorded import RecordedGroup, RecordedRun, overlap_share, slowness
 from async_grpo.lab.simulate.results import WARM_STEPS, SimulatedFigures, figures_of
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
-from async_grpo.lab.simulate.world import simulate
 from async_grpo.telemetry.idle import length, merged, overlap, rollout_idle_share, trainer_idle_share
 from async_grpo.telemetry.metrics import COMPUTE
 from async_grpo.telemetry.rows import Row, number, numbers

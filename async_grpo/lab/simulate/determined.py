@@ -19,8 +19,8 @@ import numpy as np
 from async_grpo.lab.simulate.recorded import RecordedRun, overlap_share
 from async_grpo.lab.simulate.results import figures_of, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
-from async_grpo.lab.simulate.world import simulate
 from async_grpo.telemetry.idle import length, merged
 from async_grpo.telemetry.rows import number
 

@@ -1,4 +1,4 @@
-"""Simulated time: what happens next, and a clock that jumps there."""
+"""Simulated time: the actions to come, and a clock that jumps from one to the next."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from itertools import count
 Action = Callable[[], None]
 
 
-class EventQueue:
-    """Actions at points of simulated time, in order; those of one moment in the order in which they were asked for."""
+class EventLoop:
+    """Actions at points of simulated time. Those of the same moment run in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._events: list[tuple[float, int, Action]] = []
         self._numbers = count()
 
-    def at(self, time_s: float, action: Action) -> None:
-        """Do it then, or now if that has passed."""
+    def call_at(self, time_s: float, action: Action) -> None:
+        """Run the action at that time, or now if it has passed."""
         heapq.heappush(self._events, (max(time_s, self.now_s), next(self._numbers), action))
 
-    def after(self, delay_s: float, action: Action) -> None:
-        """Do it that many seconds from now."""
+    def call_later(self, delay_s: float, action: Action) -> None:
+        """Run the action after `delay_s` seconds."""
         heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), action))
 
     def run(self, until: Callable[[], bool]) -> bool:
-        """Do what is due, one after another, until `until()` is true. False if nothing was left to happen before."""
+        """Run one action after another until `until()` is true. False if no action is left before that."""
         events, pop = self._events, heapq.heappop
         while not until():
             if not events:

@@ -28,9 +28,9 @@ from async_grpo.lab.simulate.devices import estimate
 from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.lab.simulate.results import SimulatedFigures, figures_of, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
 from async_grpo.lab.simulate.whatif import Change
-from async_grpo.lab.simulate.world import simulate
 from async_grpo.lab.sweep.plan import assignments, combinations, parse_axis
 
 if TYPE_CHECKING:

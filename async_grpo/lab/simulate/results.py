@@ -10,9 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import SimulatedRun
 from async_grpo.lab.simulate.timings import Timings
 from async_grpo.lab.simulate.trainer import SimulatedStep
-from async_grpo.lab.simulate.world import SimulatedRun
 from async_grpo.telemetry.bottleneck import describe_bottleneck
 from async_grpo.telemetry.rows import mean
 

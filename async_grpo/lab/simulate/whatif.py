@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from async_grpo.lab.simulate.results import SimulatedFigures, figures_of, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
-from async_grpo.lab.simulate.world import simulate
 from async_grpo.staleness import RateLimit
 from async_grpo.telemetry.bottleneck import NOTEWORTHY
 

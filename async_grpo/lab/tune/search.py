@@ -19,8 +19,8 @@ from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.lab.simulate.calibrate import Measured
 from async_grpo.lab.simulate.results import SimulatedFigures, figures_of, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
-from async_grpo.lab.simulate.world import simulate
 from async_grpo.lab.tune.goals import Goal, PointFigures
 from async_grpo.lab.tune.space import Overrides, TuningAxis, combined
 

@@ -13,9 +13,9 @@ from async_grpo.auto_staleness import StalenessController, StalenessDecision, St
 from async_grpo.config.buffer import AutoStalenessConfig
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import Simulation
 from async_grpo.lab.simulate.timings import EngineTimings, Timings, TrainerTimings
 from async_grpo.lab.simulate.trainer import SimulatedStep
-from async_grpo.lab.simulate.world import World
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from async_grpo.telemetry.bottleneck import Bottleneck, find_bottleneck
 
@@ -164,30 +164,28 @@ class SlowSide:
             engine=EngineTimings(step_s=0.004, request_s=0.00006),
             trainer=TrainerTimings(base_s=0.6, token_s=1e-5, variation=0.1),
         )
-        steps = SlowedWorld(settings, timings, self).run().steps
+        steps = SlowedSimulation(settings, timings, self).run().steps
         counted = steps[self.slow_from + 20 : -8]
         speed = sum(step.tokens for step in counted) / sum(step.step_s for step in counted)
         return speed, max(age for step in steps for age in step.ages)
 
 
-class SlowedWorld(World):
-    """The world of such a run."""
+class SlowedSimulation(Simulation):
+    """Such a run: one side becomes slow when its version is published."""
 
     def __init__(self, settings: SimulatedSettings, timings: Timings, slow: SlowSide) -> None:
-        super().__init__(settings, timings, 1)
-        self._slow = slow
+        super().__init__(settings, timings, seed=1)
+        publish = self.trainer.publish_version
 
-    def publish(self, epoch: int, version: int) -> None:
-        """Slow one side down at its version."""
-        if version == self._slow.slow_from and self._slow.side == "trainer":
-            slower = {"base_s": 3.0, "token_s": 5e-5}
-            trainer = self.timings.trainer.model_copy(update=slower)
-            self.timings = self.timings.model_copy(update={"trainer": trainer})
-        elif version == self._slow.slow_from:
-            for server in self.servers:
-                server.engine.slow_down(self.events.now_s, 5.0)
-                server.reschedule()
-        super().publish(epoch, version)
+        def slow_down_and_publish(version: int) -> None:
+            if version == slow.slow_from and slow.side == "trainer":
+                self.trainer.timings = self.trainer.timings.model_copy(update={"base_s": 3.0, "token_s": 5e-5})
+            elif version == slow.slow_from:
+                for server in self.servers:
+                    server.slow_down(5.0)
+            publish(version)
+
+        self.trainer.publish_version = slow_down_and_publish
 
 
 @pytest.mark.parametrize("side", ["trainer", "server"])
@@ -200,7 +198,7 @@ def test_after_a_side_became_five_times_as_slow_it_is_within_10_percent_of_the_b
 
 def test_a_simulated_run_says_what_was_decided_and_keeps_books() -> None:
     steps: list[SimulatedStep]
-    run = SlowedWorld(
+    run = SlowedSimulation(
         SimulatedSettings(
             policy=ReplayPolicy(StalenessWindow(8, P, 60 * P)).with_staleness(0),
             steps=60,

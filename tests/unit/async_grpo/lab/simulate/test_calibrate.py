@@ -15,9 +15,9 @@ from async_grpo.lab.simulate.prediction import compare
 from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.lab.simulate.results import figures_of
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
 from async_grpo.lab.simulate.whatif import changes
-from async_grpo.lab.simulate.world import simulate
 from tests.support.recorded_runs import recorded_run, settings_of
 
 TRUE = Timings(

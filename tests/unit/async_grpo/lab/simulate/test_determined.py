@@ -16,8 +16,8 @@ from async_grpo.lab.simulate.determined import (
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.lab.simulate.results import figures_of
+from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings
-from async_grpo.lab.simulate.world import simulate
 from tests.support.recorded_runs import recorded_run, settings_of
 
 TRUE = Timings(

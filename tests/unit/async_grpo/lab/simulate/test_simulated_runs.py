@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from async_grpo.errors import ConfigError
+from async_grpo.lab.simulate.buffer import SimulatedBuffer
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.results import figures_of
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import (
     BufferTimings,
     EngineTimings,
@@ -21,7 +23,6 @@ from async_grpo.lab.simulate.timings import (
     VerifierTimings,
 )
 from async_grpo.lab.simulate.whatif import changes, with_staleness
-from async_grpo.lab.simulate.world import World, simulate
 from async_grpo.staleness import OnStale, ReplayPolicy, Selector, StalenessWindow
 from tests.support.recorded_runs import recorded_run
 
@@ -236,7 +237,9 @@ def test_a_buffer_that_does_one_thing_after_another_limits_the_groups_a_second()
 def test_the_trainer_is_not_kept_from_a_batch_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     several = settings_of(2, servers=3, max_concurrency=6)
     shortcut = simulate(several, TAILED)
-    monkeypatch.setattr(World, "_is_blocked", lambda world, version: False)  # the buffer is asked after every insert
+    monkeypatch.setattr(
+        SimulatedBuffer, "_is_blocked", lambda buffer, version: False
+    )  # the buffer is asked after every insert
     assert simulate(several, TAILED) == shortcut
 
 
