@@ -161,8 +161,9 @@ class SimulatedBuffer:
     def release_batch(self, batch: Batch) -> None:
         """End the groups of a trained batch, or make them READY again until their last use."""
         self.state.release(batch)
-        settings = self._context.settings
-        if settings.policy.max_uses == 1 and settings.checkpoint_steps == 0:
+        settings, can_crash = self._context.settings, self._context.timings.faults.trainer_every_s > 0
+        # A trainer that restarts gets the batches since its last checkpoint again, so their groups must stay.
+        if settings.policy.max_uses == 1 and settings.checkpoint_steps == 0 and not can_crash:
             for group in batch.groups:
                 self.groups.pop(group.seq, None)
         elif len(self.groups) > 4 * settings.policy.window.capacity:

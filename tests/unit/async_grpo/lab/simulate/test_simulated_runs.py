@@ -180,6 +180,13 @@ def test_servers_and_trainers_that_die_lose_no_group() -> None:
     assert run.ended_s > simulate(settings, TAILED).ended_s
 
 
+def test_a_trainer_that_dies_without_checkpoints_trains_the_same_batches_again() -> None:
+    rare = FaultTimings(trainer_every_s=200, trainer_restart_s=30)
+    run = simulate(settings_of(2), TAILED.model_copy(update={"faults": rare}))
+    assert run.released == {"trained": 120}
+    assert any(row.replayed for row in run.steps)
+
+
 def test_an_evaluation_keeps_its_version_and_takes_its_time() -> None:
     plain, evaluated = (simulate(settings_of(2, eval_every=5, eval_prompts=prompts), TAILED) for prompts in (0, 64))
     assert evaluated.ended_s > plain.ended_s
