@@ -20,10 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import resources
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from async_grpo.lab.importers.translation import Translation
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +75,8 @@ class SourceSystem:
     rows: Sequence[KeyRow]
     choices: Mapping[str, Mapping[str, Any]]
     script: LaunchStyle | None
-    translate: Callable[[Translation], None]
+    translate: Callable[[Any], None]
+    """Converts what depends on several keys, given the `translation.Translation` of an import."""
 
     def find_row(self, key: str) -> KeyRow | None:
         """The row of a key; else the longest pattern that fits it."""
@@ -86,8 +84,8 @@ class SourceSystem:
         return max(fits, key=lambda row: (row.theirs == key, len(row.theirs)), default=None)
 
 
-def load_system(name: str, translate: Callable[[Translation], None]) -> SourceSystem:
-    """Read tables/NAME.toml (`-` in the name is `_` there). `translate` converts what depends on several keys."""
+def load_system(name: str, translate: Callable[[Any], None]) -> SourceSystem:
+    """Read tables/NAME.toml (`-` in the name is `_` there)."""
     file = resources.files("async_grpo.lab.importers") / "tables" / f"{name.replace('-', '_')}.toml"
     table = tomllib.loads(file.read_text(encoding="utf-8"))
     rows = tuple(row for sections, keys in table["keys"].items() for row in _rows(sections.split(" or "), keys))
