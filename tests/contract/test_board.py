@@ -92,10 +92,10 @@ async def test_an_older_probe_does_not_replace_a_newer_one(board: RunBoard) -> N
     await board.put_probe(probe(1))
     assert await board.probe(2, timeout_s=0) == probe(2)
     async with asyncio.timeout(1):
-        with pytest.raises(WaitTimeout, match="version 2 has already replaced it"):
+        with pytest.raises(WaitTimeout, match="version 2"):
             await board.probe(1, timeout_s=30)
 
 
 async def test_a_probe_that_never_comes_is_named(board: RunBoard) -> None:
-    with pytest.raises(WaitTimeout, match="the probe of version 5"):
+    with pytest.raises(WaitTimeout, match="version 5"):
         await board.probe(5, timeout_s=0.05)

@@ -54,7 +54,7 @@ async def test_active_groups_never_exceed_the_window(open_buffer: Open, stalenes
     dials = policy(S=staleness, P=2)
     buffer = await open_buffer(dials)
     assert len(await admit(buffer, 100)) == dials.window.capacity
-    with pytest.raises(WaitTimeout, match="room in the staleness window"):
+    with pytest.raises(WaitTimeout, match="window"):
         await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
     assert (await buffer.stats()).active == dials.window.capacity
 
@@ -109,7 +109,7 @@ async def test_two_feeders_may_race(open_buffer: Open) -> None:
 
 async def test_a_gap_in_the_stream_is_refused(open_buffer: Open) -> None:
     buffer = await open_buffer(put=3)
-    with pytest.raises(StreamGap, match="task 3 is next"):
+    with pytest.raises(StreamGap, match="task 3"):
         await buffer.put_tasks(tasks(4, 1))
     with pytest.raises(ValueError, match="gap"):
         await buffer.put_tasks([*tasks(3, 1), *tasks(5, 1)])

@@ -25,12 +25,12 @@ from tests.support.buffer_cases import (
 
 
 async def nothing_to_take(buffer: ReplayBuffer, version: int) -> None:
-    with pytest.raises(WaitTimeout, match="the groups of the step"):
+    with pytest.raises(WaitTimeout, match="groups"):
         await take(buffer, version, timeout_s=NO_WAIT_S)
 
 
 async def nothing_to_admit(buffer: ReplayBuffer) -> None:
-    with pytest.raises(WaitTimeout, match="room in the staleness window"):
+    with pytest.raises(WaitTimeout, match="window"):
         await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
 
 

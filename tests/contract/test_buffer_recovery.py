@@ -34,7 +34,7 @@ async def test_an_older_epoch_is_fenced(open_buffer: Open) -> None:
         buffer.publish_version(epoch=1, version=9),
         buffer.commit_checkpoint(epoch=1, version=9),
     ):
-        with pytest.raises(Fenced, match="epoch 1 is over, epoch 2"):
+        with pytest.raises(Fenced, match=r"epoch 1\b.*epoch 2\b"):
             await late
     assert ((await buffer.stats()).taken, (await buffer.stats()).version) == (1, 0)
 
@@ -116,7 +116,7 @@ async def test_steps_that_were_committed_cannot_be_asked_for_again(open_buffer: 
     buffer = await open_buffer(policy(S=0, P=1))
     await generate_and_train(buffer, 0)
     await buffer.commit_checkpoint(epoch=1, version=1)
-    with pytest.raises(BufferFault, match="Resume from version 1"):
+    with pytest.raises(BufferFault, match=r"version 1\b"):
         await buffer.rollback(0)
     assert (await buffer.stats()).epoch == 1
 
@@ -149,7 +149,7 @@ async def test_a_trainer_that_accepts_the_loss_starts_generation_again_at_its_ve
     await buffer.commit_checkpoint(epoch=1, version=3)
     await finish(buffer, *(await admit(buffer, 4))[:3])
     await take(buffer, 4)
-    with pytest.raises(StepsForgotten, match="resume RUN --from 1"):
+    with pytest.raises(StepsForgotten, match=r"--from 1\b"):
         await buffer.rollback(1)
 
     resume = await buffer.rollback(1, accept_loss=True)

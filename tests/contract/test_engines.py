@@ -249,7 +249,7 @@ async def test_streamed_tokens_are_counted_apart(subject: Subject) -> None:
 @engines
 async def test_weights_that_are_not_there_are_refused_and_generation_goes_on(subject: Subject) -> None:
     version = await subject.update("keep")
-    with pytest.raises(WeightsError, match="does not hold version 99"):
+    with pytest.raises(WeightsError, match="not hold version 99"):
         held = HeldWeights.in_store(subject.store, epoch=0, version=99)
         await subject.engine.update_weights(held, interruption="keep")
     assert subject.engine.version == version
@@ -263,7 +263,7 @@ async def test_weights_that_are_not_there_are_refused_and_generation_goes_on(sub
 )
 async def test_an_engine_that_was_not_started_says_so(engine: Engine) -> None:
     assert (engine.version, engine.load().running, engine.peek("r")) == (CHECKPOINT_VERSION, 0, None)
-    with pytest.raises(EngineError, match="was not started"):
+    with pytest.raises(EngineError, match="not started"):
         held = HeldWeights.in_store(Path("unused"), epoch=0, version=0)
         await engine.update_weights(held, interruption="keep")
 

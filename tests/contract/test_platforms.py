@@ -63,7 +63,7 @@ def test_the_configuration_names_every_platform_and_no_name_stands_for_two() -> 
 
 
 def test_an_unknown_platform_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'abacus'.*cpu, cuda or npu"):
+    with pytest.raises(ConfigError, match=r"'abacus'.*cpu.*cuda.*npu"):
         select_platform("abacus")
 
 
@@ -151,7 +151,7 @@ def test_memory_in_use_is_at_most_the_peak_and_that_the_whole(platform: Platform
 def test_another_megatron_is_refused(platform: Platform, events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: platform.name == "cuda")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
-    with pytest.raises(ConfigError, match=r"megatron-core.*Run: async-grpo install"):
+    with pytest.raises(ConfigError, match=r"megatron-core.*async-grpo install"):
         platform.activate(TrainerConfig())
     assert events == []
 
@@ -194,7 +194,7 @@ def test_a_rank_without_a_device_of_its_own_is_refused(
     accelerator: Platform, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match=f"rank 2.*2 are visible.*{accelerator.visible_variable}"):
+    with pytest.raises(ConfigError, match=f"rank 2.* 2 .*visible.*{accelerator.visible_variable}"):
         accelerator.activate(TrainerConfig())
     assert ("device", 2) not in events
 

@@ -52,7 +52,7 @@ async def test_a_user_with_the_documented_rights_can_do_everything(server: Serve
 
 async def test_the_keys_of_another_run_are_refused_by_name(server: Server, run: str, password: None) -> None:
     config = RedisConfig(url=f"redis://{permit(server, run)}@127.0.0.1:{server.port}", timeout_s=2.0)
-    with pytest.raises(ServerRefused, match=r"permit.*(access|permissions).*ACL.*~agrpo:\{RUN\}:\*"):
+    with pytest.raises(ServerRefused, match=r"ACL.*~agrpo:\{RUN\}:\*"):
         await attach(config, "somebody-elses")
     assert not list(server.admin.scan_iter(match="*somebody-elses*"))
 
@@ -145,13 +145,13 @@ async def test_a_certificate_of_somebody_else_is_refused_at_once(
     stranger = Authority(tmp_path, "theirs")
     async with encrypted(server, certificate) as port:
         for ca in (stranger.ca, None):
-            with pytest.raises(ServerRefused, match=r"redis\.tls_ca holds the CA"):
+            with pytest.raises(ServerRefused, match=r"redis\.tls_ca"):
                 await attach(RedisConfig(url=f"rediss://127.0.0.1:{port}", tls_ca=ca, timeout_s=60.0), run)
 
 
 async def test_a_certificate_for_another_host_is_refused(server: Server, run: str, authority: Authority) -> None:
     async with encrypted(server, authority.sign("other", "DNS:elsewhere.example")) as port:
-        with pytest.raises(ServerRefused, match="certificate is not valid for"):
+        with pytest.raises(ServerRefused, match="not valid for"):
             await attach(RedisConfig(url=f"rediss://127.0.0.1:{port}", tls_ca=authority.ca, timeout_s=60.0), run)
 
 
@@ -168,7 +168,7 @@ async def test_a_server_may_ask_for_a_certificate_of_the_client(
 
 
 async def test_encryption_where_the_server_has_none_is_named(server: Server, run: str) -> None:
-    with pytest.raises(ServerLost, match="exactly if it speaks TLS"):
+    with pytest.raises(ServerLost, match="rediss://"):
         await attach(RedisConfig(url=f"rediss://127.0.0.1:{server.port}", timeout_s=1.0), run)
 
 
@@ -193,7 +193,7 @@ async def test_files_that_are_no_certificates_are_named(authority: Authority, tm
     [
         ({"url": "redis://host", "tls_ca": "ca.crt"}, "rediss://"),
         ({"url": "rediss://host", "tls_key": "my.key"}, "tls_cert"),
-        ({"replicas_to_wait_for": 1}, "embedded server has no replicas"),
+        ({"replicas_to_wait_for": 1}, "embedded server"),
         ({"url": "redis+sentinel://user:secret@host,other/main"}, "ASYNC_GRPO_REDIS_PASSWORD"),
     ],
 )
@@ -210,9 +210,9 @@ def test_a_configuration_that_contradicts_itself_is_refused(values: dict[str, ob
         ("redis://", "HOST:PORT"),
         ("redis://host:port", "HOST:PORT"),
         ("redis://one,two", "redis+cluster://"),
-        ("redis://host/zero", "must be a number"),
+        ("redis://host/zero", "number"),
         ("redis://host?socket_timeout=3", "socket_timeout"),
-        ("unix://", "the path of a socket"),
+        ("unix://", "path of a socket"),
         ("redis+sentinel://host", "SERVICE"),
     ],
 )

@@ -115,10 +115,10 @@ async def test_one_node_alone_is_refused_with_the_url_to_use(cluster: Cluster) -
 
 async def test_a_server_that_is_no_cluster_is_refused_with_the_url_to_use(tmp_path: Path) -> None:
     server = Server(tmp_path)
-    with running(server), pytest.raises(ServerRefused, match=f"not part of a cluster. Use redis://.*:{server.port}"):
+    with running(server), pytest.raises(ServerRefused, match=f"redis://.*:{server.port}"):
         await attach(RedisConfig(url=f"redis+cluster://127.0.0.1:{server.port}"), "run")
 
 
 async def test_another_database_than_0_is_refused() -> None:
-    with pytest.raises(ConfigError, match="database 0 alone, not 3"):
+    with pytest.raises(ConfigError, match=r"database 0.*3"):
         make_client(RedisConfig(url="redis+cluster://127.0.0.1:7000/3"))

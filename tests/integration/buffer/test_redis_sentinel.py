@@ -63,7 +63,7 @@ async def test_an_unknown_service_is_named_and_a_sentinel_that_hangs_is_passed_o
     sentinels: Sentinels, run: str
 ) -> None:
     """The last test of these sentinels: two of them hang."""
-    with pytest.raises(ServerLost, match=r"other of the sentinels .*knows no service other"):
+    with pytest.raises(ServerLost, match="no service other"):
         await attach(RedisConfig(url=sentinels.url.replace("/main", "/other"), timeout_s=1.0), run)
     with pytest.raises(ServerRefused, match=r"redis\+sentinel://"):
         await attach(RedisConfig(url=sentinels.sentinels[0].url), run)
@@ -106,7 +106,7 @@ async def test_a_silent_replica_is_named_and_a_repeated_call_is_not_taken_for_co
     (ticket,) = await admit(buffer, 1)
     replica.pause()
     for _ in range(2):
-        with pytest.raises(ReplicasBehind, match=r"0 of 1 replicas .* repeating the call is harmless"):
+        with pytest.raises(ReplicasBehind, match="0 of 1 replicas"):
             await finish(buffer, ticket)
     assert (await buffer.stats()).ready == 1
     replica.resume()

@@ -51,9 +51,7 @@ def config(server: Server, name: str, **redis: Any) -> RunConfig:
 def least_quota(run: RunConfig) -> int:
     """The least that is not refused; the error names it."""
     small = run.model_copy(update={"redis": run.redis.model_copy(update={"quota_bytes": 1})})
-    with pytest.raises(
-        ConfigError, match=r"redis\.quota_bytes allows 0\.0 MiB, but a step of .*\(\(2 active \+ 4 logged"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"redis\.quota_bytes.* 0\.0 MiB.*2 active \+ 4 logged") as error:
         memory_plan(small).check(0, "the server")
     return int(str(error.value).partition("Raise redis.quota_bytes to ")[2].partition(",")[0])
 
@@ -113,7 +111,7 @@ async def test_a_run_that_does_not_fit_beside_the_others_is_refused_before_anyth
     for name in ("one", "two"):
         await (await opened(config(server, name))).aclose()
     third = config(server, "three")
-    with pytest.raises(ConfigError, match=r"other runs reserve .*\((one|two) .*MiB, (one|two) .*runs clean") as error:
+    with pytest.raises(ConfigError, match=r"other runs .*\((one|two) .*MiB, (one|two) .*runs clean") as error:
         await open_run(third)
     assert not await knows_run(third.redis, "three")
     least = int(str(error.value).partition("at least ")[2].partition(")")[0])
@@ -125,7 +123,7 @@ async def test_a_run_that_has_ended_reserves_no_more_than_it_stores(server: Serv
     needs = memory_plan(config(server, "one")).needed_bytes
     server.admin.config_set("maxmemory", 2 * needs - 1)
     first = await opened(config(server, "one"))
-    with pytest.raises(ConfigError, match="other runs reserve"):
+    with pytest.raises(ConfigError, match="other runs"):
         await open_run(config(server, "two"))
     await first.end()
     await first.aclose()
@@ -133,5 +131,5 @@ async def test_a_run_that_has_ended_reserves_no_more_than_it_stores(server: Serv
 
 
 def test_a_quota_on_a_server_of_its_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"quota_bytes is set, but redis\.url is not.*redis\.max_memory_bytes"):
+    with pytest.raises(ValueError, match=r"quota_bytes.*redis\.url.*redis\.max_memory_bytes"):
         RunConfig.model_validate({"name": "a", "model": {"path": str(tmp_path)}, "redis": {"quota_bytes": 1}})

@@ -113,7 +113,7 @@ async def test_what_a_dead_trainer_reported_last_prolongs_nothing(tmp_path: Path
     async with crashed_run(redis_config) as (_, board):
         await board.report_replay(ReplayProgress(epoch=5, version=3, target=HEAD))
         started_s = time.monotonic()
-        with pytest.raises(WaitTimeout, match="it has not advanced meanwhile"):
+        with pytest.raises(WaitTimeout, match=f"version 3 of {HEAD}.*not advanced"):
             await server(tmp_path, FakeReceiver(), board).first(TIMEOUT_S)
         assert time.monotonic() - started_s < 3 * TIMEOUT_S
 
@@ -123,5 +123,5 @@ async def test_a_board_that_does_not_answer_is_no_advance_and_no_error(tmp_path:
         async def replay_progress(self) -> ReplayProgress | None:
             raise AsyncGrpoError("no answer")
 
-    with pytest.raises(WaitTimeout, match="Is the trainer running"):
+    with pytest.raises(WaitTimeout, match=r"weights\.bind"):
         await server(tmp_path, FakeReceiver(), Silent()).first(TIMEOUT_S)  # type: ignore[arg-type]

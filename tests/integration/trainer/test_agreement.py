@@ -131,13 +131,13 @@ def test_rank_0_opens_the_store_at_its_address_alone_where_a_launcher_has_placed
 ) -> None:
     placed_at(0)
     first = join_store(PATIENCE_S)
-    with pytest.raises(ConfigError, match=f"cannot listen at {HERE}"):
+    with pytest.raises(ConfigError, match=f"listen at {HERE}"):
         join_store(PATIENCE_S)
     placed_at(1)
     join_store(PATIENCE_S).set("rank 1", "is here")
     assert first.get("rank 1") == b"is here"
-    with pytest.raises(NodeLost, match="rank 1 was started again alone"):
+    with pytest.raises(NodeLost, match="rank 1"):
         join_store(PATIENCE_S)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(WaitTimeout, match=r"store of the ranks at 127\.0\.0\.1"):
+    with pytest.raises(WaitTimeout, match=r"store .*127\.0\.0\.1"):
         join_store(1.0)

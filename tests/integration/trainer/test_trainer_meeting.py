@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -87,10 +88,10 @@ async def test_nodes_that_agree_meet_at_the_address_of_node_0_and_nowhere_else(p
 
 async def test_a_node_that_never_comes_is_named_to_all_who_have(port: int) -> None:
     waiting = asyncio.create_task(join(invitation(1, port, nodes=3)))
-    with pytest.raises(WaitTimeout, match="node 2 of the trainer"):
+    with pytest.raises(WaitTimeout, match="node 2"):
         async with hosted(invitation(0, port, nodes=3, timeout_s=2.0)):
             raise AssertionError("they have met")
-    with pytest.raises(NodeLost, match=r"node 0 .* has ended: waited 2 s for node 2"):
+    with pytest.raises(NodeLost, match=r"node 0 .* 2 s .*node 2"):
         await waiting
 
 
@@ -99,7 +100,7 @@ async def test_a_node_0_that_waits_in_vain_says_whom_it_has_turned_away(port: in
     with structlog.testing.capture_logs() as logs, pytest.raises(WaitTimeout) as caught:
         async with hosted(invitation(0, port, timeout_s=2.0)):
             raise AssertionError("they have met")
-    assert "node 1 (127.0.0.1) was turned away: node 1 has trainer.nodes 2" in str(caught.value)
+    assert re.search(r"node 1 .*trainer\.nodes 2", str(caught.value))
     (warned,) = [entry for entry in logs if entry["log_level"] == "warning"]
     assert warned["node"] == "node 1 (127.0.0.1)"
     assert warned["reason"].startswith("node 1 has trainer.nodes 2 and trainer.processes 4")
@@ -128,13 +129,13 @@ async def test_a_node_0_of_another_release_leaves_no_connection_behind(port: int
         ended.set()
 
     async with await asyncio.start_server(answer, HERE, port), asyncio.timeout(PATIENCE_S):
-        with pytest.raises(WireError, match="no message of this release"):
+        with pytest.raises(WireError, match="release"):
             await join(invitation(1, port))
         await ended.wait()
 
 
 async def test_a_node_0_that_never_comes_is_named(port: int) -> None:
-    with pytest.raises(WaitTimeout, match=r"node 0 of the trainer .* to begin\. it does not answer"):
+    with pytest.raises(WaitTimeout, match=r"node 0 .*not answer"):
         await join(invitation(1, port, timeout_s=1.0))
 
 
@@ -155,13 +156,13 @@ async def test_a_node_that_would_train_something_else_is_turned_away(
 async def test_the_end_of_a_connection_is_the_loss_of_its_node(port: int) -> None:
     async with met(port) as (_, connection, peers):
         await connection.close()
-        with pytest.raises(NodeLost, match=r"node 1 \(127.0.0.1\) is gone"):
+        with pytest.raises(NodeLost, match=r"node 1 .*gone"):
             await peers.watch()
 
 
 async def test_silence_is_the_loss_of_a_node_though_its_connection_stands(port: int) -> None:
     async with met(port, silence_s=2.0) as (_, _line, peers):
-        with pytest.raises(NodeLost, match="was not heard for 2 s"):
+        with pytest.raises(NodeLost, match="not heard for 2 s"):
             await peers.watch()
 
 
@@ -196,7 +197,7 @@ async def test_the_loss_of_one_node_does_not_end_the_wait_for_another(port: int)
         lost, healthy = await asyncio.gather(*joining)
         async with peers.followed():
             await lost.close()
-            with pytest.raises(NodeLost, match=r"node 1 .* is gone"):
+            with pytest.raises(NodeLost, match=r"node 1 .*gone"):
                 await peers.watch()
             waiting = asyncio.create_task(peers.left(PATIENCE_S))
             done, _ = await asyncio.wait({waiting}, timeout=0.5)
@@ -210,7 +211,7 @@ async def test_what_a_node_says_of_its_end_is_passed_on(port: int) -> None:
     async with met(port) as (_, connection, peers):
         connection.send(Stop())
         connection.send(Ended(reason="rank 3 was killed by SIGKILL"))
-        with pytest.raises(NodeLost, match=r"node 1 .* has ended: rank 3 was killed by SIGKILL"):
+        with pytest.raises(NodeLost, match=r"node 1 .*rank 3 .*SIGKILL"):
             await peers.watch()
         assert peers.stop_asked.is_set()
 
@@ -218,7 +219,7 @@ async def test_what_a_node_says_of_its_end_is_passed_on(port: int) -> None:
 async def test_a_fault_of_the_configuration_there_is_one_here_so_that_nobody_starts_again(port: int) -> None:
     async with met(port) as (_, connection, peers):
         connection.send(Ended(reason="rank 1 ended with exit code 78", config_fault=True))
-        with pytest.raises(ConfigError, match=r"node 1 .* has ended: rank 1 ended with exit code 78"):
+        with pytest.raises(ConfigError, match=r"node 1 .*rank 1 .*code 78"):
             await peers.watch()
 
 

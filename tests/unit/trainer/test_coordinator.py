@@ -44,7 +44,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
 
 
 def test_a_checkpoint_whose_buffer_is_gone_is_refused_with_a_way_out(alone: Coordinator) -> None:
-    with pytest.raises(TrainingError, match=r"version 8, but the server knows nothing of run lost.*--fresh"):
+    with pytest.raises(TrainingError, match=r"version 8, .*run lost.*--fresh"):
         alone.resume(8)
 
 
@@ -60,7 +60,7 @@ def test_a_wait_for_groups_ends_when_the_publisher_was_killed(alone: Coordinator
         alone.watch_publishing(sender.check_publisher)
         os.kill(sender.process_id, signal.SIGKILL)
         started_s = time.monotonic()
-        with pytest.raises(PublisherLost, match="ended with code -9"):
+        with pytest.raises(PublisherLost, match="code -9"):
             alone.take(0)
         assert time.monotonic() - started_s < 10.0  # and not take_timeout_s
 
@@ -110,5 +110,5 @@ def test_devices_are_held_while_engines_sleep_and_memory_is_released_before_they
         assert not engine_may_wake() and not released
     assert released == [False] and engine_may_wake()
     assert try_lock(engine, shared=True)  # and it does not sleep again
-    with pytest.raises(WaitTimeout, match=r"waited 0\.1 s for the engines on the trainer's devices"), devices.held():
+    with pytest.raises(WaitTimeout, match=r"0\.1 s .*engines"), devices.held():
         pass

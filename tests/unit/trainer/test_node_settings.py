@@ -63,7 +63,7 @@ def test_where_a_machine_finds_the_others_is_its_own_affair() -> None:
     same = said("{seed: 1, redis: {url: b}, runs_dir: /runs, trainer: {nodes: 2}}")
     other = said("{seed: 2, trainer: {nodes: 3}, steps: 4}")
     assert objection(one, same, rank=1) is None
-    assert "other values than rank 0 of seed, steps, trainer.nodes: " in str(objection(one, other, rank=1))
+    assert "seed, steps, trainer.nodes: " in str(objection(one, other, rank=1))
 
 
 def said(config: str) -> Claim:

@@ -65,15 +65,15 @@ def test_what_failed_at_a_rank_is_raised_at_rank_0(tmp_path: Path) -> None:
     leader, *others = connect(tmp_path, 3)
     others[0].send(0, 7, 1)
     others[1].send_failure(0, 7, RuntimeError("no memory"))
-    with pytest.raises(NodeLost, match="rank 2 did not copy its weights of version 7: RuntimeError: no memory"):
+    with pytest.raises(NodeLost, match=r"rank 2 .*version 7: RuntimeError: no memory"):
         leader.receive(leader.ranks, 7, "the shards")
 
 
 def test_a_rank_that_ends_or_says_nothing_is_named(tmp_path: Path) -> None:
     leader, silent, killed = connect(tmp_path, 3, timeout_s=0.05)
     killed.close()
-    with pytest.raises(NodeLost, match="rank 2 did not copy its weights of version 7: its process has ended"):
+    with pytest.raises(NodeLost, match=r"rank 2 .*version 7: .*ended"):
         leader.receive(leader.ranks, 7, "the shards")
-    with pytest.raises(WaitTimeout, match=r"the shards of version 7 from ranks \[1\]"):
+    with pytest.raises(WaitTimeout, match=r"version 7 .*\[1\]"):
         leader.receive([1], 7, "the shards")
     silent.close()

@@ -74,7 +74,7 @@ def test_without_the_hub_the_commit_that_was_last_seen_is_taken(
     folder = fetched()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetched() == folder
-    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE"):
         fetched(HubRepo("acme/other", "model"))
 
 
@@ -131,12 +131,12 @@ def test_two_processes_at_once_download_once(hub: HubServer, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("repo", "refusal", "words"),
     [
-        (HubRepo("acme/none", "model"), None, "there is no such folder here, and no such model or revision"),
+        (HubRepo("acme/none", "model"), None, "no such folder.* no such model"),
         (HubRepo("acme/tiny", "model", revision="v9"), None, "acme/tiny@v9"),
-        (MODEL, (403, "GatedRepo"), "Accept its terms on its page there, and set HF_TOKEN"),
-        (MODEL, (401, "Unauthorized"), "set HF_TOKEN to a token of your account that is still valid"),
-        (MODEL, (403, "Forbidden"), "set HF_TOKEN to a token of your account that is still valid"),
-        (MODEL, (503, "Busy"), "set HF_ENDPOINT to a mirror"),
+        (MODEL, (403, "GatedRepo"), "terms.*HF_TOKEN"),
+        (MODEL, (401, "Unauthorized"), "HF_TOKEN.*valid"),
+        (MODEL, (403, "Forbidden"), "HF_TOKEN.*valid"),
+        (MODEL, (503, "Busy"), "HF_ENDPOINT"),
     ],
 )
 def test_what_cannot_be_had_is_explained(
@@ -149,10 +149,10 @@ def test_what_cannot_be_had_is_explained(
 
 def test_a_file_that_is_not_what_the_hub_said_is_refused(hub: HubServer) -> None:
     hub.short_by = 1
-    with pytest.raises(ConfigError, match="another length or SHA-256 than the hub states, and has been removed"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors.*SHA-256"):
         fetched()
     hub.short_by, hub.flips = 0, True
-    with pytest.raises(ConfigError, match=r"model\.safetensors of the model acme/tiny@1+ on Hugging Face came with"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors.*acme/tiny@1+ .*SHA-256"):
         fetched()
     hub.flips = False
     assert (fetched() / "model.safetensors").read_bytes() == WEIGHTS
@@ -160,13 +160,13 @@ def test_a_file_that_is_not_what_the_hub_said_is_refused(hub: HubServer) -> None
 
 def test_a_repository_without_safetensors_is_refused_before_a_download(hub: HubServer) -> None:
     hub.repos["models/acme/old"] = Repo({FIRST: {"pytorch_model.bin": b"pickled"}})
-    with pytest.raises(ConfigError, match="Weights are read as safetensors only"):
+    with pytest.raises(ConfigError, match="safetensors only"):
         fetched(HubRepo("acme/old", "model"))
 
 
 @pytest.mark.parametrize(
     ("refusal", "words"),
-    [((410, "Gone"), "set HF_ENDPOINT to a mirror"), ((403, "GatedRepo"), "Accept its terms on its page there")],
+    [((410, "Gone"), "HF_ENDPOINT"), ((403, "GatedRepo"), "terms")],
 )
 def test_files_that_are_refused_after_the_facts_are_explained(
     hub: HubServer, refusal: tuple[int, str], words: str
@@ -183,7 +183,7 @@ def test_a_hub_that_is_silent_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("ASYNC_GRPO_CACHE", str(tmp_path))
         monkeypatch.setattr(huggingface, "_ANSWER_S", 0.05)
-        for said in ("timed out", "it has just let a question time out"):
+        for said in ("timed out", "just .*time out"):
             with pytest.raises(HubUnreachable, match=said):
                 MODEL.pinned()
 
@@ -194,7 +194,7 @@ def test_a_hub_that_does_not_answer_names_the_mirror(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("ASYNC_GRPO_CACHE", str(tmp_path))
-    with pytest.raises(HubUnreachable, match="set HF_ENDPOINT to a mirror"):
+    with pytest.raises(HubUnreachable, match="HF_ENDPOINT"):
         MODEL.pinned()
 
 
@@ -249,7 +249,7 @@ def test_two_splits_of_one_word_are_not_mixed() -> None:
 
 @pytest.mark.parametrize(("split", "subset"), [("train", ""), ("validation", "main")])
 def test_a_split_that_is_not_there_or_twice_lists_what_is(split: str, subset: str) -> None:
-    with pytest.raises(ConfigError, match=r"main/test-00000-of-00001\.parquet.*--split and --subset"):
+    with pytest.raises(ConfigError, match=r"main/test-00000-of-00001\.parquet.*--split.*--subset"):
         split_files(GSM8K[1:], split, subset)
 
 

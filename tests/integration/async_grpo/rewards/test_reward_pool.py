@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ async def test_a_verifier_that_hangs_is_killed_and_the_items_beside_it_are_judge
         before, hung, deaf, after = await judge(pool, "a", "hang", "hang and ignore SIGTERM", "b")
     assert (before.reward, hung.reward, deaf.reward, after.reward) == (1.0, None, None, 0.0)
     assert hung.failure == deaf.failure == "timeout"
-    assert hung.reason == f"{TRICKY}: it took longer than 1.5 s and was killed"
+    assert re.match(rf"{TRICKY}: .*1\.5 s", hung.reason)
 
 
 BAD_DEEDS = [
@@ -159,14 +160,14 @@ async def test_verifiers_may_be_async_or_classes_and_look_at_the_prompt() -> Non
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gms8k", r"no verifier 'gms8k'.*answer_tag, format, gsm8k, math_verify"),
-        ("no_such_module:score", r"cannot be imported \(ModuleNotFoundError.*PYTHONPATH"),
-        ("tricky_rewards:no_such", r"cannot be imported \(AttributeError"),
-        ("tricky_rewards:HANGS_S", "is a value of type float, not a function"),
-        ("tricky_rewards:wants_three", r"signature \(completion.*reference.*cannot be called.*Give it"),
-        ("tricky_rewards:says_yes", r"was tried.*failed \(bad_value\).*'yes' is a str"),
-        ("tricky_rewards:hangs", r"was tried.*failed \(timeout\): it took longer"),
-        ("tricky_rewards:mistyped", r"was tried.*failed \(raised\): NameError: name 'complition'"),
+        ("gms8k", "'gms8k'.*answer_tag.*math_verify"),
+        ("no_such_module:score", "ModuleNotFoundError.*PYTHONPATH"),
+        ("tricky_rewards:no_such", "AttributeError"),
+        ("tricky_rewards:HANGS_S", "type float"),
+        ("tricky_rewards:wants_three", r"signature \(completion.*reference"),
+        ("tricky_rewards:says_yes", "bad_value.*'yes'"),
+        ("tricky_rewards:hangs", r"\(timeout\)"),
+        ("tricky_rewards:mistyped", r"\(raised\).*NameError.*'complition'"),
     ],
 )
 def test_a_verifier_that_cannot_be_used_is_an_error_before_anything_starts(name: str, message: str) -> None:
@@ -184,7 +185,7 @@ async def test_an_import_that_fails_in_the_worker_only_is_an_error_at_the_start(
     (tmp_path / "only_here.py").write_text("import os\nos.environ['ONLY_HERE']\ndef score(c, a): return 1.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("ONLY_HERE", "1")
-    with pytest.raises(ConfigError, match=r"cannot be imported \(KeyError: 'ONLY_HERE'\)"):
+    with pytest.raises(ConfigError, match="KeyError: 'ONLY_HERE'"):
         await pool_of("only_here:score").start()
     async with pool_of("only_here:score", environment=["ONLY_HERE"]) as pool:
         assert [verdict.reward for verdict in await judge(pool, "b")] == [1.0]
@@ -212,9 +213,9 @@ async def test_a_worker_that_does_not_come_up_is_a_failure_of_its_own_kind(
     (tmp_path / "ends.py").write_text("import os\nos._exit(5)\n")
     (tmp_path / "stays.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="while the verifiers were loaded, the process ended with code 5"):
+    with pytest.raises(ConfigError, match="code 5"):
         await pool_of("ends:score").start()
-    with pytest.raises(ConfigError, match=r"not loaded within 0.5 s. Does an import hang\?"):
+    with pytest.raises(ConfigError, match=r"0\.5 s"):
         await pool_of("stays:score", start_timeout_s=0.5).start()
 
 
@@ -269,5 +270,5 @@ async def test_a_pool_that_is_closed_judges_and_extracts_nothing_and_says_so() -
         pass
     await pool.aclose()
     for call in (judge(pool, "a"), pool.extract("gsm8k", ["#### 1"])):
-        with pytest.raises(AsyncGrpoError, match="the reward pool is closed"):
+        with pytest.raises(AsyncGrpoError, match="closed"):
             await call

@@ -45,15 +45,15 @@ def test_an_own_correction_may_ask_for_the_whole_batch() -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"loss": "no.such.module:loss"}, "cannot be imported .*ModuleNotFoundError"),
-        ({"loss": f"{HERE}:missing"}, "cannot be imported .*AttributeError"),
-        ({"loss": f"{HERE}:not_a_function"}, "is a value of type int"),
-        ({"loss": f"{HERE}:takes_nothing"}, "failed on a trial of five tokens .*TypeError"),
+        ({"loss": "no.such.module:loss"}, "ModuleNotFoundError"),
+        ({"loss": f"{HERE}:missing"}, "AttributeError"),
+        ({"loss": f"{HERE}:not_a_function"}, "type int"),
+        ({"loss": f"{HERE}:takes_nothing"}, "trial .*TypeError"),
         ({"loss": f"{HERE}:gives_a_bare_tensor"}, "returned a Tensor"),
-        ({"loss": f"{HERE}:forgets_the_gradient"}, "lost the gradient"),
-        ({"advantage": f"{HERE}:gives_nan"}, "rewards_BG is NaN where valid_BG is false"),
+        ({"loss": f"{HERE}:forgets_the_gradient"}, "gradient"),
+        ({"advantage": f"{HERE}:gives_nan"}, "rewards_BG is NaN"),
         ({"advantage": f"{HERE}:takes_nothing"}, "TypeError"),
-        ({"corrections": [f"{HERE}:gives_one_number"]}, r"returned \(\) instead of a tensor of shape \(5,\)"),
+        ({"corrections": [f"{HERE}:gives_one_number"]}, r"\(\).* \(5,\)"),
         ({"corrections": [":"]}, "cannot be imported"),
     ],
 )

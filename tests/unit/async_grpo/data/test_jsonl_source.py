@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -109,17 +110,17 @@ def test_a_hostile_row_is_named_and_the_others_are_used(tmp_path: Path, line: by
 def test_a_conversation_is_for_prepare(tmp_path: Path) -> None:
     said = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     source = jsonl(tmp_path / "d.jsonl", [{"question": said, "answer": "1"}, *questions(4)])
-    assert "line 1: the field 'question' is a conversation, which `async-grpo prepare` takes" in str(source.dropped)
+    assert re.search("line 1: .*'question'.*`async-grpo prepare`", str(source.dropped))
 
 
 @pytest.mark.parametrize(
     ("data", "rows", "message"),
     [
-        ({"prompt_field": "problem"}, 5, r"line 1: there is no field 'problem'.*Set data.prompt_field \('problem'\)"),
-        ({}, [*questions(1), {"problem": "x"}], r"line 2: there is no field 'question' \(the row has problem\)"),
-        ({}, 2, "0 training rows and 2 held-out rows"),
-        ({"eval_path": "."}, 5, r"data.eval_path: the file \. is a folder"),
-        ({"path": "gone.jsonl"}, 5, r"gone\.jsonl is not there. Set data\.path"),
+        ({"prompt_field": "problem"}, 5, r"line 1: .*'problem'.*data\.prompt_field"),
+        ({}, [*questions(1), {"problem": "x"}], "line 2: .*'question'.*problem"),
+        ({}, 2, "0 training rows .*2 held-out"),
+        ({"eval_path": "."}, 5, r"data\.eval_path.*folder"),
+        ({"path": "gone.jsonl"}, 5, r"gone\.jsonl .*data\.path"),
     ],
 )
 def test_data_that_no_run_can_be_started_with_are_refused_by_check_and_source(
@@ -140,9 +141,9 @@ def test_the_reference_stands_behind_the_last_hashes(answer: str, gold: str) -> 
 
 
 def test_a_template_that_leaves_no_room_for_a_completion_is_an_error_with_the_fix() -> None:
-    with pytest.raises(DataError, match=r"takes 1006 tokens, but 992.*max_model_len \(1024\).*data\.template"):
+    with pytest.raises(DataError, match=r"1006 tokens.* 992 .*max_model_len \(1024\).*data\.template"):
         ArithmeticSource(config_of(template="x" * 1000 + "{prompt}", max_prompt_tokens=2000, arithmetic=TWO), Bytes())
-    with pytest.raises(DataError, match=r"but 5 is the most: data\.max_prompt_tokens is 5,"):
+    with pytest.raises(DataError, match=r"data\.max_prompt_tokens is 5\b"):
         ArithmeticSource(config_of(max_prompt_tokens=5, arithmetic=TWO), Bytes())
     assert ArithmeticSource(config_of(max_prompt_tokens=6, arithmetic=TWO), Bytes()).task(7).prompt
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,9 @@ def test_no_more_tasks_are_held_out_than_the_folder_has_and_rows_may_keep_their_
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"max_prompt_tokens": 4}, r"has 5 tokens, but 4 is the most.*--max-prompt-tokens 4"),
-        ({"template": "Q: {prompt}"}, r"data.template \('Q: \{prompt\}'\) would do nothing"),
-        ({"eval_path": "test.jsonl"}, r"data.eval_path .* would do nothing"),
+        ({"max_prompt_tokens": 4}, "5 tokens.*--max-prompt-tokens 4"),
+        ({"template": "Q: {prompt}"}, r"data\.template .*'Q: \{prompt\}'"),
+        ({"eval_path": "test.jsonl"}, r"data\.eval_path"),
     ],
 )
 def test_settings_that_preparation_has_settled_are_refused(folder: Path, data: dict[str, Any], message: str) -> None:
@@ -51,12 +50,12 @@ class OneMore(Bytes):
 
 @pytest.mark.parametrize("other", [OneMore, build_char_tokenizer])
 def test_the_tokenizer_of_another_model_is_noticed(folder: Path, other: Any) -> None:
-    with pytest.raises(DataError, match=r"another tokenizer.*Prepare the data again with --model"):
+    with pytest.raises(DataError, match=r"another tokenizer.*--model"):
         PreparedSource(config_of(path=folder), other())
 
 
 def test_a_model_that_the_run_makes_cannot_have_prepared_data(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"is a prepared folder.*Give model.path"):
+    with pytest.raises(DataError, match=r"prepared folder.*model\.path"):
         list(prompt_texts(config_of(path=folder)))
 
 
@@ -68,21 +67,21 @@ def test_wrong_files_are_named_before_anything_starts(folder: Path, tmp_path: Pa
     for path, message in [
         (folder, ""),
         (tmp_path / "rows.jsonl", ""),
-        (tmp_path / "gone", "is not there"),
-        (tmp_path / "empty", "has no prepared.json"),
-        (array, f"is one JSON array, not JSON lines. Type: async-grpo prepare {array}"),
-        (parquet, "is a Parquet file, not JSON lines. Type: async-grpo prepare"),
-        (folder / "train.tokens", "is a part of a prepared folder"),
+        (tmp_path / "gone", "not there"),
+        (tmp_path / "empty", r"no prepared\.json"),
+        (array, f"JSON array.*async-grpo prepare {array}"),
+        (parquet, "Parquet.*async-grpo prepare"),
+        (folder / "train.tokens", "part of a prepared folder"),
     ]:
         if not message:
             assert find_rejected_rows(config_of(path=path)) == {}
             continue
-        with pytest.raises(DataError, match=re.escape(message)):
+        with pytest.raises(DataError, match=message):
             find_rejected_rows(config_of(path=path))
     with (folder / "train.tokens").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DataError, match="prepared data are damaged"):
+    with pytest.raises(DataError, match="damaged"):
         find_rejected_rows(config_of(path=folder))
     (folder / "prepared.json").write_text("[" * 20_000 + "]" * 20_000)
-    with pytest.raises(DataError, match="prepared data are damaged"):
+    with pytest.raises(DataError, match="damaged"):
         find_rejected_rows(config_of(path=folder))

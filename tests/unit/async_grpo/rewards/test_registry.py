@@ -101,14 +101,14 @@ def test_a_function_is_called_with_what_it_names(name: str, called_with: object)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gms8k", r"no verifier 'gms8k'.*answer_tag, format, gsm8k"),
+        ("gms8k", "'gms8k'.*answer_tag.*gsm8k"),
         ("module:", "no verifier 'module:'"),
-        ("no_such_module:score", r"cannot be imported \(ModuleNotFoundError"),
-        ("async_grpo.rewards.verifiers.answers:scores", r"cannot be imported \(AttributeError"),
-        (f"{__name__}:NOT_A_FUNCTION", "is a value of type int, not a function"),
-        (f"{__name__}:one", r"has the signature \(completion: 'str'\).*too many positional"),
-        (f"{__name__}:prompt_first", r"cannot be called.*multiple values for argument 'prompt'"),
-        (f"{__name__}:badly_extracting", "`extract` that is a int"),
+        ("no_such_module:score", "ModuleNotFoundError"),
+        ("async_grpo.rewards.verifiers.answers:scores", "AttributeError"),
+        (f"{__name__}:NOT_A_FUNCTION", "type int"),
+        (f"{__name__}:one", r"\(completion: 'str'\)"),
+        (f"{__name__}:prompt_first", "multiple values .*'prompt'"),
+        (f"{__name__}:badly_extracting", "`extract`.*int"),
     ],
 )
 def test_a_verifier_that_cannot_be_had_is_an_error_that_says_why(name: str, message: str) -> None:

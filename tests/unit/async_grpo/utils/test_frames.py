@@ -59,13 +59,13 @@ def test_whole_frames_are_taken_from_what_was_received() -> None:
 
 
 async def test_a_length_above_the_limit_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(WireError, match="claims 1001 bytes"):
+    with pytest.raises(WireError, match="1001 bytes"):
         await reader_of(TOO_LONG).next()
-    with pytest.raises(WireError, match="claims 1001 bytes"):
+    with pytest.raises(WireError, match="1001 bytes"):
         read_frame(io.BytesIO(TOO_LONG), LIMIT)
-    with pytest.raises(WireError, match="claims 1001 bytes"):
+    with pytest.raises(WireError, match="1001 bytes"):
         take_frame(bytearray(TOO_LONG), LIMIT)
-    with pytest.raises(ValueError, match="of 1001 bytes is above the limit"):
+    with pytest.raises(ValueError, match="1001 bytes"):
         pack_frame(bytes(LIMIT + 1), LIMIT)
 
 
@@ -75,5 +75,5 @@ async def test_messages_of_the_verifiers_travel_in_frames() -> None:
     for outcome in (0.5, RewardFailure("raised", "ValueError: no")):
         assert unpack(await reader_of(pack(outcome)).next(), Outcome) == outcome
     for stray in (b"no", b"", pack("1.0")[4:], pack(None)[4:]):
-        with pytest.raises(WireError, match="a frame is not"):
+        with pytest.raises(WireError, match="RewardFailure"):
             unpack(stray, Outcome)

@@ -25,7 +25,7 @@ def test_a_folder_that_others_may_use_is_refused(mode: int, tmp_path: Path) -> N
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(ConfigError, match=f"{folder} has mode {mode:o}.*rm -r {folder}"):
+    with pytest.raises(ConfigError, match=f"{folder} .*mode {mode:o}.*rm -r {folder}"):
         make_private_folder(folder)
 
 
@@ -39,7 +39,7 @@ def test_a_link_is_refused_also_to_a_folder_of_ones_own(tmp_path: Path) -> None:
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(ConfigError, match=f"belongs to user {os.getuid()}"):
+    with pytest.raises(ConfigError, match=f"user {os.getuid()}"):
         make_private_folder(tmp_path / "theirs")
 
 

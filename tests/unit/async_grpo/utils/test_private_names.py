@@ -124,14 +124,14 @@ def test_pip_is_told_the_same_bounds(user: str) -> None:
 
 def test_a_client_of_a_redis_py_that_lost_a_name_is_refused_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(redis.crc, "key_slot")
-    with pytest.raises(DependencyError, match=r"redis \S+ has no redis\.crc:key_slot .*'redis>=7\.4,<9'"):
+    with pytest.raises(DependencyError, match=r"redis\.crc:key_slot .*redis>=7\.4,<9"):
         make_client(RedisConfig(url="redis://127.0.0.1:1"))
 
 
 def test_a_method_of_a_class_is_looked_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Connection, "_connect")
     monkeypatch.delattr(Connection.__mro__[1], "_connect")
-    with pytest.raises(DependencyError, match=r"Connection\._connect \(no attribute _connect\)"):
+    with pytest.raises(DependencyError, match=r"Connection\._connect"):
         check_private_names("buffer")
 
 
@@ -141,7 +141,7 @@ def test_a_release_that_was_not_tested_is_refused(monkeypatch: pytest.MonkeyPatc
     if not refused:
         check_private_names("buffer")
         return
-    with pytest.raises(DependencyError, match=rf"redis is {version}, and the buffer was tested with >=7\.4,<9"):
+    with pytest.raises(DependencyError, match=rf"redis .*{version}.* >=7\.4,<9"):
         check_private_names("buffer")
 
 
@@ -150,7 +150,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         raise importlib.metadata.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(importlib.metadata, "version", none)
-    with pytest.raises(DependencyError, match="megatron-core is not installed, and the trainer needs it"):
+    with pytest.raises(DependencyError, match="megatron-core is not installed"):
         check_private_names("trainer")
 
 

@@ -32,13 +32,13 @@ def test_a_sample_has_tokens_and_as_many_log_probabilities() -> None:
     mixed_sample(1, 3, 4).validate()
     with pytest.raises(ValueError, match="no tokens"):
         replace(sample(1, 4), tokens=tokens_to_bytes([])).validate()
-    with pytest.raises(ValueError, match="4 tokens but 3 log-probabilities"):
+    with pytest.raises(ValueError, match=r"4 tokens .*3 log-prob"):
         replace(sample(1, 4), logprobs=logprobs_to_bytes([-0.5] * 3)).validate()
 
 
 @pytest.mark.parametrize("logprob", [float("nan"), float("inf"), float("-inf"), 0.25])
 def test_a_log_probability_is_finite_and_at_most_0(logprob: float) -> None:
-    with pytest.raises(ValueError, match=f"token 2 of 4 has log-probability {logprob}"):
+    with pytest.raises(ValueError, match=f"token 2 of 4 .* {logprob}"):
         replace(sample(1, 4), logprobs=logprobs_to_bytes([-0.5, -0.5, logprob, -0.5])).validate()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import re
 import structlog
 
 from async_grpo.errors import ConfigError, EngineError
@@ -255,7 +256,7 @@ async def test_when_every_group_fails_the_server_gives_up_and_says_why(tmp_path:
             await running
     cause = root_cause(raised.value)
     assert isinstance(cause, ConfigError), "a restart would not help"
-    assert "32 groups in a row ended as unverifiable, the last because: raised: cannot say" in str(cause)
+    assert re.search("32 groups .*unverifiable.* raised: cannot say", str(cause))
 
 
 async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_path: Path) -> None:

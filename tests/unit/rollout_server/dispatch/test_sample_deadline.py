@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,7 @@ async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_do
     assert isinstance(raised, ExceptionGroup)
     cause = root_cause(raised)
     assert isinstance(cause, RoleFailed)
-    assert "4 groups in a row ended as failed" in str(cause)
+    assert re.search("4 groups .*failed", str(cause))
     assert "workflow my:Workflow" in str(cause)
 
 

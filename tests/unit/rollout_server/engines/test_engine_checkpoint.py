@@ -48,16 +48,16 @@ def test_a_tied_head_may_be_left_out_on_either_side_and_any_other_may_not() -> N
     with_head = SHAPES | {"lm_head.weight": [4, 2]}
     check_layout(layout(with_head), SHAPES, tied_head=True)
     check_layout(layout(SHAPES), with_head, tied_head=True)
-    with pytest.raises(WeightsCorrupt, match=r"'lm_head\.weight', which is missing in the weights"):
+    with pytest.raises(WeightsCorrupt, match=r"'lm_head\.weight'.*missing"):
         check_layout(layout(SHAPES), with_head, tied_head=False)
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"embed.weight": [4, 2]}, "'norm.weight', which is missing in the weights"),
-        (SHAPES | {"extra": [1]}, r"'extra', which is \[1\] in the weights and missing"),
-        (SHAPES | {"norm.weight": [3]}, r"'norm.weight', which is \[3\] in the weights and \[2\]"),
+        ({"embed.weight": [4, 2]}, r"'norm\.weight'.*missing"),
+        (SHAPES | {"extra": [1]}, r"'extra'.*\[1\].*missing"),
+        (SHAPES | {"norm.weight": [3]}, r"'norm\.weight'.*\[3\].*\[2\]"),
     ],
 )
 def test_other_tensors_are_refused_by_name(given: dict[str, list[int]], named: str) -> None:

@@ -68,7 +68,7 @@ def test_batches_of_every_size_are_decoded_in_captured_graphs_on_accelerators() 
 def test_an_engine_with_other_limits_than_the_memory_plan_assumed_is_refused() -> None:
     limits = limits_of()
     check_limits(limits, SimpleNamespace(max_num_seqs=400, max_num_batched_tokens=8192))
-    with pytest.raises(EngineError, match=r"runs with .*'max_num_seqs': 128, .* is made for .*'max_num_seqs': 400"):
+    with pytest.raises(EngineError, match=r"'max_num_seqs': 128, .*'max_num_seqs': 400"):
         check_limits(limits, SimpleNamespace(max_num_seqs=128, max_num_batched_tokens=8192))
 
 
@@ -118,16 +118,16 @@ def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_sh
 
 def test_an_ascend_engine_cannot_sleep_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(EngineError, match=r"cannot free memory\. Unset it"):
+    with pytest.raises(EngineError, match="PYTORCH_NPU_ALLOC_CONF"):
         platform_arguments(VllmConfig(platform="ascend"), sleeps=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpu_memory_utilization": 0.5}, "a dial of cuda and ascend, and the platform is cpu"),
-        ({"platform": "cuda", "additional_config": {"a": 1}}, "a dial of ascend, and the platform is cuda"),
-        ({"tensor_parallel": 2, "multiprocessing": False}, "needs a process for each worker"),
+        ({"gpu_memory_utilization": 0.5}, "cuda and ascend, .*cpu"),
+        ({"platform": "cuda", "additional_config": {"a": 1}}, "dial of ascend"),
+        ({"tensor_parallel": 2, "multiprocessing": False}, "each worker"),
         ({"extra": {"logprobs_mode": "raw_logprobs"}}, "extra sets logprobs_mode"),
     ],
 )
@@ -139,7 +139,5 @@ def test_wrong_combinations_are_refused_before_the_engine_starts(changes: dict[s
 def test_a_vllm_for_another_device_is_named() -> None:
     check_platform(VllmConfig(), "cpu")
     check_platform(VllmConfig(platform="ascend"), "npu")
-    with pytest.raises(
-        EngineError, match=r"platform is cuda, but the installed vLLM computes on cpu.*async-grpo install cuda"
-    ):
+    with pytest.raises(EngineError, match=r"platform is cuda, .* cpu.*async-grpo install cuda"):
         check_platform(VllmConfig(platform="cuda"), "cpu")

@@ -162,7 +162,7 @@ def test_after_a_failed_update_everything_is_loaded() -> None:
     bench.update(1, None)
     identity = bench.publish(2, ["head.weight"])
     bench.model.after_finalize = lambda: bench.store.begin(sparing=WeightVersion(0, 1))
-    with pytest.raises(WeightsCorrupt, match="version 2 of epoch 0 was overwritten"):
+    with pytest.raises(WeightsCorrupt, match=r"version 2 of epoch 0 .*overwritten"):
         bench.reload.load(held(bench.store.path, identity))
     bench.model.after_finalize = lambda: None
     bench.store.commit(WeightVersion(0, 2))
@@ -172,7 +172,7 @@ def test_after_a_failed_update_everything_is_loaded() -> None:
 def test_a_version_or_store_that_is_not_there_is_refused_with_the_model_as_it_was() -> None:
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
-    with pytest.raises(WeightsError, match="does not hold version 9"):
+    with pytest.raises(WeightsError, match="version 9"):
         bench.reload.load(held(bench.store.path, WeightVersion(0, 9)))
     with pytest.raises(WeightsError, match="no weight store"):
         bench.reload.load(held(Path("/dev/shm/nowhere/x.weights"), WeightVersion(0, 1)))
@@ -264,7 +264,7 @@ def test_a_tensor_that_moves_under_captured_graphs_is_refused_by_its_name() -> N
     bench = Bench(model, captured_graphs=True)
     bench.update(1, None)
     model.after_finalize = allocate_anew(model)
-    with pytest.raises(EngineError, match=r"1 of the model's 1 tensors.* weight \(0x.* -> 0x.*enforce_eager: true"):
+    with pytest.raises(EngineError, match=r"1 tensors.* weight \(0x.* -> 0x.*enforce_eager"):
         bench.update(2, None)
 
 

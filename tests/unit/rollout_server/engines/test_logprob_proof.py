@@ -85,7 +85,7 @@ async def test_right_log_probabilities_are_proven_however_sharp_the_policy(scale
 @pytest.mark.parametrize("scale", [20.0, 3.0, 0.3, 0.003])
 @pytest.mark.parametrize("temperature", [1.0, 0.8, 2.0])
 async def test_those_of_temperature_1_are_not(scale: float, temperature: float) -> None:
-    with pytest.raises(LogprobsWrong, match="those of temperature 1"):
+    with pytest.raises(LogprobsWrong, match="temperature 1"):
         await prove(TableEngine(scale, reports=lambda _: 1.0), temperature)
 
 
@@ -95,14 +95,14 @@ async def test_those_of_temperature_1_are_not(scale: float, temperature: float) 
     ids=["logits", "divided twice", "nan"],
 )
 async def test_other_log_probabilities_are_refused_with_what_was_found(fault: dict[str, Any]) -> None:
-    expected = r"rollout-0 \(table 1.0\).*token \d+ got .*log_softmax\(logits / .*mean gap is .*allowed .*Install"
+    expected = r"rollout-0 \(table 1\.0\).*token \d+ .*log_softmax\(logits / "
     with pytest.raises(LogprobsWrong, match=expected):
         await prove(TableEngine(**fault))
     assert LogprobsWrong in CONFIG_FAULTS, "such a server is not restarted"
 
 
 async def test_a_sampler_that_ignores_the_temperature_when_it_draws_is_found() -> None:
-    with pytest.raises(LogprobsWrong, match=r"8 tokens drawn at 0\.2 are e\^\d+ times as likely at temperature 1"):
+    with pytest.raises(LogprobsWrong, match=r"8 tokens .*0\.2 .*e\^\d+ .*temperature 1"):
         await prove(TableEngine(draws=lambda _: 1.0), 1.0)
 
 
@@ -121,7 +121,7 @@ async def test_completions_may_end_at_the_first_token() -> None:
 
 async def test_a_script_has_nothing_to_prove_and_a_silent_engine_is_waited_for_in_vain() -> None:
     assert await prove(ScriptedEngine()) is None
-    with pytest.raises(WaitTimeout, match=r"waited 0.01 s for rollout-0 \(table 1.0\) to generate"):
+    with pytest.raises(WaitTimeout, match=r"0\.01 s .*rollout-0 \(table 1\.0\)"):
         await prove(TableEngine(delay_s=5.0), timeout_s=0.01)
 
 

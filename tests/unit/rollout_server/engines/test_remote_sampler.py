@@ -109,7 +109,7 @@ async def test_a_run_whose_servers_are_gone_is_an_error_that_says_so(tmp_path: P
     async with server(tmp_path, await scripted(says("hello"))) as api:
         address = api.address
     async with sampler(address) as live:
-        with pytest.raises(EngineError, match="no rollout server of the run answers any more"):
+        with pytest.raises(EngineError, match="no rollout server"):
             await live.generate(request())
 
 

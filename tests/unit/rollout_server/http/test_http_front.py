@@ -57,9 +57,9 @@ async def test_the_openai_client_streams(tmp_path: Path) -> None:
 
 async def test_the_openai_client_understands_refusals(tmp_path: Path) -> None:
     async with ready_server(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
-        with pytest.raises(openai.BadRequestError, match="top_p is not supported"):
+        with pytest.raises(openai.BadRequestError, match="top_p"):
             await client.completions.create(model="test", prompt="hi", top_p=0.5)
-        with pytest.raises(openai.NotFoundError, match="the model of this server is 'test'"):
+        with pytest.raises(openai.NotFoundError, match="'test'"):
             await client.completions.create(model="other", prompt="hi")
 
 
@@ -80,7 +80,7 @@ async def test_an_engine_that_dies_ends_a_stream_with_an_error(tmp_path: Path) -
         stream = await client.completions.create(model="test", prompt="hi", max_tokens=40, stream=True)
         await anext(stream)
         engine.fail()
-        with pytest.raises(openai.APIError, match="the engine failed"):
+        with pytest.raises(openai.APIError, match="engine failed"):
             _ = [piece async for piece in stream]
 
 
@@ -161,7 +161,7 @@ async def test_a_server_drained_in_a_hurry_waits_for_no_reader(tmp_path: Path) -
         server._dispatcher.admission.drain(now=True)
         async with asyncio.timeout(10):
             await server.serve()
-        with pytest.raises(openai.InternalServerError, match="the server is stopping"):
+        with pytest.raises(openai.InternalServerError, match="stopping"):
             await asking
 
 
@@ -173,7 +173,7 @@ async def test_several_servers_with_one_port_take_the_next_free_ones() -> None:
 
 
 def test_a_host_that_is_not_this_machines_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on '192\.0\.2\.1'"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
         bind("192.0.2.1", 0)
 
 

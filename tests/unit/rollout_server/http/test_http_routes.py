@@ -169,7 +169,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
 
     monkeypatch.setattr(streaming, "BODY_TIMEOUT_S", 0.01)
     headers = [(b"content-type", b"application/json")]
-    with pytest.raises(HttpError, match=r"did not come within 0\.01 s"):
+    with pytest.raises(HttpError, match=r"0\.01 s"):
         await read_json(Request({"type": "http", "method": "POST", "headers": headers}, never), 100)
 
 
@@ -279,7 +279,7 @@ async def test_completions_need_the_key_where_there_is_one(tmp_path: Path) -> No
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node-3"])
 def test_a_server_that_others_can_reach_needs_a_key(host: str) -> None:
     config = HttpConfig(host=host)
-    with pytest.raises(ConfigError, match=r"rollout\.http\.host .* ASYNC_GRPO_HTTP_KEY is not set"):
+    with pytest.raises(ConfigError, match=r"rollout\.http\.host .* ASYNC_GRPO_HTTP_KEY"):
         ApiKeys.of({"ASYNC_GRPO_HTTP_KEY": ""}, config)
     assert ApiKeys.of({"ASYNC_GRPO_HTTP_KEY": "k"}, config).completions == "k"
     for loopback in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):

@@ -33,7 +33,7 @@ def test_three_long_sequences_on_two_ranks_leave_one_micro_batch_empty() -> None
 
 
 def test_a_sequence_that_cannot_fit_is_refused_with_the_fix() -> None:
-    with pytest.raises(ConfigError, match=r"Raise trainer\.micro_batch_tokens to 101"):
+    with pytest.raises(ConfigError, match=r"trainer\.micro_batch_tokens to 101"):
         pack_batch([5, 101], ranks=1, max_tokens=100)
 
 

@@ -58,14 +58,14 @@ def test_a_byte_that_changed_is_found(folder: Path) -> None:
         ("__0_0.distcp", None, "is missing"),
         (".metadata", None, "is missing"),
         (FILE, None, "is missing"),
-        ("__0_0.distcp", b"0123", "has 4 bytes, 10 bytes were written"),
+        ("__0_0.distcp", b"0123", "has 4 bytes, 10"),
     ],
 )
 def test_a_checkpoint_that_lost_a_file_or_a_part_of_one_is_refused(
     folder: Path, name: str, left: bytes | None, reason: str
 ) -> None:
     (folder / name).unlink() if left is None else (folder / name).write_bytes(left)
-    with pytest.raises(CheckpointError, match=rf"{name} {reason}.*Restore the folder"):
+    with pytest.raises(CheckpointError, match=f"{name} {reason}"):
         read_manifest(folder)
 
 
@@ -78,7 +78,7 @@ def test_a_manifest_that_cannot_be_read_is_refused(folder: Path, text: str) -> N
 
 def test_a_newer_format_is_refused_whatever_else_it_says(folder: Path) -> None:
     rewrite(folder, format=FORMAT + 1, layout="a new notation", novelty=1)
-    with pytest.raises(CheckpointError, match=rf"format {FORMAT + 1}; this version reads up to {FORMAT}.*install"):
+    with pytest.raises(CheckpointError, match=rf"format {FORMAT + 1}\b.*\b{FORMAT}\b"):
         read_manifest(folder)
 
 
@@ -90,8 +90,8 @@ def test_facts_that_a_later_version_adds_to_this_format_do_no_harm(folder: Path)
 @pytest.mark.parametrize(
     ("version", "changes", "reason"),
     [
-        (5, {"hidden_size": 64}, r"another model: hidden_size 32 instead of 64\. Set model"),
-        (6, {}, "holds version 5, not 6"),
+        (5, {"hidden_size": 64}, "hidden_size 32 .*64"),
+        (6, {}, "version 5, .*6"),
     ],
 )
 def test_another_model_and_a_folder_that_was_renamed_are_refused_by_what_differs(

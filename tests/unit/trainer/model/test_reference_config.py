@@ -115,6 +115,6 @@ def test_a_dry_run_refuses_a_reference_of_another_network(tmp_path: Path) -> Non
             }
         )
     )
-    with pytest.raises(ConfigError, match=r"rms_norm_eps 0\.001 \(the policy 1e-06\).*placement to model"):
+    with pytest.raises(ConfigError, match=r"rms_norm_eps 0\.001 .*1e-06.*placement to model"):
         plan_run(config, [], download=False)
     plan_run(config, ["trainer.reference.placement=model"], download=False)

@@ -28,7 +28,7 @@ def test_as_many_in_a_row_as_are_allowed_stop_every_rank_and_the_last_dump_is_na
     skipped_steps = SkippedSteps(tmp_path / "dumps", limit=3, writes=writes)
     skipped_steps.record_skip(batch_of(0), FAULT)
     skipped_steps.record_skip(batch_of(1), FAULT)
-    with pytest.raises(TrainingError, match=r"3 steps in a row.*gradient norm is inf") as ended:
+    with pytest.raises(TrainingError, match=r"3 steps .*norm is inf") as ended:
         skipped_steps.record_skip(batch_of(2), FAULT)
     assert (tmp_path / "dumps").exists() == ("dumps/step-3.msgpack" in str(ended.value)) == writes
 

@@ -44,13 +44,13 @@ def test_fields_of_your_own_may_lie_inside_others() -> None:
 @pytest.mark.parametrize(
     ("row", "reason", "detail"),
     [
-        ({"answer": "1"}, "field missing", r"no field 'question' \(the row has answer\)"),
-        ({"question": "q"}, "field missing", "no field 'answer'"),
-        ({"question": " ", "answer": "1"}, "empty prompt", "'question' is empty"),
+        ({"answer": "1"}, "field missing", "'question'.*answer"),
+        ({"question": "q"}, "field missing", "'answer'"),
+        ({"question": " ", "answer": "1"}, "empty prompt", "'question'"),
         ({"question": "q", "answer": "so ####  "}, "empty answer", "no reference"),
-        ({"question": None, "answer": "1"}, "not a text", "is a NoneType"),
-        ({"question": "q", "answer": ["1"]}, "not a text", "is a list"),
-        ({"question": "q", "answer": True}, "not a text", "is a bool"),
+        ({"question": None, "answer": "1"}, "not a text", "NoneType"),
+        ({"question": "q", "answer": ["1"]}, "not a text", "list"),
+        ({"question": "q", "answer": True}, "not a text", "bool"),
         ({"question": [], "answer": "1"}, "no chat", "not of messages"),
         ({"question": ["q"], "answer": "1"}, "no chat", "not of messages"),
         ({"question": [{"role": "assistant", "content": "q"}], "answer": "1"}, "no chat", "of 'assistant'"),
@@ -125,7 +125,7 @@ def test_a_jinja_file_of_your_own_has_question_chat_system_and_tokens(tmp_path: 
     [
         ("{{ question", "line 1: "),
         ("{{ question }} {{ answer }}", "'answer' is undefined"),
-        ("Solve it.", "the question is not in what it renders"),
+        ("Solve it.", "the question is not"),
         ("{{ question }}{{ question.__class__.__mro__ }}", "cannot be rendered"),
         ("{% include '/etc/passwd' %}{{ question }}", "cannot be rendered"),
         ("{% set a = messages.append(1) %}{{ question }}", "cannot be rendered"),
@@ -146,9 +146,9 @@ class Plain(Tokenizer):
 @pytest.mark.parametrize(
     ("name", "tokenizer", "system", "message"),
     [
-        ("gone", Tokenizer(), "", "not one of raw, qwen_r1, chat, nor a file"),
+        ("gone", Tokenizer(), "", "raw, qwen_r1, chat"),
         ("chat", Plain(), "", r"no chat template.*qwen_r1"),
-        ("raw", Tokenizer(), "Be kind.", "raw has no place"),
+        ("raw", Tokenizer(), "Be kind.", "raw "),
     ],
 )
 def test_a_template_that_cannot_be_had_is_an_error_with_the_fix(

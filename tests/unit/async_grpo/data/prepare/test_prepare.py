@@ -104,7 +104,7 @@ def test_several_files_of_several_formats_are_one_set(tmp_path: Path) -> None:
 
 
 def test_fields_that_fit_no_format_are_an_error_that_lists_them(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl, line 1: the fields text, gold fit no format.*--format generic"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: .*text, gold.*--format generic"):
         prepared(tmp_path, [{"text": "q", "gold": "1"}])
     named = {"format": "generic", "prompt_field": "text", "answer_field": "gold"}
     prepared(tmp_path, [{"text": f"q{n}", "gold": "1"} for n in range(3)], **named)
@@ -114,10 +114,10 @@ def test_fields_that_fit_no_format_are_an_error_that_lists_them(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [
-        (0, {}, r"leave 0 rows, of which --held-out keeps 2.*name other files"),
-        (2, {}, r"leave 2 rows, of which --held-out keeps 2 .*lower --held-out below 2"),
+        (0, {}, r"\b0 rows.*--held-out .*2"),
+        (2, {}, r"\b2 rows.*--held-out below 2"),
         (9, {"max_prompt_tokens": 1}, r"9 prompt too long \(rows.jsonl, line 1: 2 tokens"),
-        (5, {"template": "gone"}, "not one of raw"),
+        (5, {"template": "gone"}, "raw, qwen_r1, chat"),
     ],
 )
 def test_too_few_rows_or_a_wrong_template_are_an_error_with_the_reasons_and_nothing_is_written(
@@ -131,7 +131,7 @@ def test_too_few_rows_or_a_wrong_template_are_an_error_with_the_reasons_and_noth
 def test_nothing_is_prepared_over_something_else(tmp_path: Path) -> None:
     prepared(tmp_path, questions(5))
     before = (tmp_path / "out" / "prepared.json").read_bytes()
-    with pytest.raises(DataError, match=r"out exists.*Choose another --out"):
+    with pytest.raises(DataError, match=r"out exists.*--out"):
         prepared(tmp_path, questions(7))
     assert (tmp_path / "out" / "prepared.json").read_bytes() == before
 
@@ -197,18 +197,18 @@ def test_damage_to_any_file_is_noticed_before_a_row_is_read(tmp_path: Path, part
         file.unlink()
     else:
         file.write_bytes({"flip": bytes(data), "cut": data[:-4], "grow": data + bytes(4)}[damage])
-    with pytest.raises(DataError, match=rf"{part}: .*damaged. Prepare them again"):
+    with pytest.raises(DataError, match=rf"{part}: .*damaged"):
         open_prepared(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "has no prepared.json that can be read"),
+        (None, r"no prepared\.json"),
         ("", "damaged"),
         ("[]", "damaged"),
-        ('{"magic": "other", "format": 1}', "is 'other' of format 1; this version reads"),
-        ('{"magic": "async-grpo prepared data", "format": 2}', "of format 2; this version reads"),
+        ('{"magic": "other", "format": 1}', "'other' of format 1"),
+        ('{"magic": "async-grpo prepared data", "format": 2}', "format 2"),
         ('{"magic": "async-grpo prepared data", "format": 1}', "damaged"),
     ],
 )
@@ -230,10 +230,10 @@ def test_a_row_that_is_not_there_is_no_other_row(tmp_path: Path, row: int) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "generic"}, "Give both fields"),
-        ({"prompt_field": "q"}, "Give both fields"),
-        ({"held_out": 0}, "nothing could be evaluated"),
-        ({"keep_duplicates": True}, "both sides of the split"),
+        ({"format": "generic"}, "both fields"),
+        ({"prompt_field": "q"}, "both fields"),
+        ({"held_out": 0}, "evaluated"),
+        ({"keep_duplicates": True}, "both sides"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -218,8 +218,8 @@ def test_one_number_grades_however_it_is_written(completion: str) -> None:
     ("name", "completion", "answer", "message"),
     [
         ("gsm8k", "18", "a dozen", "not a number"),
-        ("math_verify", "18", "", "not a mathematical expression"),
-        ("math_verify", "18", "solution ####", "not a mathematical expression"),
+        ("math_verify", "18", "", "mathematical expression"),
+        ("math_verify", "18", "solution ####", "mathematical expression"),
         ("acc_for_dapo", "Answer: 18", "1" * 5000, "5000 characters"),
     ],
 )
@@ -332,7 +332,7 @@ def test_gsm8k_tells_any_two_whole_numbers_apart(value: int, other: int) -> None
 
 def test_acc_gives_no_score_for_what_it_cannot_work_out() -> None:
     assert load_verifier("acc")[0](RewardInput(r"\boxed{9^{9^{9^{9}}}}", "18")) is None
-    with pytest.raises(ValueError, match="not a mathematical expression"):
+    with pytest.raises(ValueError, match="mathematical expression"):
         load_verifier("acc")[0](RewardInput(r"\boxed{18}", ""))
 
 
