@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import Fenced
 from buffer import EmbeddedServer, connect
 from tests.support.buffer_cases import admit, finish, policy, take, tasks, train
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 NOTHING = {"lost": 0, "duplicated": 0, "unbalanced": 0, "inconsistent": 0}
-DEATH_TIMEOUT_S = 10.0
 
 Crash = Callable[..., dict[str, Any]]
 
@@ -118,24 +117,16 @@ def test_what_a_rewrite_left_behind_is_gone_when_the_server_starts_again(tmp_pat
     try:
         client.mset({f"key {number}": b"value" for number in range(100)})
         client.config_set("rdb-key-save-delay", 100_000)  # us a key: it is killed in the middle
-        wait_for(lambda: not client.info("persistence")["aof_rewrite_in_progress"])
+        wait_until(lambda: not client.info("persistence")["aof_rewrite_in_progress"], "no rewrite is under way")
         client.bgrewriteaof()
-        wait_for(lambda: list((tmp_path / "server").glob("temp-*.aof")))
+        wait_until(lambda: list((tmp_path / "server").glob("temp-*.aof")), "a rewrite is under way")
         assert server.pid is not None
         [writer] = psutil.Process(server.pid).children()
         os.kill(server.pid, signal.SIGKILL)
-        wait_for(lambda: not server.alive())
+        wait_until(lambda: not server.alive(), "the server is dead")
         writer.kill()
         server.start()
         assert not list((tmp_path / "server").glob("temp-*.aof"))
         assert client.dbsize() == 100
     finally:
         server.stop()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Bounded."""
-    until_s = time.monotonic() + DEATH_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)

@@ -24,7 +24,7 @@ import yaml
 from async_grpo.utils.child_process import child_argv
 from buffer.server import find_server
 from tests.support.deploy_files import DEPLOY, ROOT, SCRIPTS, SECRETS, SERVICES
-from tests.support.redis_topologies import free_port
+from tests.support.ports import free_port
 from tests.support.whole_run import CONFIG, check_books
 
 STEPS = 24

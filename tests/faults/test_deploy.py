@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.redis_topologies import free_port
+from tests.support.ports import free_port
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 STEPS, GROUPS_PER_STEP, MAX_STALENESS = 1000, 8, 2

@@ -17,6 +17,7 @@ from async_grpo.wire import Group, Partial, decode
 from async_grpo.wire.board import ServerBeat
 from buffer import connect_board, make_client
 from buffer.redis.scripts import RunKeys
+from tests.support.waiting import wait_until
 from tests.support.whole_run import WholeRun, check_books
 
 STEPS, LONG_RUN = 60, 200
@@ -61,13 +62,6 @@ async def beats(config: RunConfig) -> list[ServerBeat]:
         await board.aclose()
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
-        time.sleep(0.1)
-
-
 def servers_of(run: WholeRun) -> list[psutil.Process]:
     return [process for process in run.family() if "rollout_server.main" in " ".join(process.cmdline())]
 
@@ -88,7 +82,7 @@ def kill_one_amid_its_groups(run: WholeRun, config: RunConfig) -> dict[int, Part
                 return True
         return False
 
-    until(has_grown, "growing prefix", timeout_s=30.0)
+    wait_until(has_grown, "a prefix grows")
     victim.kill()
     survivor.resume()
     return asyncio.run(stored_partials(config))
@@ -109,8 +103,8 @@ def test_half_finished_groups_of_a_killed_server_are_finished_from_their_stored_
     run = start("rollout.servers=2", *PROGRESS, steps=STEPS, max_tokens=LONG)
     run.wait_for_step(2)
     config = run.roles_config()
-    until(lambda: sum(beat.running > 0 for beat in asyncio.run(beats(config))) == 2, "work on both servers")
-    until(lambda: len(asyncio.run(stored_partials(config))) >= 4, "partials")
+    wait_until(lambda: sum(beat.running > 0 for beat in asyncio.run(beats(config))) == 2, "both servers work", 120.0)
+    wait_until(lambda: len(asyncio.run(stored_partials(config))) >= 4, "partials are stored", 120.0)
     partials = kill_one_amid_its_groups(run, config)
     groups = asyncio.run(finished_groups(config, set(partials)))
     assert all(begins_with(groups[seq], partial) for seq, partial in partials.items())
@@ -129,7 +123,7 @@ def test_a_server_joins_and_another_leaves_and_the_run_never_stops(start: Callab
     config = run.roles_config()
     joined = run.join("extra")
     try:
-        until(lambda: "extra" in [beat.name for beat in asyncio.run(beats(config))], "second server")
+        wait_until(lambda: "extra" in [beat.name for beat in asyncio.run(beats(config))], "a second server runs", 120.0)
         newest = max(row["step"] for row in run.steps())
         assert next(beat for beat in asyncio.run(beats(config)) if beat.name == "extra").version >= newest - 2
         run.wait_for_step(newest + 2)

@@ -18,7 +18,8 @@ import yaml
 
 from buffer.server import find_server
 from tests.support.listening import ListenerWatch
-from tests.support.redis_topologies import free_port, wait_until
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 from tests.support.whole_run import COMMAND, CONFIG, check_books
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'async-grpo[ray]')")

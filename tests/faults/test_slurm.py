@@ -17,7 +17,7 @@ import yaml
 
 from async_grpo.config import load
 from buffer.server import find_server
-from tests.support.redis_topologies import free_port
+from tests.support.ports import free_port
 from tests.support.slurm_cluster import SlurmCluster, missing, own_address
 from tests.support.whole_run import COMMAND, CONFIG, check_books
 

@@ -28,7 +28,8 @@ from tests.support.network_namespaces import ADDRESSES, Prefix, can_be_made, two
 from tests.support.ports import two_free_ports
 from tests.support.slurm_cluster import SlurmCluster, missing
 from tests.support.trainer_programs.models import make_model
-from tests.support.trainer_programs.supply import Supply, supply, trained, until, write_config
+from tests.support.trainer_programs.supply import supply, trained, write_config
+from tests.support.waiting import until
 
 STEPS, GROUPS, KILL_AT = 4, 2, 3
 PATIENCE_S = 400.0
@@ -85,7 +86,7 @@ def one_node_of_stages(tmp_path_factory: pytest.TempPathFactory, redis_config: R
 
 def train_on_one_node(config: Path) -> Run:
     async def train() -> None:
-        async with supply(load(config)) as run, delivered(run, STEPS):
+        async with supply(load(config)) as run, run.serving(STEPS):
             await run.evaluate()
             async with started([], config, "node-0.log", *TRAINER, str(config)) as trainer:
                 assert await ended(trainer) == 0, logs(config)
@@ -106,18 +107,6 @@ def write(folder: Path, redis: RedisConfig, address: str, **trainer: Any) -> Pat
 def two_nodes(folder: Path, redis: RedisConfig, address: str | None = None, **layout: Any) -> Path:
     where = {"port": two_free_ports("127.0.0.1"), "timeout_s": 300, "address": address}
     return write(folder, redis, ADDRESSES[0], nodes=2, rendezvous=where, **layout)
-
-
-@contextlib.asynccontextmanager
-async def delivered(run: Supply, steps: int) -> AsyncIterator[None]:
-    """Groups for so many further steps, so that the trainer cannot be beyond them."""
-    serving = asyncio.create_task(run.serve(steps))
-    try:
-        yield
-        await serving
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -194,9 +183,9 @@ async def train_by_hand(machines: list[Prefix], config: Path) -> None:
     async with supply(load(config)) as run:
         await run.evaluate()
         async with node(0) as first, node(1) as second:
-            async with delivered(run, KILL_AT):
+            async with run.serving(KILL_AT):
                 await rank_is_killed(config, "1")
-            async with delivered(run, STEPS - KILL_AT):
+            async with run.serving(STEPS - KILL_AT):
                 assert [await ended(first), await ended(second)] == [0, 0], logs(config)
     assert "rank 1 was killed by SIGKILL" in (config.parent / "node-0.log").read_text(), "the other node names it"
 
@@ -215,9 +204,9 @@ async def test_two_nodes_that_srun_starts(
         cluster.run("sbatch", "--partition=trainers", str(folder / "trainer.sbatch"))
         async with supply(load(config)) as run:
             await run.evaluate()
-            async with delivered(run, KILL_AT):
+            async with run.serving(KILL_AT):
                 await rank_is_killed(config, "1")
-            async with delivered(run, STEPS - KILL_AT):
+            async with run.serving(STEPS - KILL_AT):
                 await until(lambda: not cluster.run("squeue", "--noheader"), PATIENCE_S)
     except TimeoutError:
         pytest.fail(logs(config))
@@ -246,9 +235,9 @@ async def test_ranks_that_srun_places(
         cluster.run("sbatch", *submitted, f"--output={config.parent}/job.log", str(script))
         async with supply(load(config)) as run:
             await run.evaluate()
-            async with delivered(run, KILL_AT):
+            async with run.serving(KILL_AT):
                 await rank_is_killed(config, "1")
-            async with delivered(run, STEPS - KILL_AT):
+            async with run.serving(STEPS - KILL_AT):
                 await until(lambda: not cluster.run("squeue", "--noheader"), PATIENCE_S)
     except TimeoutError:
         pytest.fail(logs(config))
@@ -281,9 +270,9 @@ async def test_two_nodes_that_ray_starts(
         await run.evaluate()
         await until(lambda: said("ray-0.log", "Ray runtime started"), PATIENCE_S)
         async with node(1), started(machines[0], config, "launch.log", *launch) as job:
-            async with delivered(run, KILL_AT):
+            async with run.serving(KILL_AT):
                 await rank_is_killed(config, "1")
-            async with delivered(run, STEPS - KILL_AT):
+            async with run.serving(STEPS - KILL_AT):
                 assert await ended(job) == 0, logs(config)
     assert said("launch.log", f"trainer: started on {', '.join(ADDRESSES)}"), "one node on each machine"
     assert said("launch.log", "restart 1 of 3")

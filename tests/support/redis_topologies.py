@@ -5,14 +5,10 @@ Everything listens on the loopback interface only and dies with the test process
 
 from __future__ import annotations
 
-import contextlib
-import random
 import signal
-import socket
 import subprocess
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,35 +18,11 @@ from redis.crc import key_slot
 
 from async_grpo.utils.child_process import child_argv
 from buffer.server import find_server
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 LAST_SLOT = 16383
 SERVICE = "main"
-
-_given: set[int] = set()
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on, given once: servers that start together never get the same one.
-
-    Outgoing connections do not take it either, for Linux gives them ports from 32768.
-    """
-    while True:
-        port = random.randrange(10_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            if port not in _given:
-                _given.add(port)
-                return port
-
-
-def wait_until(true: Callable[[], object], what: str, within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while True:
-        with contextlib.suppress(redis.RedisError):
-            if true():
-                return
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.05)
 
 
 class Server:

@@ -303,13 +303,6 @@ async def dispatching(
         await asyncio.gather(running, *loops, return_exceptions=True)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Let the event loop run until the condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def until_buffer(buffer: ReplayBuffer, shows: Callable[[BufferStats], bool]) -> None:
     """Let the event loop run until the buffer shows it."""
     async with asyncio.timeout(5.0):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.redis_topologies import free_port
+from tests.support.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2")

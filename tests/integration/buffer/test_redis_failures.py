@@ -26,9 +26,11 @@ from buffer.redis.client import KEEPALIVE_IDLE_S
 from buffer.redis.retrying import RetryingClient
 from rollout_server.dispatch.admission import TaskFeeder
 from tests.support.buffer_cases import admit, finish, group_of, publish, released, seqs, take, tasks
+from tests.support.ports import free_port
 from tests.support.redis_life import attach, begin, live_through
 from tests.support.redis_proxies import Proxy
-from tests.support.redis_topologies import Server, free_port, replica_of, running, wait_for_replicas, wait_until
+from tests.support.redis_topologies import Server, replica_of, running, wait_for_replicas
+from tests.support.waiting import wait_until
 
 BULK_TOKENS = 100_000
 """Of a group of 0.8 MB."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from async_grpo.utils.processes import OWNER
+from tests.support.waiting import wait_until
 
 OWNER_PROGRAM = """
 import os, subprocess, sys
@@ -35,7 +34,10 @@ def test_the_engine_ends_with_its_killed_owner(engine_program: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER_PROGRAM, engine_program], stdout=subprocess.PIPE)
     assert owner.stdout is not None
     engine = psutil.Process(int(owner.stdout.readline()))
-    wait_until_watched(engine)
+    wait_until(
+        lambda: any(watches(process) for process in [engine, *engine.children()]),
+        f"the engine or its worker watches the owner ({OWNER})",
+    )
     owner.kill()
     owner.wait()
     assert psutil.wait_procs([engine], timeout=10)[1] == []
@@ -49,28 +51,11 @@ def test_an_engine_that_was_still_starting_ends_too(wrapped: bool) -> None:
     assert owner.stdout is not None
     engine = psutil.Process(int(owner.stdout.readline()))
     if wrapped:
-        wait_for(lambda: engine.children())
+        wait_until(engine.children, "the engine has a worker")
     family = [engine, *engine.children()]
     owner.kill()
     owner.wait()
     assert psutil.wait_procs(family, timeout=15)[1] == []
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def wait_until_watched(engine: psutil.Process) -> None:
-    """Until the engine, or its worker, runs the thread that watches the owner."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if any(watches(process) for process in [engine, *engine.children()]):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"nobody watches the owner ({OWNER})")
 
 
 def watches(process: psutil.Process) -> bool:

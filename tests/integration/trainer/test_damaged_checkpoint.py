@@ -19,10 +19,13 @@ from async_grpo.telemetry.jsonl import read_rows
 from tests.support.trainer_programs.batches import make_task
 from tests.support.trainer_programs.checkpoint_facts import flip_byte
 from tests.support.trainer_programs.models import make_model
-from tests.support.trainer_programs.supply import Supply, command, supply, trained, until, write_config
+from tests.support.trainer_programs.supply import Supply, command, supply, trained, write_config
+from tests.support.waiting import until
 
 STEPS, GROUPS, DAMAGED, WHOLE = 8, 3, 6, 4
 """Checkpoints: 2, 4, 6, 8."""
+
+PATIENCE_S = 180.0
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +68,7 @@ async def stop_and_damage(run: Run, served: Supply) -> None:
     """Train to version DAMAGED, stop by SIGTERM, and flip a byte of the newest checkpoint."""
     serving = asyncio.create_task(served.serve(DAMAGED))
     async with command(run.log, *run.trainer) as process:
-        await until(lambda: trained(run.config) >= DAMAGED)
+        await until(lambda: trained(run.config) >= DAMAGED, PATIENCE_S)
         process.terminate()
         assert await process.wait() == 0
     await serving
@@ -80,7 +83,7 @@ async def finish_run(run: Run, served: Supply, steps: int) -> None:
     before = (await served.buffer.stats()).epoch
     await served.evaluate()
     async with command(run.log, *run.trainer) as process:
-        async with asyncio.timeout(180):
+        async with asyncio.timeout(PATIENCE_S):
             while (await served.buffer.stats()).epoch == before:
                 await asyncio.sleep(0.1)
         serving = asyncio.create_task(served.serve(steps))
@@ -94,7 +97,7 @@ async def test_it_resumes_from_the_checkpoint_before_it_bit_for_bit(tmp_path: Pa
         await stop_and_damage(run, served)
         async with command(run.log, *run.trainer) as process:
             written_again = run.config.run_dir / "checkpoints" / f"{DAMAGED:08d}" / "manifest.json"
-            await until(lambda: json.loads(written_again.read_text())["epoch"] == 2)
+            await until(lambda: json.loads(written_again.read_text())["epoch"] == 2, PATIENCE_S)
             process.terminate()
             assert await process.wait() == 0
         again = run.config.run_dir / "checkpoints" / f"{DAMAGED:08d}" / "__0_0.distcp"

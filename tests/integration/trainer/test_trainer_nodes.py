@@ -7,7 +7,6 @@ import contextlib
 import re
 import signal
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.weights.shared_memory import run_folder
 from tests.support.ports import two_free_ports
 from tests.support.trainer_programs.models import make_model
-from tests.support.trainer_programs.supply import Supply, command, supply, trained, until, write_config
+from tests.support.trainer_programs.supply import command, supply, trained, write_config
+from tests.support.waiting import until
 
 STEPS, GROUPS, KILL_AT = 5, 2, 3
 PATIENCE_S = 400.0
@@ -55,18 +55,18 @@ async def live_through(folder: Path, redis: RedisConfig, layout: dict[str, int])
     rendezvous = {"address": "127.0.0.2", "port": two_free_ports("127.0.0.2"), "timeout_s": 300}
     one = write(folder, "one-node", redis, layout)
     two = write(folder, "two-nodes", redis, {**layout, "nodes": 2, "rendezvous": rendezvous})
-    async with supply(load(one)) as run, delivered(run, STEPS), trainer(one) as alone:
+    async with supply(load(one)) as run, run.serving(STEPS), trainer(one) as alone:
         await run.evaluate()
         assert await ended(alone) == 0, (one.parent / "node-0.log").read_text()[-4000:]
     async with supply(load(two)) as run:
         await run.evaluate()
-        async with delivered(run, KILL_AT), trainer(two, 0) as first, trainer(two, 1) as second:
+        async with run.serving(KILL_AT), trainer(two, 0) as first, trainer(two, 1) as second:
             await until(lambda: trained(load(two)) >= KILL_AT, PATIENCE_S)
             second.kill()
             codes_after_the_kill = [await ended(first), await ended(second)]
             left = [path.name for path in run_folder(load(two).local_name).glob("*")]
         said = (two.parent / "node-0.log").read_text()
-        async with delivered(run, STEPS - KILL_AT), trainer(two, 0) as first, trainer(two, 1) as second:
+        async with run.serving(STEPS - KILL_AT), trainer(two, 0) as first, trainer(two, 1) as second:
             codes_at_the_end = [await ended(first), await ended(second)]
     return Story(losses(load(one)), losses(load(two)), codes_after_the_kill, left, codes_at_the_end, said)
 
@@ -75,18 +75,6 @@ def write(folder: Path, name: str, redis: RedisConfig, trainer: dict[str, Any]) 
     model = {"path": str(make_model(folder, "qwen2"))}
     trainer = {"processes": 2, "checkpoint": {"every_steps": 2}, **trainer}
     return write_config(folder, name, redis, steps=STEPS, groups=GROUPS, patience_s=90, model=model, trainer=trainer)
-
-
-@contextlib.asynccontextmanager
-async def delivered(run: Supply, steps: int) -> AsyncIterator[None]:
-    """Groups for so many further steps, so that the trainer cannot be beyond them."""
-    serving = asyncio.create_task(run.serve(steps))
-    try:
-        yield
-        await serving
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
 
 
 def trainer(

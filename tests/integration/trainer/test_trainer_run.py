@@ -19,11 +19,14 @@ from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.wire.board import ReplayProgress
 from buffer import BufferStats
 from tests.support.trainer_programs.models import make_model
-from tests.support.trainer_programs.supply import command, supply, trained, until, write_config
+from tests.support.trainer_programs.supply import command, supply, trained, write_config
+from tests.support.waiting import until
 
 STEPS, GROUPS = 8, 3
 KILL_AT, STOP_AT = 3, 5
 """Versions at which the trainer gets SIGKILL and, once started again, SIGTERM. Checkpoints: 2, 4, 6, 8."""
+
+PATIENCE_S = 180.0
 
 LINGER_S = 2.0
 """So long the trainer is seen to stay before the final evaluation is on the board."""
@@ -65,11 +68,11 @@ async def lives(file: Path, model: Path) -> Story:
     async with supply(config) as run:
         enough_to_stop = asyncio.create_task(run.serve(STOP_AT))
         async with command(log, *trainer) as process:
-            await until(lambda: trained(config) >= KILL_AT)
+            await until(lambda: trained(config) >= KILL_AT, PATIENCE_S)
             process.kill()
             codes.append(await process.wait())
         async with command(log, *trainer) as process:
-            await until(lambda: trained(config) >= STOP_AT)
+            await until(lambda: trained(config) >= STOP_AT, PATIENCE_S)
             process.terminate()
             codes.append(await process.wait())
         replay = await run.board.replay_progress()
@@ -77,7 +80,7 @@ async def lives(file: Path, model: Path) -> Story:
         await enough_to_stop
         the_rest = asyncio.create_task(run.serve(STEPS - STOP_AT))
         async with command(log, *trainer) as process:
-            await until(lambda: (checkpoints / "hf").exists())
+            await until((checkpoints / "hf").exists, PATIENCE_S)
             await asyncio.sleep(LINGER_S)
             stays = process.returncode is None
             await run.evaluate()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,17 @@ class Supply:
                 await self.buffer.insert(ticket, group)
                 groups -= 1
 
+    @contextlib.asynccontextmanager
+    async def serving(self, steps: int) -> AsyncIterator[None]:
+        """`serve` during the block, which ends when all is served."""
+        serving = asyncio.create_task(self.serve(steps))
+        try:
+            yield
+            await serving
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
     async def evaluate(self) -> None:
         """Put the final evaluation on the board."""
         found = Evaluation(version=self.config.steps, prompts=1, samples=1, sampled_accuracy=0.0)
@@ -122,10 +133,3 @@ async def command(log: Path, module: str, *arguments: object) -> AsyncIterator[a
 def trained(config: RunConfig) -> int:
     """The newest step in the metrics."""
     return max((row.get("step", 0) for row in read_rows(config.run_dir / "metrics.jsonl")), default=0)
-
-
-async def until(done: Callable[[], bool], patience_s: float = 180.0) -> None:
-    """Look until it is true."""
-    async with asyncio.timeout(patience_s):
-        while not done():
-            await asyncio.sleep(0.02)

@@ -23,10 +23,10 @@ from tests.support.rollout_fakes import (
     buffer_of,
     config_of,
     context_of,
-    until,
     until_buffer,
     watcher_of,
 )
+from tests.support.waiting import until
 
 
 async def server_of(context: ServerContext, receiver: FakeReceiver) -> RolloutServer:

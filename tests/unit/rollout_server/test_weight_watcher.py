@@ -15,7 +15,8 @@ from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.utils.files import DeviceTurn
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.weight_watcher import WeightWatcher
-from tests.support.rollout_fakes import FakeEngine, FakeReceiver, config_of, context_of, until, watcher_of
+from tests.support.rollout_fakes import FakeEngine, FakeReceiver, config_of, context_of, watcher_of
+from tests.support.waiting import until
 
 
 @asynccontextmanager

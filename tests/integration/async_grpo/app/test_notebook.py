@@ -13,7 +13,7 @@ import pytest
 
 from async_grpo import load_run
 from async_grpo.app.runs.run import RunStatus
-from tests.support.redis_topologies import wait_until
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[4]
 NOTEBOOK = ROOT / "examples" / "first_run.ipynb"

@@ -21,10 +21,10 @@ from tests.support.rollout_fakes import (
     buffer_of,
     config_of,
     context_of,
-    until,
     until_buffer,
     watcher_of,
 )
+from tests.support.waiting import until
 
 
 async def held_house(tmp_path: Path, buffer: InMemoryBuffer) -> House:

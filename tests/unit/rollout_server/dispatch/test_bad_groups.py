@@ -27,9 +27,9 @@ from tests.support.rollout_fakes import (
     config_of,
     context_of,
     dispatching,
-    until,
     until_buffer,
 )
+from tests.support.waiting import until
 
 
 class KilledByGroup0(FakeEngine):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import re
 import structlog
 
 from async_grpo.errors import ConfigError, EngineError
@@ -28,9 +28,9 @@ from tests.support.rollout_fakes import (
     config_of,
     context_of,
     dispatching,
-    until,
     until_buffer,
 )
+from tests.support.waiting import until
 
 
 async def ready(buffer: InMemoryBuffer, groups: int) -> None:

@@ -13,7 +13,8 @@ from async_grpo.wire import Group, Ticket
 from buffer import InMemoryBuffer
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from tests.support.rollout_fakes import FakeReceiver, buffer_of, config_of, context_of, dispatching, until, until_buffer
+from tests.support.rollout_fakes import FakeReceiver, buffer_of, config_of, context_of, dispatching, until_buffer
+from tests.support.waiting import until
 
 LENGTH = 40
 

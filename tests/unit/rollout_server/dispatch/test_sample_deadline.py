@@ -30,10 +30,10 @@ from tests.support.rollout_fakes import (
     config_of,
     context_of,
     dispatching,
-    until,
     until_buffer,
     watcher_of,
 )
+from tests.support.waiting import until
 
 NAMED = {"max_concurrency": 8, "workflow": "my:Workflow"}
 

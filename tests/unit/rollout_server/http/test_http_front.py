@@ -16,7 +16,8 @@ from async_grpo.utils.http_server import address_of
 from async_grpo.weights.base import HeldWeights
 from rollout_server.http.server import ApiServer, bind
 from tests.support.http_fakes import http_config, ready_server, says, scripted
-from tests.support.rollout_fakes import buffer_of, until
+from tests.support.rollout_fakes import buffer_of
+from tests.support.waiting import until
 
 
 def client_of(api: ApiServer) -> openai.AsyncOpenAI:

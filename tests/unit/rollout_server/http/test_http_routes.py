@@ -18,7 +18,8 @@ from buffer.base import BufferStats
 from rollout_server.http.context import ApiKeys
 from rollout_server.http.streaming import read_json
 from tests.support.http_fakes import ADMIN, CONTEXT, STOP, House, Letters, house_of, http_config, says, scripted
-from tests.support.rollout_fakes import FakeEngine, until
+from tests.support.rollout_fakes import FakeEngine
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from async_grpo.weights.folder.objects import FolderObjects
 from async_grpo.weights.folder.sender import FolderWeightSender
 from async_grpo.weights.manifest import layout_of
 from async_grpo.weights.shared_memory import remove_stores
-from tests.support.rollout_fakes import until
+from tests.support.waiting import until
 
 RUN = f"unit-folder-sender-{os.getpid()}"
 LAYOUT = layout_of([("a", "uint8", [256]), ("b", "uint8", [256])])
