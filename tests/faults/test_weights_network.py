@@ -23,7 +23,8 @@ import pytest
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.utils.child_process import child_argv
 from async_grpo.weights.shared_memory import remove_stores, store_path
-from tests.support.slow_link import FAR_HOST, NEAR_HOST, NotPermitted, SlowLink, slow_link
+from tests.support.network_namespaces import ADDRESSES, NotPermitted
+from tests.support.slow_link import SlowLink, slow_link
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -35,7 +36,7 @@ FEW_MEGABYTES = 8
 CUT_S = 5.0
 PATIENCE_S = 90.0
 CONFIG = WeightsConfig(
-    bind=f"tcp://{NEAR_HOST}:0", relay_bind=f"tcp://{FAR_HOST}:0", chunk_bytes=256 << 10, request_timeout_s=3.0
+    bind=f"tcp://{ADDRESSES[0]}:0", relay_bind=f"tcp://{ADDRESSES[1]}:0", chunk_bytes=256 << 10, request_timeout_s=3.0
 )
 
 Said = dict[str, Any]

@@ -10,40 +10,62 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
+CABLE = "cable"
+"""Name of the cable's end in each namespace."""
 
 Prefix = list[str]
 """Words before a command that let it run on one of the machines."""
 
 
+class NotPermitted(Exception):
+    """This machine, or this user, has no network namespaces; says which command failed and how."""
+
+
 def can_be_made() -> bool:
-    """Whether this user may make network namespaces and cables."""
-    if shutil.which("ip") is None or shutil.which("nsenter") is None or os.geteuid() != 0:
+    """True if this user may make network namespaces and cables."""
+    if shutil.which("nsenter") is None:
         return False
     try:
         with two_machines():
             return True
-    except subprocess.CalledProcessError:
+    except NotPermitted:
         return False
 
 
 @contextmanager
 def two_machines() -> Iterator[list[Prefix]]:
-    """Both machines, each with one of ADDRESSES and a loopback of its own; they see the same processes and files, but
-    every command has a /dev/shm of its own."""
-    names = [f"async-grpo-{os.getpid()}-{index}" for index in (0, 1)]
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            _ip("netns", "add", name)
-            stack.callback(_ip, "netns", "delete", name)  # and its end of the cable
-        _ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for name, address in zip(names, ADDRESSES, strict=True):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            for card in ("lo", "cable"):
-                _ip("-n", name, "link", "set", card, "up")
+    """Both machines; they see the same processes and files, but every command has a /dev/shm of its own.
+
+    Raises NotPermitted.
+    """
+    with joined_namespaces() as names:
         # `ip netns exec` would also mount another /sys, without the cgroups that slurmd looks for.
         own_memory = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
         yield [["nsenter", f"--net=/run/netns/{name}", *own_memory] for name in names]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+@contextmanager
+def joined_namespaces() -> Iterator[tuple[str, str]]:
+    """Names of two namespaces until the block ends, each with one of ADDRESSES and a loopback. Raises NotPermitted."""
+    near, far = names = (f"async-grpo-{os.getpid()}-0", f"async-grpo-{os.getpid()}-1")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            run("ip", "netns", "add", name)
+            delete = ["ip", "netns", "delete", name]  # with its end of the cable
+            stack.callback(subprocess.run, delete, check=True, capture_output=True)
+        run("ip", "-n", near, "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", far)
+        for name, address in zip(names, ADDRESSES, strict=True):
+            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", CABLE)
+            for card in ("lo", CABLE):
+                run("ip", "-n", name, "link", "set", card, "up")
+        yield names
+
+
+def run(*command: str) -> str:
+    """The output of a command. Raises NotPermitted."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    except FileNotFoundError as error:
+        raise NotPermitted(f"{command[0]} is not installed") from error
+    except subprocess.CalledProcessError as error:
+        raise NotPermitted(f"{' '.join(command)}: {error.stderr.strip()}") from error

@@ -21,8 +21,9 @@ def byte_tokenizer_with_start() -> Any:
     """A fast tokenizer with the id of every byte as its token, which starts a prompt as Llama's does."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    letters = {letter: number for number, letter in enumerate(_letters_of_bytes())}
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,17 +32,3 @@ def byte_tokenizer_with_start() -> Any:
         single=f"{START} $A", special_tokens=[(START, tokenizer.token_to_id(START))]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=START, eos_token=CONTROL)
-
-
-def _letters_of_bytes() -> list[str]:
-    """The letter by which byte-level BPE writes each byte: itself if it is printable, otherwise one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    letters = []
-    others = 0
-    for byte in range(256):
-        if byte in printable:
-            letters.append(chr(byte))
-        else:
-            letters.append(chr(256 + others))
-            others += 1
-    return letters
