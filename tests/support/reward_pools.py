@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
+from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.pool import RewardPool
 
 
@@ -15,3 +17,8 @@ def rewards_of(*names: str, **changes: Any) -> RewardsConfig:
 
 def pool_of(*names: str, **changes: Any) -> RewardPool:
     return RewardPool(rewards_of(*names, **changes))
+
+
+def hanging_item(file: Path) -> RewardInput:
+    """An item for `tricky_rewards:tricky`, which hangs; `file` appears when it does."""
+    return RewardInput("announce and hang", "a", metadata={"file": str(file)})

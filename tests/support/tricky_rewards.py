@@ -18,7 +18,8 @@ _calls = 0
 
 
 def tricky(completion: str, answer: str, *, metadata: Mapping[str, str]) -> object:
-    """1 if the completion is the answer; `metadata["file"]` is where a process that is left behind says its number."""
+    """1 if the completion is the answer; `metadata["file"]` gets the number of a process that is left behind, or
+    appears once the function hangs."""
     deed = _DEEDS.get(completion)
     if deed is not None:
         return deed()
@@ -27,6 +28,9 @@ def tricky(completion: str, answer: str, *, metadata: Mapping[str, str]) -> obje
             _leave_child(metadata["file"])
         case "daemon":
             _leave_child(metadata["file"], leaves_session=True)
+        case "announce and hang":
+            Path(metadata["file"]).touch()
+            time.sleep(HANGS_S)
         case "thread":
             threading.Thread(target=time.sleep, args=(HANGS_S,)).start()
         case "fork and come back":

@@ -20,7 +20,8 @@ from async_grpo.config.rewards import HttpRewardConfig, RewardConfig, RewardsCon
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult
 from async_grpo.rewards.pool import RewardPool
-from tests.support.reward_pools import pool_of, rewards_of
+from tests.support.reward_pools import hanging_item, pool_of, rewards_of
+from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[4]
 TRICKY = "tricky_rewards:tricky"
@@ -117,10 +118,11 @@ def test_an_event_loop_that_is_held_up_costs_no_verifier_its_answer(run: Callabl
     assert run(serve()).reward == 1.0
 
 
-async def test_a_judgement_that_is_cancelled_leaves_no_stale_answer_behind() -> None:
+async def test_a_judgement_that_is_cancelled_leaves_no_stale_answer_behind(tmp_path: Path) -> None:
     async with pool_of(TRICKY) as pool:
-        judging = asyncio.create_task(judge(pool, "a", "hang", "a"))
-        await asyncio.sleep(0.2)
+        right = RewardInput("a", "a")
+        judging = asyncio.create_task(pool.judge([right, hanging_item(tmp_path / "hangs"), right]))
+        await until((tmp_path / "hangs").exists)
         judging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await judging

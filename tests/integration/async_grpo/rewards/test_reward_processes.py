@@ -15,7 +15,8 @@ from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils import process_tree
-from tests.support.reward_pools import pool_of
+from tests.support.reward_pools import hanging_item, pool_of
+from tests.support.waiting import until
 
 TRICKY = "tricky_rewards:tricky"
 PATIENCE_S = 30.0
@@ -35,8 +36,11 @@ async def main():
     async with RewardPool(RewardsConfig(functions=[RewardConfig(name={TRICKY!r})], workers=3)) as pool:
         for deed in ("fork", "daemon"):
             await pool.judge([RewardInput(deed, "a", "", {{{{"file": str(folder / deed)}}}})])
-        hanging = asyncio.create_task(pool.judge([RewardInput("hang", "a")] * 2))
-        await asyncio.sleep(0.2)
+        files = [folder / "first", folder / "second"]
+        hangs = [RewardInput("announce and hang", "a", "", {{{{"file": str(file)}}}}) for file in files]
+        hanging = asyncio.create_task(pool.judge(hangs))
+        while not all(file.exists() for file in files):
+            await asyncio.sleep(0.01)
         family = process_tree.descendants(pool.supervisor.pid, process_tree.parents())
         (folder / "family.part").write_text(" ".join(map(str, [pool.supervisor.pid, *family])))
         (folder / "family.part").rename(folder / "family")
@@ -131,8 +135,8 @@ async def test_all_processes_end_with_the_pool_and_leave_no_zombie(tmp_path: Pat
     before = {pid for pid, parent in process_tree.parents().items() if parent == os.getpid()}
     async with pool_of(TRICKY, workers=2) as pool:
         await pool.judge([RewardInput("fork", "a", "", {"file": str(tmp_path / "pid")}), RewardInput("thread", "a")])
-        hanging = asyncio.create_task(pool.judge([RewardInput("hang", "a")]))
-        await asyncio.sleep(0.1)
+        hanging = asyncio.create_task(pool.judge([hanging_item(tmp_path / "hangs")]))
+        await until((tmp_path / "hangs").exists)
         hanging.cancel()
         family = [pool.supervisor.pid or 0, *family_of(pool)]
     assert not [pid for pid in family if _lives(pid)]
@@ -152,12 +156,12 @@ async def test_all_processes_end_with_a_server_that_is_killed(tmp_path: Path) ->
     await gone(family)
 
 
-async def test_a_killed_supervisor_costs_the_items_under_way_and_is_replaced() -> None:
+async def test_a_killed_supervisor_costs_the_items_under_way_and_is_replaced(tmp_path: Path) -> None:
     async with pool_of(TRICKY) as pool:
         first = pool.supervisor.pid or 0
         family = family_of(pool)
-        judging = asyncio.create_task(pool.judge([RewardInput("hang", "a")]))
-        await asyncio.sleep(0.1)
+        judging = asyncio.create_task(pool.judge([hanging_item(tmp_path / "hangs")]))
+        await until((tmp_path / "hangs").exists)
         os.kill(first, signal.SIGKILL)
         (lost,) = await judging
         assert (lost.failure, lost.reason) == ("crashed", f"{TRICKY}: its process ended with its supervisor")
