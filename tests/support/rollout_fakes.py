@@ -35,16 +35,7 @@ from rollout_server.engines.proof import LogprobProof
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
-
-
-class Bytes:
-    """A tokenizer with a token a byte."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return bytes(token_ids).decode()
+from tests.support.tokenizers import Bytes
 
 
 class FakeEngine:

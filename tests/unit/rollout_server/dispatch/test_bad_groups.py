@@ -20,7 +20,6 @@ from rollout_server.engines.base import Generation, GenerationRequest
 from rollout_server.workflows import SingleTurn
 from rollout_server.workflows.session import SampleSession
 from tests.support.rollout_fakes import (
-    Bytes,
     FakeEngine,
     FakePool,
     buffer_of,
@@ -29,6 +28,7 @@ from tests.support.rollout_fakes import (
     dispatching,
     until_buffer,
 )
+from tests.support.tokenizers import Bytes
 from tests.support.waiting import until
 
 
@@ -74,9 +74,13 @@ async def test_groups_without_a_request_in_the_dead_engine_get_no_strike(tmp_pat
     context = context_of(tmp_path, config, engine, buffer)
     assert isinstance(context.pool, FakePool)
     context.pool.gate = asyncio.Event()  # group 0 waits for its rewards
+    engine.hold = True
     async with dispatching(context) as (_, running):
-        await until(lambda: len(engine.requests) >= 4)
+        await until(lambda: len(engine.held) == 4)
+        engine.release()
+        await until(lambda: len(engine.requests) == 8)  # those of group 1
         engine.error = EngineError("died")
+        engine.release()
         await asyncio.wait([running], timeout=5)
     tickets = await buffer.admit(4, holder="rollout-1", timeout_s=1.0)
     assert [(ticket.seq, ticket.strikes) for ticket in tickets][:2] == [(0, 0), (1, 1)]

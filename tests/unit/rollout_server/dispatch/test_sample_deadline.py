@@ -23,7 +23,6 @@ from rollout_server.workflows import SingleTurn
 from rollout_server.workflows.sample_rollout import SampleDeadline, SampleMaker
 from rollout_server.workflows.session import SampleSession
 from tests.support.rollout_fakes import (
-    Bytes,
     FakeEngine,
     FakeReceiver,
     buffer_of,
@@ -33,6 +32,7 @@ from tests.support.rollout_fakes import (
     until_buffer,
     watcher_of,
 )
+from tests.support.tokenizers import Bytes
 from tests.support.waiting import until
 
 NAMED = {"max_concurrency": 8, "workflow": "my:Workflow"}

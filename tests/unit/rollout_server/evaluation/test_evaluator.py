@@ -24,7 +24,8 @@ from rollout_server.heartbeat import Heartbeat
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
 from rollout_server.workflows.session import SampleSession
-from tests.support.rollout_fakes import Bytes, FakeEngine, FakeReceiver, config_of, context_of, watcher_of
+from tests.support.rollout_fakes import FakeEngine, FakeReceiver, config_of, context_of, watcher_of
+from tests.support.tokenizers import Bytes
 from tests.support.waiting import until
 
 

@@ -11,6 +11,7 @@ from async_grpo.data.base import RejectedRow
 from async_grpo.data.prepare.formats import FORMATS, FieldMap, example_of, fitting_format
 from async_grpo.data.prepare.templates import Template
 from async_grpo.errors import ConfigError
+from tests.support.tokenizers import Bytes
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1 + 1? "}]
 ROWS: dict[str, dict[str, Any]] = {
@@ -71,17 +72,11 @@ def test_questions_are_the_same_whatever_their_white_space_and_composition() -> 
     assert one == same != other
 
 
-class Tokenizer:
+class Tokenizer(Bytes):
     """What templates need of one."""
 
     bos_token, eos_token = "<s>", None
     chat_template = "there is one"
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return bytes(token_ids).decode()
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
