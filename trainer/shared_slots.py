@@ -81,7 +81,7 @@ class SharedSlots:
             self._fill(own, slot)
             self._link.send(0, version, rank)
         elif self._stream is not None and own:
-            sources = (source for shard in own for source in shard.sources(self._parameters, self._policy.hf))
+            sources = (source for shard in own for source in shard.parameter_views(self._parameters, self._policy.hf))
             self._stream.send(sources, self._copy)
 
     def _fill(self, shards: Sequence[RankShard], slot: int) -> None:
@@ -90,7 +90,7 @@ class SharedSlots:
         self._copy.run(
             pair
             for shard in shards
-            for pair in zip(shard.targets(full, hf), shard.sources(self._parameters, hf), strict=True)
+            for pair in zip(shard.tensor_views(full, hf), shard.parameter_views(self._parameters, hf), strict=True)
         )
 
     def _receive(self, rank: int, slot: int) -> None:
@@ -98,7 +98,7 @@ class SharedSlots:
         assert self._stream is not None
         full = self._tensors[slot]
         shards = self._shards[rank]
-        self._stream.receive(rank, (target for shard in shards for target in shard.targets(full, self._policy.hf)))
+        self._stream.receive(rank, (target for shard in shards for target in shard.tensor_views(full, self._policy.hf)))
 
 
 def connect_local_ranks(folder: Path, timeout_s: float) -> tuple[list[int], RankLink]:

@@ -80,7 +80,7 @@ class RankSide:
         self._bits = [parameter.data.view(-1).view(torch.int16) for parameter in model.parameters()]
         parameters = dict(model.named_parameters())
         shards = assign_shards(hf, find_positions(), range(ranks))[rank]
-        self._share = sum(source.nbytes for shard in shards for source in shard.sources(parameters, hf))
+        self._share = sum(view.nbytes for shard in shards for view in shard.parameter_views(parameters, hf))
         piece = min(self._share, PIECE_BYTES)
         self._source, self._target = np.ones(piece, np.uint8), np.zeros(piece, np.uint8)
         self._run = config.local_name

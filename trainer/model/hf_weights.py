@@ -1,13 +1,12 @@
 """Loads Hugging Face tensors into this rank's Megatron parameters, and exports them again.
 
-Both directions go tensor by tensor: no rank ever holds two copies of the model. A `RankPosition` tells whether its rank
-has a part of a tensor, and whether it sends the tensor to rank 0 in an export.
+Both directions go tensor by tensor: no rank ever holds two copies of the model. `trainer.model.shards` has the places of
+the parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,33 +17,8 @@ from transformers import PretrainedConfig
 
 from async_grpo.errors import DataError
 from trainer.model.checks import check_known, check_tensor
-from trainer.model.families import head_dim
+from trainer.model.shards import RankPosition, RankShard
 from trainer.model.weight_map import ShardRule, WeightRule, find_weight, stage_weights
-
-
-@dataclass(frozen=True, slots=True)
-class RankPosition:
-    """The position of a rank in the layout.
-
-    Replicas of a tensor are counted apart for experts, which other ranks share.
-    """
-
-    stage: int
-    tensor: int
-    replica: int
-    expert: int
-    expert_replica: int
-
-    def has_part(self, stage: int, holder: int | None) -> bool:
-        """Whether the rank takes part in gathering a tensor of `stage`: its first replica does. `holder`: see
-        `WeightRule`."""
-        if self.stage != stage:
-            return False
-        return self.replica == 0 if holder is None else (self.expert, self.expert_replica) == (holder, 0)
-
-    def sends(self, stage: int, holder: int | None) -> bool:
-        """Whether the rank sends the whole tensor to rank 0."""
-        return self.has_part(stage, holder) and (holder is not None or self.tensor == 0)
 
 
 def find_positions() -> list[RankPosition]:
@@ -69,11 +43,11 @@ def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]
     parameters = {name: parameter for name, parameter in model.named_parameters() if ".adapter." not in name}
     filled = set()
     for weight in _own_weights(hf):
-        full = [_checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)]
-        rank, ranks = _tensor_shard_of(weight)
-        name, target = find_weight(weight.megatron, parameters)
-        target.copy_(shard(weight.rule, full, hf.num_key_value_heads, rank, ranks))
-        filled.add(name)
+        full = {name: _checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)}
+        shard = RankShard(weight, *_tensor_rank_of(weight))
+        for target, source in zip(shard.parameter_views(parameters, hf), shard.tensor_views(full, hf), strict=True):
+            target.copy_(source)
+        filled.add(find_weight(weight.megatron, parameters)[0])
     if missing := parameters.keys() - filled:
         raise DataError(f"no Hugging Face tensor is known for {', '.join(sorted(missing))}: the model was not filled")
 
@@ -111,47 +85,6 @@ def gathered(
             yield from zip(weight.hf, full, strict=True)
 
 
-def shard(rule: ShardRule, full: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
-    """Cut rank `rank`'s part of a parameter out of the full Hugging Face tensors."""
-    if rule is ShardRule.WHOLE:
-        return full[0]
-    if rule is ShardRule.ROWS:
-        return full[0].chunk(ranks, 0)[rank]
-    if rule is ShardRule.COLUMNS:
-        return full[0].chunk(ranks, 1)[rank]
-    if rule is ShardRule.GATE_UP:
-        return torch.cat([tensor.chunk(ranks, 0)[rank] for tensor in full])
-    return _interleave(full, groups).chunk(ranks, 0)[rank]
-
-
-def unshard(rule: ShardRule, parts: Sequence[Tensor], groups: int, head_dim: int) -> list[Tensor]:
-    """Join the parts of all ranks to the full Hugging Face tensors: the inverse of `shard`."""
-    if rule is ShardRule.WHOLE:
-        return [parts[0]]
-    if rule is ShardRule.ROWS:
-        return [torch.cat(list(parts))]
-    if rule is ShardRule.COLUMNS:
-        return [torch.cat(list(parts), 1)]
-    if rule is ShardRule.GATE_UP:
-        gates, ups = zip(*(part.chunk(2, 0) for part in parts), strict=True)
-        return [torch.cat(gates), torch.cat(ups)]
-    return _separate(torch.cat(list(parts)), groups, head_dim)
-
-
-def _interleave(qkv: Sequence[Tensor], groups: int) -> Tensor:
-    """q [heads * d, ...], k and v [groups * d, ...] -> [groups * (heads per group + 2) * d, ...]"""
-    dim, tail = qkv[1].shape[0] // groups, qkv[1].shape[1:]
-    return torch.cat([part.reshape(groups, -1, dim, *tail) for part in qkv], 1).reshape(-1, *tail)
-
-
-def _separate(merged: Tensor, groups: int, head_dim: int) -> list[Tensor]:
-    """The inverse of `_interleave`: query, key, value."""
-    tail = merged.shape[1:]
-    by_group = merged.reshape(groups, -1, head_dim, *tail)
-    heads = by_group.shape[1] - 2
-    return [part.reshape(-1, *tail) for part in by_group.split([heads, 1, 1], 1)]
-
-
 def _own_weights(hf: PretrainedConfig) -> list[WeightRule]:
     weights = stage_weights(
         hf,
@@ -162,7 +95,7 @@ def _own_weights(hf: PretrainedConfig) -> list[WeightRule]:
     return [w for w in weights if w.holder in (None, parallel_state.get_expert_model_parallel_rank())]
 
 
-def _tensor_shard_of(weight: WeightRule) -> tuple[int, int]:
+def _tensor_rank_of(weight: WeightRule) -> tuple[int, int]:
     """(rank, ranks) over which the parameter is split; an expert is whole."""
     if weight.holder is not None:
         return 0, 1
@@ -178,12 +111,20 @@ def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -
 
 def _gather(parameter: Tensor, weight: WeightRule, hf: PretrainedConfig) -> list[Tensor]:
     """The full tensors, on every rank that has a part of the parameter."""
+    if weight.rule is ShardRule.WHOLE:
+        return [parameter.data]
     parts = [parameter.data]
-    _, ranks = _tensor_shard_of(weight)
-    if weight.rule is not ShardRule.WHOLE and ranks > 1:
+    _, ranks = _tensor_rank_of(weight)
+    if ranks > 1:
         parts = [torch.empty_like(parameter.data) for _ in range(ranks)]
         dist.all_gather(parts, parameter.data.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return unshard(weight.rule, parts, hf.num_key_value_heads, head_dim(hf))
+    full = {name: parameter.data.new_empty(shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)}
+    for rank, part in enumerate(parts):
+        shard = RankShard(weight, rank, ranks)
+        sources = shard.parameter_views({weight.megatron: part}, hf)
+        for target, source in zip(shard.tensor_views(full, hf), sources, strict=True):
+            target.copy_(source)
+    return list(full.values())
 
 
 def _to_first_rank(

@@ -35,7 +35,8 @@ from transformers import PretrainedConfig
 
 from async_grpo.config.model import LoraConfig
 from async_grpo.weights.lora import DIGEST_BYTES, adapter_names, base_digest, merge_named
-from trainer.model.hf_weights import export_hf, gathered, shard
+from trainer.model.hf_weights import export_hf, gathered
+from trainer.model.shards import RankShard
 from trainer.model.weight_map import ShardRule, WeightRule, stage_weights
 
 CHILD = "adapter"
@@ -194,8 +195,8 @@ def _initialise(model: GPTModel, hf: PretrainedConfig, lora: LoraConfig, seed: i
             continue
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {weight.hf[0]}".encode()) >> 1)
         full = torch.empty(weight.shapes[0]).uniform_(-1, 1, generator=generator) / math.sqrt(weight.shapes[0][1])
-        rank, ranks = _tensor_rank()
-        parameters[weight.megatron].copy_(shard(weight.rule, [full], hf.num_key_value_heads, rank, ranks))
+        (part,) = RankShard(weight, *_tensor_rank()).tensor_views({weight.hf[0]: full}, hf)
+        parameters[weight.megatron].copy_(part)
 
 
 def export_trained(model: GPTModel, hf: PretrainedConfig, adapters: Adapters | None) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,10 @@
-"""Which rank copies what of the Hugging Face tensors, in place: every rank copies its own parts, and none gathers.
+"""Where the part of a tensor-parallel rank lies in the full Hugging Face tensors, and which rank copies which part.
 
-    parameter of a rank --sources: views--> HostCopy --> targets: views <--part_of_tensor-- full tensors of a slot
+    parameter of a rank --parameter_views--> copy --> tensor_views of the full tensors      export, publication
+                        <-- copy <--                                                        loading
+
+A `RankShard` gives views of both sides that match one by one, so every conversion is a loop of copies. To publish,
+every rank copies its own parts into a slot, and none gathers.
 
 Replicas (data and context parallel) hold the same values. So each of them copies some of the tensors: a tensor is given
 to the one with the fewest bytes so far. Of a trainer on several nodes, the replicas on the node of rank 0 copy, where
@@ -18,28 +22,64 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from trainer.model.families import head_dim
-from trainer.model.hf_weights import RankPosition
 from trainer.model.weight_map import ShardRule, WeightRule, find_weight, model_tensors, stage_weights
 
 
 @dataclass(frozen=True, slots=True)
+class RankPosition:
+    """The position of a rank in the layout.
+
+    Replicas of a tensor are counted apart for experts, which other ranks share.
+    """
+
+    stage: int
+    tensor: int
+    replica: int
+    expert: int
+    expert_replica: int
+
+    def has_part(self, stage: int, holder: int | None) -> bool:
+        """Whether the rank takes part in gathering a tensor of `stage`: its first replica does. `holder`: see
+        `WeightRule`."""
+        if self.stage != stage:
+            return False
+        return self.replica == 0 if holder is None else (self.expert, self.expert_replica) == (holder, 0)
+
+    def sends(self, stage: int, holder: int | None) -> bool:
+        """Whether the rank sends the whole tensor to rank 0."""
+        return self.has_part(stage, holder) and (holder is not None or self.tensor == 0)
+
+
+@dataclass(frozen=True, slots=True)
 class RankShard:
-    """One parameter that a rank copies: all of it, into its parts of the full tensors."""
+    """The part of one parameter that tensor-parallel rank `rank` of `ranks` has."""
 
     weight: WeightRule
     rank: int
     ranks: int
-    """Of how many tensor-parallel ranks this is the one."""
 
-    def targets(self, full: Mapping[str, Tensor], hf: PretrainedConfig) -> list[Tensor]:
-        """Its parts of the tensors of `full`, by their Hugging Face names."""
-        groups = hf.num_key_value_heads
-        return [part_of_tensor(self.weight.rule, full[name], groups, self.rank, self.ranks) for name in self.weight.hf]
+    def tensor_views(self, full: Mapping[str, Tensor], hf: PretrainedConfig) -> list[Tensor]:
+        """The part of each tensor of the parameter, as views of the tensors of `full`, by their Hugging Face names."""
+        return [self._tensor_view(full[name], hf) for name in self.weight.hf]
 
-    def sources(self, parameters: Mapping[str, Tensor], hf: PretrainedConfig) -> Sequence[Tensor]:
-        """What is to be copied there, of the parameters of the rank."""
-        _, weight = find_weight(self.weight.megatron, parameters)
-        return part_of_parameter(self.weight.rule, weight.detach(), hf.num_key_value_heads // self.ranks, head_dim(hf))
+    def parameter_views(self, parameters: Mapping[str, Tensor], hf: PretrainedConfig) -> Sequence[Tensor]:
+        """The same parts, of the same shapes, as views of the parameter among `parameters` of the rank."""
+        rule, parameter = self.weight.rule, find_weight(self.weight.megatron, parameters)[1].detach()
+        if rule is ShardRule.GATE_UP:
+            return parameter.chunk(2, 0)
+        if rule is ShardRule.QKV:
+            by_group, dim = parameter.unflatten(0, (hf.num_key_value_heads // self.ranks, -1)), head_dim(hf)
+            return by_group.split([by_group.shape[1] - 2 * dim, dim, dim], 1)
+        return [parameter]
+
+    def _tensor_view(self, full: Tensor, hf: PretrainedConfig) -> Tensor:
+        if self.weight.rule is ShardRule.WHOLE:
+            return full
+        if self.weight.rule is ShardRule.COLUMNS:
+            return full.chunk(self.ranks, 1)[self.rank]
+        if self.weight.rule is ShardRule.QKV:
+            full = full.unflatten(0, (hf.num_key_value_heads, -1))
+        return full.chunk(self.ranks, 0)[self.rank]
 
 
 Replicas = dict[tuple[int, int | None], dict[int, int]]
@@ -107,27 +147,3 @@ def _assigned(
                 replica = min(load, key=lambda each: (load[each], each))
                 load[replica] += sum(map(math.prod, weight.shapes))
                 yield weight, stage, replica
-
-
-def part_of_tensor(rule: ShardRule, full: Tensor, groups: int, rank: int, ranks: int) -> Tensor:
-    """The part of a full, contiguous Hugging Face tensor that rank `rank` holds: a view of it."""
-    if rule is ShardRule.WHOLE:
-        return full
-    if rule is ShardRule.COLUMNS:
-        return full.chunk(ranks, 1)[rank]
-    if rule is ShardRule.QKV:
-        return full.view(groups, -1, *full.shape[1:]).chunk(ranks, 0)[rank]
-    return full.chunk(ranks, 0)[rank]
-
-
-def part_of_parameter(rule: ShardRule, parameter: Tensor, groups: int, head_dim: int) -> Sequence[Tensor]:
-    """Views of a rank's parameter, one for each of its Hugging Face tensors and shaped as `part_of_tensor` gives it.
-
-    `groups`: of this rank.
-    """
-    if rule is ShardRule.GATE_UP:
-        return parameter.chunk(2, 0)
-    if rule is ShardRule.QKV:
-        by_group = parameter.view(groups, -1, *parameter.shape[1:])
-        return by_group.split([by_group.shape[1] - 2 * head_dim, head_dim, head_dim], 1)
-    return [parameter]

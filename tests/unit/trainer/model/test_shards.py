@@ -9,9 +9,8 @@ import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from trainer.model import shards as module
-from trainer.model.hf_weights import RankPosition, shard
-from trainer.model.shards import RankShard, assign_shards
-from trainer.model.weight_map import model_tensors, stage_weights
+from trainer.model.shards import RankPosition, RankShard, assign_shards
+from trainer.model.weight_map import ShardRule, model_tensors, stage_weights
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -40,10 +39,21 @@ def copy_all(shards: list[RankShard], parameters: dict[str, torch.nn.Parameter],
     """Copy the shards of a rank into the full tensors; how many numbers they have."""
     elements = 0
     for each in shards:
-        for target, source in zip(each.targets(full, hf), each.sources(parameters, hf), strict=True):
+        for target, source in zip(each.tensor_views(full, hf), each.parameter_views(parameters, hf), strict=True):
             target.copy_(source)
             elements += source.numel()
     return elements
+
+
+def cut_out(rule: ShardRule, full: list[torch.Tensor], groups: int, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's parameter as Megatron lays it out, written apart from the code: by concatenation, not by views."""
+    if rule is ShardRule.WHOLE:
+        return full[0]
+    if rule is ShardRule.QKV:
+        per_group = [part.reshape(groups, -1, *part.shape[1:]) for part in full]
+        fused = torch.cat(per_group, 1)[rank * groups // ranks : (rank + 1) * groups // ranks]
+        return fused.reshape(-1, *full[0].shape[1:])
+    return torch.cat([part.chunk(ranks, 1 if rule is ShardRule.COLUMNS else 0)[rank] for part in full])
 
 
 def parameters_of(hf: Any, positions: list[RankPosition], rank: int, full: Any) -> dict[str, torch.nn.Parameter]:
@@ -54,7 +64,7 @@ def parameters_of(hf: Any, positions: list[RankPosition], rank: int, full: Any) 
     for weight in stage_weights(hf, at.stage, stages, experts):
         if weight.holder in (None, at.expert):
             cut = (at.tensor, ranks) if weight.holder is None else (0, 1)
-            part = shard(weight.rule, [full[name] for name in weight.hf], hf.num_key_value_heads, *cut)
+            part = cut_out(weight.rule, [full[name] for name in weight.hf], hf.num_key_value_heads, *cut)
             found[weight.megatron] = torch.nn.Parameter(part.clone())
     return found
 
