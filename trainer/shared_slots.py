@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from async_grpo.weights.base import WeightSender
+from async_grpo.weights.sender import WeightSender
 from async_grpo.weights.store import WeightStore
 from trainer.model.hf_weights import find_positions
 from trainer.model.host_copy import HostCopy

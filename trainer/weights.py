@@ -18,9 +18,9 @@ from megatron.core import parallel_state
 
 from async_grpo.config import RunConfig
 from async_grpo.weights import make_sender
-from async_grpo.weights.base import WeightSender
 from async_grpo.weights.lora import DIGEST
 from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.sender import WeightSender
 from trainer.coordinator import Coordinator
 from trainer.model.lora import adapter_shapes
 from trainer.model.policy import Policy

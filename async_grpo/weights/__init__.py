@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from async_grpo.config import RunConfig
-    from async_grpo.weights.base import Resolve, WeightReceiver, WeightSender
+    from async_grpo.weights.base import Resolve, WeightReceiver
     from async_grpo.weights.manifest import TensorLayout
+    from async_grpo.weights.sender import WeightSender
 
 
 def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSender:

@@ -1,9 +1,6 @@
 """The seam of the weights' path: what a transport offers to the trainer and to a rollout server.
 
-    trainer --WeightSender.publish--> transport --WeightReceiver.hold--> HeldWeights --> engine --open_source--> tensors
-
-A sender publishes what lies in a slot of its store. One process fills it (`publish`), or several of its machine do
-between `begin` and `commit`.
+    trainer --WeightSender.publish--> transport --WeightReceiver.hold--> HeldWeights --SourceReader--> tensors
 
 A transport (`weights.transport`) makes senders and receivers. What it holds crosses into the engine's workers as
 `HeldWeights`, and every engine reads it through a `TensorReader`; so E engines and T transports are E + T modules.
@@ -11,96 +8,17 @@ A transport (`weights.transport`) makes senders and receivers. What it holds cro
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from async_grpo.errors import WeightsError
 from async_grpo.weights.manifest import TensorLayout, TensorSpec, Versioned, WeightVersion
 from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
 
 Resolve = Callable[[], Awaitable[PublisherAddress | None]]
 """Asks the run board where the weights are published; None if nobody has said so yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """What publishing one version cost the trainer, in seconds."""
-
-    stall_s: float
-    """Seconds from the call to its return."""
-    waited_s: float
-    """The part of it spent waiting for the encoding of the version before. The rest gathers and copies the tensors."""
-
-
-class WeightSender(Protocol):
-    """Publishes the versions of one epoch, from one rank of the trainer."""
-
-    address: PublisherAddress
-    """What receivers are to be told through the run board."""
-
-    @property
-    def store(self) -> Path:
-        """Path of the trainer's weight store."""
-        ...
-
-    def begin(self, version: int) -> int:
-        """Clear a slot of the store for `version`, and return its number. Waits while versions before are encoded.
-
-        Raises WeightsError on a version that is not above the last one, PublisherLost if the transport has died,
-        WaitTimeout if it does not answer.
-        """
-        ...
-
-    def commit(self) -> Publication:
-        """Publish the slot that was begun, and is now whole. May be called from another thread than `begin`.
-
-        Raises PublisherLost and WaitTimeout.
-        """
-        ...
-
-    def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
-        """Take over all tensors, each name of the layout exactly once, in any order, and have them published.
-
-        Arrays are C-contiguous, of the layout's dtype and shape, or raw bytes (uint8, or uint16 for bfloat16, which
-        numpy does not know). When this returns they may change. Raises WeightsError on arrays that do not fit, and
-        what `begin` and `commit` raise.
-        """
-        ...
-
-    def check_publisher(self) -> None:
-        """Raise PublisherLost if nothing can be published any more; waits for nothing. From any thread."""
-        ...
-
-    def close(self) -> None:
-        """End the transport on this side. Safe to call twice."""
-        ...
-
-
-def fill(block: memoryview, layout: TensorLayout, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> None:
-    """Copy all tensors to their places in `block`. Raises WeightsError if they are not those of the layout."""
-    target, missing = np.frombuffer(block, np.uint8), layout.by_name()
-    for name, array in tensors:
-        spec = missing.pop(name, None)
-        if spec is None:
-            raise WeightsError(f"tensor {name!r} is not in the layout, or was given twice.")
-        same = array.dtype.name == spec.dtype and list(array.shape) == spec.shape
-        raw = array.dtype.kind == "u"
-        if not (same or raw) or array.nbytes != spec.nbytes or not array.flags.c_contiguous:
-            memory = "contiguous" if array.flags.c_contiguous else "strided"
-            raise WeightsError(
-                f"tensor {name!r} is {spec.dtype} {spec.shape} ({spec.nbytes} bytes) in the layout, but "
-                f"{array.dtype.name} {list(array.shape)} ({array.nbytes} bytes, {memory}) was given."
-            )
-        target[spec.offset : spec.offset + spec.nbytes] = array.reshape(-1).view(np.uint8)
-    if missing:
-        raise WeightsError(f"{len(missing)} tensors of the layout were not given: {sorted(missing)[:3]} ...")
 
 
 class StoreSource(Record, frozen=True, kw_only=True, tag="store_source"):

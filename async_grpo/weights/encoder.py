@@ -20,7 +20,7 @@ import numpy as np
 from async_grpo.config.weights import Encoding
 from async_grpo.weights import delta
 from async_grpo.weights.chunks import Chunk, Hashes, ServedVersion, hash_chunk, pack_hashes
-from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.manifest import BaseVersion, TensorLayout, WeightManifest, WeightVersion
 
 WORTH = 0.9
 """Under `auto`, a version whose patches take more than this share of the dense bytes goes dense."""
@@ -39,6 +39,19 @@ class Encoded:
     reason: str = ""
     patches: dict[int, bytes] = field(default_factory=dict)
     base: ServedVersion | None = None
+
+    def make_manifest(
+        self, layout: TensorLayout, chunk_bytes: int, base: ServedVersion | None, *, key: bytes
+    ) -> WeightManifest:
+        """The manifest of this version; `base` is the version that receivers need for what differs."""
+        return WeightManifest(
+            **self.identity._asdict(),
+            layout=layout,
+            chunk_bytes=chunk_bytes,
+            hashes=self.hashes,
+            key=key,
+            base=BaseVersion(**base.identity._asdict(), digest=base.digest) if base is not None else None,
+        )
 
 
 @dataclass(slots=True)

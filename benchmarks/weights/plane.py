@@ -19,10 +19,10 @@ import numpy.typing as npt
 from async_grpo.config.model import Precision
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WaitTimeout
-from async_grpo.weights.base import Publication
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
 from async_grpo.weights.node.receiver import SharedWeightReceiver
+from async_grpo.weights.sender import Publication
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire.board import PublisherAddress

@@ -25,11 +25,12 @@ from msgspec.structs import replace
 from async_grpo.config import RunConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
 from async_grpo.weights import make_receiver, make_sender
-from async_grpo.weights.base import HeldWeights, WeightReceiver, WeightSender
+from async_grpo.weights.base import HeldWeights, WeightReceiver
 from async_grpo.weights.folder.chain import Head, unseal
 from async_grpo.weights.folder.objects import open_objects
 from async_grpo.weights.folder.sender import FolderWeightSender
 from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
+from async_grpo.weights.sender import WeightSender
 from async_grpo.weights.shared_memory import remove_stores, run_folder
 from async_grpo.weights.source_reader import SourceReader
 from tests.support.weight_plane import LAYOUT, Arrays, Board, proxy_to, random_weights, step, until

@@ -1,7 +1,6 @@
 """Loads Hugging Face tensors into this rank's Megatron parameters, and exports them again.
 
-Both directions go tensor by tensor: no rank ever holds two copies of the model. `trainer.model.shards` has the places of
-the parts.
+Both directions go tensor by tensor: no rank ever holds two copies of the model. `RankShard` knows where the parts lie.
 """
 
 from __future__ import annotations

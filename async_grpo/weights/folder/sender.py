@@ -17,25 +17,21 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
-from async_grpo.weights.base import Publication, fill
+from async_grpo.errors import PublisherLost, WaitTimeout
 from async_grpo.weights.chunks import ServedVersion, cut
 from async_grpo.weights.encoder import Encoded, WeightEncoder
 from async_grpo.weights.folder.chain import KINDS, Entry, Head, VersionRecord, folder_of, object_name, seal
 from async_grpo.weights.folder.objects import open_objects
-from async_grpo.weights.manifest import BaseVersion, TensorLayout, WeightManifest, WeightVersion
-from async_grpo.weights.shared_memory import store_path
-from async_grpo.weights.store import WeightStore
+from async_grpo.weights.manifest import TensorLayout, WeightVersion
+from async_grpo.weights.sender import WeightSender
 from async_grpo.wire.board import PublisherAddress
 
 _STOP_TIMEOUT_S = 10.0
@@ -43,19 +39,17 @@ _STOP_TIMEOUT_S = 10.0
 log = structlog.get_logger()
 
 
-class FolderWeightSender:
+class FolderWeightSender(WeightSender):
     """Publishes the versions of one epoch in the folder of the run, and removes those of earlier epochs."""
 
     def __init__(self, layout: TensorLayout, run: str, epoch: int, config: WeightsConfig) -> None:
         """Allocate the store and start the threads. Raises WeightsError, ConfigError, DependencyError."""
         self.address = PublisherAddress(epoch=epoch, announce=folder_of(run, epoch), requests="")
         self._objects = open_objects(config)
-        self.config, self._run, self._epoch = config, run, epoch
+        super().__init__(layout, run, epoch, config)
+        self._run = run
         self._chunks = cut(layout, config.chunk_bytes)
-        self._store = WeightStore.create(store_path(run, "trainer"), layout)
         self._encoder = WeightEncoder(self._chunks, config.encoding, config.encode_threads)
-        self._given: int | None = None
-        self._begun, self._begun_s, self._cleared_s = 0, 0.0, 0.0
         self._changed = threading.Condition()
         self._encoding = False
         self._pending: WeightVersion | None = None
@@ -74,39 +68,8 @@ class FolderWeightSender:
         for thread in self._threads:
             thread.start()
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
-        """Copy all tensors and have `version` written. Otherwise as `WeightSender.publish` says."""
-        fill(self._store.slot(self.begin(version)), self._store.layout, tensors)
-        return self.commit()
-
-    def begin(self, version: int) -> int:
-        """As `WeightSender.begin` says."""
-        if self._given is not None and version <= self._given:
-            raise WeightsError(f"version {version} was published after version {self._given}; versions only rise.")
-        self._begun_s = time.monotonic()
-        self._wait_for_encoder()
-        self._cleared_s = time.monotonic()
-        self._store.begin(self._spared)
-        self._begun = version
-        return self._store.writing
-
-    def commit(self) -> Publication:
-        """As `WeightSender.commit` says."""
-        identity = WeightVersion(self._epoch, self._begun)
-        self._store.commit(identity)
-        self._given = self._begun
-        with self._changed:
-            self._pending = identity
-            self._changed.notify_all()
-        return Publication(time.monotonic() - self._begun_s, self._cleared_s - self._begun_s)
-
-    @property
-    def store(self) -> Path:
-        """Path of the trainer's weight store."""
-        return self._store.path
-
     def check_publisher(self) -> None:
-        """As `WeightSender.check_publisher`."""
+        """See `WeightSender.check_publisher`."""
         if self._failure is not None:
             raise PublisherLost(f"the threads that write weights ended: {self._failure}. Restart the trainer.")
 
@@ -126,7 +89,7 @@ class FolderWeightSender:
             log.warning("weights of this run are left in weights.location", folder=self._run, error=str(error))
         self._store.unlink()
 
-    def _wait_for_encoder(self) -> None:
+    def _clear_slot(self) -> WeightVersion | None:
         """Take back the version that waits, and wait until none is encoded."""
         with self._changed:
             self._pending = None
@@ -135,6 +98,12 @@ class FolderWeightSender:
             if not self._changed.wait_for(self._is_free, self.config.update_timeout_s):
                 raise WaitTimeout("the version before to be encoded", self.config.update_timeout_s)
         self.check_publisher()
+        return self._spared
+
+    def _publish_stored(self, version: WeightVersion) -> None:
+        with self._changed:
+            self._pending = version
+            self._changed.notify_all()
 
     def _is_free(self) -> bool:
         return not self._encoding or self._failure is not None
@@ -205,18 +174,10 @@ class FolderWeightSender:
         self, encoded: Encoded, block: memoryview, base: ServedVersion | None
     ) -> tuple[VersionRecord, list[bytes | memoryview]]:
         """The record of this version, and the parts of its object of changes."""
-        identity = encoded.identity
-        manifest = WeightManifest(
-            **identity._asdict(),
-            layout=self._store.layout,
-            chunk_bytes=self.config.chunk_bytes,
-            hashes=encoded.hashes,
-            key=b"",
-            base=BaseVersion(**base.identity._asdict(), digest=base.digest) if base is not None else None,
-        )
+        manifest = encoded.make_manifest(self._store.layout, self.config.chunk_bytes, base, key=b"")
         changes, parts = self._changes(encoded, block, base)
         changed_bytes = sum(len(part) for part in parts)
-        dense = base is None or self._is_dense_due(identity.version, changed_bytes)
+        dense = base is None or self._is_dense_due(manifest.version, changed_bytes)
         before = base.identity.version if base is not None else None
         return VersionRecord(manifest=manifest, before=before, changes=changes, dense=dense), parts
 

@@ -27,8 +27,7 @@ import zmq
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.chunks import ServedVersion, cut
 from async_grpo.weights.encoder import Encoded, WeightEncoder
-from async_grpo.weights.manifest import BaseVersion, WeightManifest, WeightVersion
-from async_grpo.weights.node.records import count
+from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.store import WeightStore
 from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer
 from async_grpo.weights.zmq.messages import (
@@ -169,15 +168,8 @@ class PublisherProcess:
         return spare
 
     def _serve(self, encoded: Encoded) -> None:
-        base = encoded.base
-        manifest = WeightManifest(
-            **encoded.identity._asdict(),
-            layout=self._store.layout,
-            chunk_bytes=self._config.chunk_bytes,
-            hashes=encoded.hashes,
-            key=os.urandom(KEY_BYTES),
-            base=BaseVersion(**base.identity._asdict(), digest=base.digest) if base is not None else None,
-        )
+        layout, chunk_bytes = self._store.layout, self._config.chunk_bytes
+        manifest = encoded.make_manifest(layout, chunk_bytes, encoded.base, key=os.urandom(KEY_BYTES))
         block = self._store.snapshot(encoded.identity).block
         served = ServedVersion.whole(manifest, self._chunks, block, encoded.patches)
         if self._newest is not None:
@@ -194,7 +186,7 @@ class PublisherProcess:
         stats.delta_versions += encoded.base is not None
         stats.encoded_bytes += encoded.encoded_bytes
         if encoded.reason and self._config.encoding != "dense":
-            count(stats.fallbacks, encoded.reason)
+            stats.fallbacks[encoded.reason] = stats.fallbacks.get(encoded.reason, 0) + 1
 
     def _count(self) -> PublisherStats:
         stats, server = self._stats, self._server

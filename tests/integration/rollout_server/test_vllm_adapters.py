@@ -16,9 +16,10 @@ from transformers import DynamicCache
 from async_grpo.config.model import LoraConfig
 from async_grpo.config.rollout import RolloutConfig, VllmConfig
 from async_grpo.errors import WeightsCorrupt
-from async_grpo.weights.base import HeldWeights, MergeBase, fill
+from async_grpo.weights.base import HeldWeights, MergeBase
 from async_grpo.weights.lora import DIGEST, adapter_names, base_digest
 from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.sender import fill
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines.base import Generation, GenerationRequest

@@ -27,7 +27,8 @@ import xxhash
 
 from async_grpo.config import RunConfig
 from async_grpo.utils.child_process import child_argv
-from async_grpo.weights.base import MergeBase, WeightSender
+from async_grpo.weights.base import MergeBase
+from async_grpo.weights.sender import WeightSender
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 
 from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights import chunks
-from async_grpo.weights.base import HeldWeights, MergeBase, fill
+from async_grpo.weights.base import HeldWeights, MergeBase
 from async_grpo.weights.lora import DIGEST, AdapterReader, adapter_names, base_digest, merged, raw_bytes
 from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.sender import fill
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.source_reader import SourceReader
 from async_grpo.weights.store import VersionNotes, WeightStore
