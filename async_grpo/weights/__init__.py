@@ -6,9 +6,10 @@ transports.
     chunks, delta   the block of a model cut and hashed; lossless patches between two versions
     store           two versions in shared memory
     encoder         hashes and patches a version, on threads
+    sender          the trainer's side of every transport
     node/           the rollout machine's side of every transport
-    zmq/            the default transport
-    folder/         a folder that all machines mount, or a bucket
+    zmq/            the default transport, both ends
+    folder/         a folder that all machines mount, or a bucket, both ends
 
 Child processes pass through this module, so it imports nothing before a factory is called.
 """

@@ -36,7 +36,7 @@ _ROLES = {
     "command": r"-m async_grpo\.app\.cli\.main run",
     "server": r"-m rollout_server\.main",
     "engine": r"VLLM::EngineCore",
-    "receiver": r"-m async_grpo\.weights\.zmq\.node_receiver",
+    "receiver": r"-m async_grpo\.weights\.zmq\.receiver",
     "publisher": r"-m async_grpo\.weights\.zmq\.publisher",
     "launcher": r"-m trainer\.node_main",
     "rank": r"-m trainer\.main",

@@ -1,48 +1,41 @@
-"""The receiver process of a machine, which reads versions out of the folder into the store that engines map.
+"""The receiver process of a machine that reads versions out of the folder into the store that engines map.
 
-    head --`look`--> news? --`read the chain`--> Fetch --chunks, `credits` at a time--> back slot --commit--> engines
-    rollout servers <--Unix socket-- LocalClients <------------------------------"version v"--------------+
+    head --every heartbeat--> news? --`Chain.read`--> Fetch --chunks, `credits` at a time--> back slot --> engines
+    rollout servers <--Unix socket-- LocalClients <---------------------------"version v"---------+
 
-Reads are jobs of a thread pool; one thread owns everything else, and waits for a finished job, a server or the next
-look. What can go wrong, and what follows:
+`ReceiverProcess` has the states. Reads are jobs of a thread pool; what a job returns is dropped if the fetch or the
+trainer that it was for is not the present one. What can go wrong, and what follows:
 
 - the chain ends without a base, or an object is missing or damaged: ask for a dense version (`wanted/`), and begin
   again with the head; after MAX_ATTEMPTS of damage, WeightsCorrupt in every server
 - the folder cannot be reached: try again at the next look; the silence is told to the servers
 - a patch does not give the right chunk: that chunk is made of the folder alone
-- no server is connected any more: the process ends
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
-import signal
-import socket
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
 from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.errors import AsyncGrpoError, WeightsCorrupt
+from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights.chunks import ServedVersion
 from async_grpo.weights.folder.chain import Chain, Head, unseal
 from async_grpo.weights.folder.objects import open_objects
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.fetch import MAX_ATTEMPTS, Fetch
-from async_grpo.weights.node.local_socket import Failed, LocalClients, ReceiverPaths, ReceiverState
-from async_grpo.weights.node.records import ChunkReply, ReceiverStats, count
-from async_grpo.weights.node.slots import StoreSlots
+from async_grpo.weights.node.local_socket import ReceiverPaths
+from async_grpo.weights.node.process import ReceiverProcess, run_receiver
 from async_grpo.wire.board import PublisherAddress
-
-FIRST_SERVER_S = 5.0
 
 log = structlog.get_logger()
 
@@ -67,79 +60,40 @@ class KeptVersions(dict[WeightVersion, ServedVersion]):
         return None
 
 
-class FolderReceiver:
-    """The receiver's loop. `run` returns when no rollout server is connected any more."""
+class FolderReceiver(ReceiverProcess):
+    """Reads the chain of versions of one epoch at a time."""
 
     def __init__(self, paths: ReceiverPaths, config: WeightsConfig) -> None:
-        self._paths = paths
-        self._config = config
+        """Bind the socket of the machine's servers. Raises ConfigError, DependencyError."""
         self._objects = open_objects(config)
-        self._stats = ReceiverStats()
-        self._locals = LocalClients(paths.socket, config.update_timeout_s)
         self._kept = KeptVersions()
-        self._slots = StoreSlots(paths.store, config, self._kept, self._locals, self._stats)
+        super().__init__(paths, config, self._kept)
         self._pool = ThreadPoolExecutor(config.credits + 1, "read")
         self._done, self._waker = os.pipe()
         os.set_blocking(self._done, False)
         self._jobs: dict[Future[Any], Callable[[Future[Any]], None]] = {}
-        self._node = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
-        self._address: PublisherAddress | None = None
+        self._folder = ""
         self._head: Head | None = None
-        self._heard_s = self._next_look_s = self._begin_s = 0.0
-        self._started_s = time.monotonic()
-        self._looking = self._planning = False
+        self._looking = False
         self._chain: Chain | None = None
-        self._fetch: Fetch | None = None
+        """What the present fetch reads."""
         self._refused: set[int] = set()
+        """Chunks of the present fetch that the held version gave wrong."""
         self._trusts_held = True
         self._damages = 0
 
-    def run(self) -> None:
-        """Receive until every server has left. Tells the servers of an error that ends it, and raises it."""
-        try:
-            while not self._is_unused():
-                self._follow()
-                self._look_if_due()
-                self._advance()
-                self._wait()
-        except AsyncGrpoError as error:
-            self._locals.tell_all(Failed(message=str(error), corrupt=isinstance(error, WeightsCorrupt)))
-            raise
-        finally:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._locals.close()
-            self._slots.close()
-            self._paths.remove_lock()  # last: from now on another receiver may start
+    def _connect(self, address: PublisherAddress) -> None:
+        self._folder, self._head, self._looking = address.announce, None, False
 
-    def _is_unused(self) -> bool:
-        if len(self._locals):
-            return False
-        return self._locals.had_servers or time.monotonic() - self._started_s > FIRST_SERVER_S
-
-    def _follow(self) -> None:
-        """Turn to the folder of the newest epoch that the servers have found."""
-        address = self._locals.address
-        if address is None or address == self._address:
-            return
-        self._address, self._head, self._heard_s = address, None, time.monotonic()
-        self._jobs.clear()  # what they return is for the epoch before
-        self._looking = self._planning = False
-        self._drop_fetch()
-        self._next_look_s = self._begin_s = 0.0
-
-    def _look_if_due(self) -> None:
-        now = time.monotonic()
-        if now < self._next_look_s:
-            return
-        self._next_look_s = now + self._config.heartbeat_s
+    def _send_heartbeat(self) -> None:
         if self._address is not None and not self._looking:
             self._looking = True
-            self._submit(partial(self._objects.read, f"{self._address.announce}/head"), self._take_head)
-        self._tell_servers()
+            self._submit(partial(self._objects.read, f"{self._folder}/head"), partial(self._take_head, self._address))
 
-    def _take_head(self, job: Future[bytes]) -> None:
+    def _take_head(self, address: PublisherAddress, job: Future[bytes]) -> None:
+        if address != self._address:
+            return
         self._looking = False
-        assert self._address is not None
         try:
             head = unseal(job.result(), Head, "head")
         except FileNotFoundError:
@@ -147,48 +101,35 @@ class FolderReceiver:
         except (OSError, WeightsCorrupt) as error:
             log.warning("weights.location cannot be read; trying again", error=str(error))
             return
-        if head.epoch == self._address.epoch and head != self._head:
+        if head.epoch == address.epoch and head != self._head:
             self._head, self._heard_s = head, time.monotonic()
 
-    def _advance(self) -> None:
-        """Do one step of the work that needs no waiting."""
-        fetch = self._fetch
-        if fetch is None:
-            self._begin_if_news()
-            return
-        if time.monotonic() - fetch.started_s > self._config.update_timeout_s:
-            self._interrupt(f"it took longer than weights.update_timeout_s ({self._config.update_timeout_s:g} s)")
-            return
-        if fetch.has_copies:
-            fetch.copy_unchanged()
-        for request in fetch.requests(time.monotonic()):
-            self._submit(self._chunk_reader(fetch, request.index), partial(self._take_chunk, request.index))
-        if fetch.done:
-            self._commit(fetch)
+    def _find_newest(self) -> WeightVersion | None:
+        return self._head.identity if self._head is not None else None
 
-    def _begin_if_news(self) -> None:
-        newest = self._head.identity if self._head is not None else None
-        now = time.monotonic()
-        if self._planning or now < self._begin_s or not self._slots.is_news(newest) or self._slots.slot_in_use():
-            return
-        assert self._address is not None
-        assert newest is not None
-        self._planning, self._begin_s = True, now + self._config.heartbeat_s
+    def _request_manifest(self, newest: WeightVersion) -> None:
+        self._next_request_s = math.inf  # until `_take_chain`
         held = self._slots.newest if self._trusts_held and self._kept.served(self._slots.newest) else None
-        self._submit(partial(Chain.read, self._objects, self._address.announce, newest, held), self._take_chain)
+        self._submit(
+            partial(Chain.read, self._objects, self._folder, newest, held), partial(self._take_chain, self._folder)
+        )
 
-    def _take_chain(self, job: Future[Chain]) -> None:
-        self._planning = False
+    def _take_chain(self, folder: str, job: Future[Chain]) -> None:
+        if folder != self._folder:
+            return
+        self._next_request_s = time.monotonic() + self._config.heartbeat_s
         try:
             chain = job.result()
         except (OSError, WeightsCorrupt) as error:
-            self._lose(error)
+            self._lose_link(error)
             return
-        manifest = replace(chain.newest.manifest, base=None)  # a chunk is made whole before the fetch takes it
-        manifest.validate()
-        self._slots.open(manifest)
-        if self._slots.is_news(manifest.identity) and not self._slots.slot_in_use():
-            self._chain, self._fetch = chain, self._slots.begin(manifest)
+        # A chunk is made whole before the fetch takes it, so the fetch knows no base.
+        if self._begin_fetch(replace(chain.newest.manifest, base=None)):
+            self._chain, self._refused = chain, set()
+
+    def _fetch_chunks(self, fetch: Fetch, copied: list[int]) -> None:
+        for index, _ in fetch.schedule.take(time.monotonic()):
+            self._submit(self._chunk_reader(fetch, index), partial(self._take_chunk, fetch, index))
 
     def _chunk_reader(self, fetch: Fetch, index: int) -> Callable[[], bytearray]:
         """A job. What it reads of the store is not overwritten before its own chunk is taken."""
@@ -198,13 +139,13 @@ class FolderReceiver:
             return partial(chain.chunk, index, place, None)
         return partial(chain.chunk, index, place, lambda: bytearray(place.of(before.block)))
 
-    def _take_chunk(self, index: int, job: Future[bytearray]) -> None:
-        fetch = self._fetch
-        assert fetch is not None
+    def _take_chunk(self, fetch: Fetch, index: int, job: Future[bytearray]) -> None:
+        if fetch is not self._fetch:
+            return
         try:
             chunk = job.result()
         except FileNotFoundError as error:
-            self._lose(error)
+            self._lose_link(error)
             return
         except WeightsCorrupt as error:
             log.warning("a patch was refused", chunk=index, error=str(error))
@@ -213,60 +154,41 @@ class FolderReceiver:
             self._interrupt(str(error))
             return
         try:
-            if not fetch.accept(ChunkReply(**fetch.identity._asdict(), index=index, patch=False), memoryview(chunk)):
+            if not fetch.accept(index, memoryview(chunk), patch=False):
                 self._refused.add(index)
         except WeightsCorrupt as error:
-            self._lose(error)
+            self._lose_link(error)
 
-    def _lose(self, error: Exception) -> None:
+    def _lose_link(self, error: Exception) -> None:
         """A link of the chain is missing or damaged: ask for a dense version, and begin again. Raises WeightsCorrupt
         for damage that stays."""
         if isinstance(error, WeightsCorrupt):
             self._damages += 1
             if self._damages >= MAX_ATTEMPTS:
                 raise WeightsCorrupt(f"{error} Check weights.location.")
-        assert self._address is not None
-        count(self._stats.fallbacks, "damaged link" if isinstance(error, WeightsCorrupt) else "lost link")
+        self._stats.count_fallback("damaged link" if isinstance(error, WeightsCorrupt) else "lost link")
         self._trusts_held = False
-        self._submit(partial(self._objects.write, f"{self._address.announce}/wanted/{self._node}", [b"?"]), _ignored)
+        # If the request cannot be written, it is written at the next attempt.
+        self._submit(partial(self._objects.write, f"{self._folder}/wanted/{self._node}", [b"?"]), lambda _: None)
         self._interrupt(str(error))
 
     def _interrupt(self, reason: str) -> None:
-        log.warning("a version was given up; beginning again with the newest", reason=reason)
-        self._begin_s = time.monotonic() + 2 * self._config.heartbeat_s
-        self._stats.interrupted += self._fetch is not None
-        self._drop_fetch()
+        super()._interrupt(reason)
+        self._next_request_s = time.monotonic() + 2 * self._config.heartbeat_s
 
     def _drop_fetch(self) -> None:
-        """The jobs of the fetch go on, and what they return is dropped."""
-        for job in [job for job, take in self._jobs.items() if getattr(take, "func", None) == self._take_chunk]:
-            del self._jobs[job]
-        if self._fetch is not None:
-            self._slots.abandon(self._fetch)
-        self._fetch = self._chain = None
-        self._refused = set()
+        super()._drop_fetch()
+        self._chain = None
 
     def _commit(self, fetch: Fetch) -> None:
-        assert self._chain is not None
-        before, stats = self._slots.last, self._stats
-        self._slots.commit(fetch)
-        stats.versions += 1
-        stats.dense_bytes += fetch.manifest.layout.total_bytes
-        stats.last_transfer_s = time.monotonic() - fetch.started_s
-        stats.received_bytes += self._chain.read_bytes
-        if before is not None and before.epoch == fetch.identity.epoch:
-            stats.skipped += fetch.identity.version - before.version - 1
-        self._fetch = self._chain = None
-        self._refused, self._trusts_held, self._damages, self._begin_s = set(), True, 0, 0.0
-        self._tell_servers()
+        chain, self._chain = self._chain, None
+        if chain is not None:
+            self._stats.received_bytes += chain.read_bytes
+        self._trusts_held, self._damages = True, 0
+        super()._commit(fetch)
 
-    def _tell_servers(self) -> None:
-        state = ReceiverState(newest=self._slots.newest, servers=len(self._locals), stats=self._stats)
-        if self._address is not None:
-            silent_s = time.monotonic() - self._heard_s
-            publisher = f"{self._config.location}/{self._address.announce}"
-            state = replace(state, publisher=publisher, epoch=self._address.epoch, silent_s=silent_s)
-        self._locals.tell_all(state)
+    def _describe_publisher(self, address: PublisherAddress) -> str:
+        return f"{self._config.location}/{address.announce}"
 
     def _submit(self, read: Callable[[], Any], take: Callable[[Future[Any]], None]) -> None:
         job = self._pool.submit(read)
@@ -274,29 +196,17 @@ class FolderReceiver:
         job.add_done_callback(lambda _: os.write(self._waker, b"!"))
 
     def _wait(self) -> None:
-        """Wait for a job, a server or the next look, and handle what came."""
-        busy = self._fetch is not None and self._fetch.has_copies
-        left_s = 0.0 if busy else max(0.001, self._next_look_s - time.monotonic())
-        ready, _, _ = select.select([self._done, *self._locals.descriptors], [], [], left_s)
+        ready, _, _ = select.select([self._done, *self._servers.descriptors], [], [], self._wait_s())
         if self._done in ready:
             os.read(self._done, 4096)
             for job in [job for job in self._jobs if job.done()]:
-                if (take := self._jobs.pop(job, None)) is not None:  # an earlier one may have dropped it
-                    take(job)
+                self._jobs.pop(job)(job)
         for descriptor in ready:
-            self._locals.handle(descriptor)
+            self._servers.handle(descriptor)
 
-
-def _ignored(_: Future[Any]) -> None:
-    """A request that could not be written is written again at the next attempt."""
-
-
-def main(store: str, config_json: str) -> None:
-    """Entry point of the process; started by a rollout server, which passes on its lock."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the servers handle them, and this process ends with the servers
-        signal.signal(number, signal.SIG_IGN)
-    FolderReceiver(ReceiverPaths(Path(store)), WeightsConfig.model_validate_json(config_json)).run()
+    def _close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_receiver(FolderReceiver)

@@ -22,7 +22,7 @@ from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks, delta
 from async_grpo.weights.chunks import Chunk, ServedVersion, cut, hash_chunk
 from async_grpo.weights.manifest import WeightManifest
-from async_grpo.weights.node.records import ChunkReply, ChunkRequest, ReceiverStats, count, sign
+from async_grpo.weights.node.stats import ReceiverStats
 from async_grpo.weights.store import VersionNotes
 
 MAX_ATTEMPTS = 4
@@ -193,14 +193,6 @@ class Fetch:
         """Whether chunks are left to copy from the version before."""
         return bool(self._unchanged)
 
-    def requests(self, now_s: float) -> list[ChunkRequest]:
-        """Signed requests for the chunks to ask for now."""
-        key, identity = self.manifest.key, self.identity
-        return [
-            ChunkRequest(**identity._asdict(), index=index, patch=patch, signature=sign(key, identity, index, patch))
-            for index, patch in self.schedule.take(now_s)
-        ]
-
     def copy_unchanged(self) -> list[int]:
         """Copy a few chunks from the version before, unless they lie here. Returns those that pass their hash; the
         others are fetched."""
@@ -216,21 +208,20 @@ class Fetch:
             else:
                 self.schedule.add(index)
                 if self.before is not None:
-                    count(self._stats.fallbacks, "base damaged")
+                    self._stats.count_fallback("base damaged")
         return copied
 
-    def accept(self, reply: ChunkReply, payload: memoryview) -> bool:
+    def accept(self, index: int, payload: memoryview, *, patch: bool) -> bool:
         """Store the chunk or apply the patch that arrived; False if it was not requested or fails its hash.
 
         Raises WeightsCorrupt if a chunk keeps failing its hash.
         """
-        index = reply.index
-        if reply.identity != self.identity or not self.schedule.awaits(index):
+        if not self.schedule.awaits(index):
             return False
-        right = self._apply_patch(index, payload) if reply.patch else self._store_dense(index, payload)
+        right = self._apply_patch(index, payload) if patch else self._store_dense(index, payload)
         if not right:
             self._stats.rerequests += 1
-            self.schedule.refuse(index, patch=reply.patch)
+            self.schedule.refuse(index, patch=patch)
             return False
         self.served.mark_verified(index)
         self.schedule.settle(index)
@@ -260,11 +251,11 @@ class Fetch:
         if base is None or not anything_missing:
             return False
         if self.before is None:
-            count(self._stats.fallbacks, "no base")
+            self._stats.count_fallback("no base")
         elif self.before.identity != base.identity:
-            count(self._stats.fallbacks, "another base")
+            self._stats.count_fallback("another base")
         elif self.before.digest != base.digest:
-            count(self._stats.fallbacks, "base differs")
+            self._stats.count_fallback("base differs")
         else:
             return True
         return False
@@ -286,10 +277,10 @@ class Fetch:
         try:
             delta.apply(target, patch)
         except WeightsCorrupt:
-            count(self._stats.fallbacks, "malformed patch")
+            self._stats.count_fallback("malformed patch")
             return False
         if not self._is_right(index, target):
-            count(self._stats.fallbacks, "wrong result")
+            self._stats.count_fallback("wrong result")
             return False
         self.served.add_patch(index, bytes(patch))
         self._stats.patched_chunks += 1

@@ -37,7 +37,7 @@ from async_grpo.utils.child_process import MARK_VARIABLE, run_mark
 from async_grpo.utils.files import is_locked, make_private_folder, try_lock
 from async_grpo.utils.frames import pack_frame, take_frame
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.node.records import ReceiverStats
+from async_grpo.weights.node.stats import ReceiverStats
 from async_grpo.weights.shared_memory import remove_empty_run_folder
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
@@ -293,8 +293,8 @@ def start_receiver(paths: ReceiverPaths, config: WeightsConfig) -> subprocess.Po
         if not _try_lock_at(paths.lock, lock):
             return None
         marked = {MARK_VARIABLE: run_mark(os.environ.get(MARK_VARIABLE, ""))}
-        module = "zmq.node_receiver" if config.location is None else "folder.receiver"
-        program = [sys.executable, "-m", f"async_grpo.weights.{module}"]
+        transport = "zmq" if config.location is None else "folder"
+        program = [sys.executable, "-m", f"async_grpo.weights.{transport}.receiver"]
         return subprocess.Popen(
             [*program, str(paths.store), config.model_dump_json()],
             stdin=subprocess.DEVNULL,

@@ -44,7 +44,7 @@ from async_grpo.weights.node.local_socket import (
     remove_abandoned_files,
     start_receiver,
 )
-from async_grpo.weights.node.records import ReceiverStats
+from async_grpo.weights.node.stats import ReceiverStats
 from async_grpo.weights.zmq.sockets import HEARTBEATS_OF_SILENCE, keys_for
 from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record

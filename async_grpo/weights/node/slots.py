@@ -19,7 +19,7 @@ from async_grpo.weights.chunks import ServedVersion, cut
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.node.fetch import Fetch
 from async_grpo.weights.node.local_socket import LocalClients
-from async_grpo.weights.node.records import ReceiverStats
+from async_grpo.weights.node.stats import ReceiverStats
 from async_grpo.weights.store import StoreSnapshot, WeightStore
 
 log = structlog.get_logger()

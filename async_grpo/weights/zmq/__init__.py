@@ -1,7 +1,11 @@
 """The default transport: announcements and chunks over ZMQ, weights in shared memory on both sides.
 
-sender        copies the trainer's weights into shared memory, and goes on
+sender        the trainer's end: copies the weights into shared memory, and goes on
 publisher     the publisher process: announces, tracks the receivers, serves
 relay_tree    who fetches from whom
-node_receiver the receiver process of a machine, which relays to others
+chunk_server  serves chunks, in the publisher and in every relay
+receiver      the receiver process of a machine, which relays to others
+upstream      its connections to the publisher and to the parent that it fetches from
+messages      what travels between them
+sockets       addresses, keys and connections
 """

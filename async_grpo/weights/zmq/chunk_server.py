@@ -19,8 +19,7 @@ import zmq
 
 from async_grpo.weights.chunks import ServedVersion
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.node.records import ChunkReply, ChunkRequest
-from async_grpo.weights.zmq.messages import ChunkOrder, ChunkPending, FetchDone, VersionGone
+from async_grpo.weights.zmq.messages import ChunkOrder, ChunkPending, ChunkReply, ChunkRequest, FetchDone, VersionGone
 from async_grpo.weights.zmq.sockets import Socket
 from async_grpo.wire import encode
 

@@ -24,11 +24,17 @@ the same chunk again.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import struct
+
 import msgspec
 
 from async_grpo.weights.manifest import Versioned, WeightManifest, WeightVersion
-from async_grpo.weights.node.records import ChunkReply, ChunkRequest
 from async_grpo.wire.records import Record
+
+SIGNATURE_BYTES = 16
+_SIGNED = struct.Struct("<qqq?")
 
 
 class PublisherReady(Record, frozen=True, kw_only=True, tag="ready"):
@@ -105,6 +111,25 @@ class ManifestReply(Record, frozen=True, kw_only=True, tag="manifest_reply"):
     manifest: WeightManifest | None = None
 
 
+class ChunkRequest(Versioned, frozen=True, kw_only=True, tag="chunk_request"):
+    """Asks for one chunk, as a patch if `patch` is set and there is one. Safe to repeat."""
+
+    index: int
+    patch: bool
+    signature: bytes
+
+    def is_signed(self, key: bytes) -> bool:
+        """Whether the sender of this request knows the key of the version."""
+        return hmac.compare_digest(sign(key, self.identity, self.index, self.patch), self.signature)
+
+
+class ChunkReply(Versioned, frozen=True, kw_only=True, tag="chunk_reply"):
+    """The next frame holds the chunk, or the patch that makes it out of the base."""
+
+    index: int
+    patch: bool
+
+
 class FetchDone(Versioned, frozen=True, kw_only=True, tag="done"):
     """This receiver needs no more chunks of this version from here."""
 
@@ -146,3 +171,9 @@ class PublisherStats(msgspec.Struct, kw_only=True, tag="publisher_stats", tag_fi
     """Peers without this run's key."""
     unsigned: int = 0
     """Chunk requests without the version's key."""
+
+
+def sign(key: bytes, identity: WeightVersion, index: int, patch: bool) -> bytes:
+    """The signature of a chunk request."""
+    message = _SIGNED.pack(*identity, index, patch)
+    return hashlib.blake2b(message, key=key, digest_size=SIGNATURE_BYTES).digest()

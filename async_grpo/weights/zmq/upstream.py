@@ -10,7 +10,7 @@ relay that sends one is left for another parent, and a publisher's ends the rece
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Container
 from contextlib import suppress
 
 import msgspec
@@ -19,11 +19,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from async_grpo.errors import WeightsError, WireError
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.node.records import ChunkReply, ChunkRequest
+from async_grpo.weights.node.fetch import Fetch
 from async_grpo.weights.zmq.messages import (
     Announcement,
     ChunkAnswer,
     ChunkPending,
+    ChunkReply,
+    ChunkRequest,
     FetchDone,
     ManifestReply,
     ManifestRequest,
@@ -32,6 +34,7 @@ from async_grpo.weights.zmq.messages import (
     ReceiverLeaving,
     TrackerReply,
     VersionGone,
+    sign,
 )
 from async_grpo.weights.zmq.sockets import Context, CurveKeys, Socket, connect
 from async_grpo.wire import decode, encode
@@ -78,9 +81,12 @@ class ParentConnection:
         """Sockets to poll for reading."""
         return [*self.dealers, *self.monitors]
 
-    def ask(self, request: ChunkRequest) -> None:
-        """Send the request; it is dropped if nothing can be sent, because chunks are asked for again."""
-        self._send(self.dealers[request.index % len(self.dealers)], request)
+    def request_chunks(self, fetch: Fetch) -> None:
+        """Request the chunks that are due. A request is dropped if nothing can be sent, because it is repeated."""
+        for index, patch in fetch.schedule.take(time.monotonic()):
+            signature = sign(fetch.manifest.key, fetch.identity, index, patch)
+            request = ChunkRequest(**fetch.identity._asdict(), index=index, patch=patch, signature=signature)
+            self._send(self.dealers[index % len(self.dealers)], request)
 
     def end(self, identity: WeightVersion) -> None:
         """Tell the parent that this version is fetched."""
@@ -125,7 +131,6 @@ class PublisherConnection:
     def __init__(self, context: Context, address: PublisherAddress, keys: CurveKeys | None) -> None:
         """Connect in the background."""
         self.address = address
-        self.heard_s = time.monotonic()
         self.announced: WeightVersion | None = None
         self.assignment: ParentAssignment | None = None
         self.announcements = context.socket(zmq.SUB)
@@ -146,20 +151,17 @@ class PublisherConnection:
             self.announced = decode(self.announcements.recv(), Announcement).identity
         except WireError as error:
             raise PeerUnreadable(self.address.announce, error) from error
-        self.heard_s = time.monotonic()
 
-    def receive(self, on_manifest: Callable[[ManifestReply], None]) -> None:
-        """Take the reply that has come; a manifest goes to `on_manifest`. Raises PeerUnreadable."""
+    def receive(self) -> ManifestReply | None:
+        """Take the reply that has come, and return it unless it is the assignment. Raises PeerUnreadable."""
         try:
             reply = _replies.decode(self.requests.recv())
         except msgspec.MsgspecError as error:
             raise PeerUnreadable(self.address.requests, error) from error
-        self.heard_s = time.monotonic()
-        match reply:
-            case ParentAssignment():
-                self.assignment = reply
-            case ManifestReply():
-                on_manifest(reply)
+        if isinstance(reply, ParentAssignment):
+            self.assignment = reply
+            return None
+        return reply
 
     def send(self, message: ReceiverHeartbeat | ReceiverLeaving | ManifestRequest) -> None:
         """Send the message; it is dropped if nothing can be sent, because all of these are repeated."""

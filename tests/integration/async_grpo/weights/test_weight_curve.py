@@ -11,8 +11,7 @@ import zmq
 import zmq.asyncio
 
 from async_grpo.errors import PublisherLost, WaitTimeout
-from async_grpo.weights.node.records import ChunkRequest
-from async_grpo.weights.zmq.messages import ManifestRequest
+from async_grpo.weights.zmq.messages import ChunkRequest, ManifestRequest
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.weights.zmq.sockets import SECRET_VARIABLE
 from async_grpo.wire import encode

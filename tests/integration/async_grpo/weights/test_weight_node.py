@@ -40,7 +40,7 @@ def receiver_processes() -> list[psutil.Process]:
         process
         for process in psutil.process_iter(["cmdline"])
         if any(folder in argument for argument in process.info["cmdline"] or [])
-        and "async_grpo.weights.zmq.node_receiver" in (process.info["cmdline"] or [])
+        and "async_grpo.weights.zmq.receiver" in (process.info["cmdline"] or [])
     ]
 
 

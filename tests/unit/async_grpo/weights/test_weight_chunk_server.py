@@ -9,9 +9,16 @@ import pytest
 
 from async_grpo.weights.chunks import ServedVersion, cut, pack_hashes
 from async_grpo.weights.manifest import WeightManifest, WeightVersion, layout_of
-from async_grpo.weights.node.records import ChunkReply, ChunkRequest, sign
 from async_grpo.weights.zmq.chunk_server import ChunkServer
-from async_grpo.weights.zmq.messages import ChunkAnswer, ChunkPending, FetchDone, VersionGone
+from async_grpo.weights.zmq.messages import (
+    ChunkAnswer,
+    ChunkPending,
+    ChunkReply,
+    ChunkRequest,
+    FetchDone,
+    VersionGone,
+    sign,
+)
 from async_grpo.wire import encode
 
 KEY = b"k" * 16

@@ -11,7 +11,7 @@ from async_grpo.weights import delta
 from async_grpo.weights.chunks import ServedVersion, cut, digest, hash_chunk, pack_hashes
 from async_grpo.weights.manifest import BaseVersion, WeightManifest, layout_of
 from async_grpo.weights.node.fetch import MAX_ATTEMPTS, ChunkSchedule, Fetch, FetchInterrupted
-from async_grpo.weights.node.records import ChunkReply, ReceiverStats
+from async_grpo.weights.node.stats import ReceiverStats
 
 
 def schedule_of(count: int, *, patched: bool = False) -> ChunkSchedule:
@@ -142,10 +142,6 @@ class Block:
         return Fetch(manifest, self.memory, before, WeightsConfig(), self.stats, torn=torn)
 
 
-def reply(index: int, version: int, *, patch: bool) -> ChunkReply:
-    return ChunkReply(epoch=1, version=version, index=index, patch=patch)
-
-
 def test_a_version_replaces_the_one_before_it_in_place() -> None:
     old = np.arange(256, dtype=np.uint8).tobytes()
     new = bytearray(old)
@@ -160,8 +156,8 @@ def test_a_version_replaces_the_one_before_it_in_place() -> None:
     assert sorted(fetch.copy_unchanged()) == [0, 2]
     assert sorted(index for index, _ in fetch.schedule.take(0.0)) == [1, 3]
     patch = delta.encode(memoryview(old)[64:128], memoryview(new)[64:128], 2)
-    assert fetch.accept(reply(1, 2, patch=True), memoryview(patch))
-    assert fetch.accept(reply(3, 2, patch=False), memoryview(new)[192:256])
+    assert fetch.accept(1, memoryview(patch), patch=True)
+    assert fetch.accept(3, memoryview(new)[192:256], patch=False)
     assert fetch.done
     assert bytes(block.memory) == bytes(new)
     assert fetch.notes().base == (1, 1)
@@ -176,9 +172,9 @@ def test_a_patch_whose_result_is_wrong_is_made_good_by_the_dense_chunk_in_place(
     fetch = block.fetch(new, 2, before=first.served)
     assert fetch.schedule.take(0.0) == [(index, True) for index in range(4)]
     wrong = delta.encode(memoryview(old)[:64], memoryview(bytes([9]) * 64), 2)
-    assert not fetch.accept(reply(0, 2, patch=True), memoryview(wrong))
+    assert not fetch.accept(0, memoryview(wrong), patch=True)
     assert fetch.schedule.take(0.0) == [(0, False)]
-    assert fetch.accept(reply(0, 2, patch=False), memoryview(new)[:64])
+    assert fetch.accept(0, memoryview(new)[:64], patch=False)
     assert bytes(block.memory[:64]) == new[:64]
 
 

@@ -1,0 +1,264 @@
+"""The receiver process of a machine that fetches over ZMQ, and relays to other machines.
+
+    publisher --announcement, manifest, parent-> PublisherConnection
+    parent (publisher or relay) --chunks-> ParentConnection --> Fetch --> back slot --commit--> active slot --> engine
+    other receivers <-------------chunks-- ChunkServer <----------+                        |
+    rollout servers <--------Unix socket-- LocalClients <---------------"version v"--------+
+
+`ReceiverProcess` has the states. A parent that is lost (connection broken, silent for request_timeout_s, or of a
+release that cannot be read) is reported to the publisher, which assigns another. Chunks that have arrived stay.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import structlog
+import zmq
+
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import WeightsCorrupt
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.node.fetch import Fetch, FetchInterrupted
+from async_grpo.weights.node.local_socket import ReceiverPaths
+from async_grpo.weights.node.process import ReceiverProcess, run_receiver
+from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer
+from async_grpo.weights.zmq.messages import (
+    ChunkPending,
+    ManifestReply,
+    ManifestRequest,
+    ReceiverHeartbeat,
+    ReceiverLeaving,
+    VersionGone,
+)
+from async_grpo.weights.zmq.sockets import (
+    HEARTBEATS_OF_SILENCE,
+    Context,
+    CurveGuard,
+    Socket,
+    as_seen_from,
+    connections,
+    is_loopback,
+    keys_for,
+    listen,
+)
+from async_grpo.weights.zmq.upstream import ParentConnection, PeerUnreadable, PublisherConnection
+from async_grpo.wire.board import PublisherAddress
+
+_DRAIN = 8
+_GOODBYE_MS = 200
+
+log = structlog.get_logger()
+
+
+class ZmqReceiver(ReceiverProcess):
+    """Fetches from the publisher or from another receiver, and serves what it has to others."""
+
+    def __init__(self, paths: ReceiverPaths, config: WeightsConfig) -> None:
+        """Bind the relay and the socket of the machine's servers. Raises ConfigError."""
+        self._control_keys = keys_for(config)
+        self._chunk_keys = self._control_keys if config.encrypt == "all" else None
+        self._connections = connections(config)
+        self._context = Context(self._connections)
+        self._guard = CurveGuard(self._context, self._chunk_keys)
+        self._relay: Socket = self._context.socket(zmq.ROUTER)
+        self._relay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._guard.watch(self._relay)
+        self._relay_endpoint = listen(self._relay, config.relay_bind, 0, self._chunk_keys, config.relay_advertise)
+        self._server = ChunkServer(
+            self._relay, time.monotonic, idle_s=config.request_timeout_s, longest_s=config.update_timeout_s
+        )
+        super().__init__(paths, config, self._server)
+        self._publisher: PublisherConnection | None = None
+        self._parent: ParentConnection | None = None
+        self._gone_at_relay: WeightVersion | None = None
+
+    def _connect(self, address: PublisherAddress) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+            self._leave_parent()
+        if self._config.relay_advertise is None:
+            self._relay_endpoint = as_seen_from(address.requests, self._relay_endpoint, self._config.relay_bind)
+        if self._config.fanout and is_loopback(self._relay_endpoint) and not is_loopback(address.requests):
+            log.warning(
+                "the trainer is on another machine, but this receiver relays on the loopback only: every machine "
+                "fetches from the trainer. Set weights.relay_bind",
+                relay=self._relay_endpoint,
+            )
+        self._publisher = PublisherConnection(self._context, address, self._control_keys)
+
+    def _send_heartbeat(self) -> None:
+        self._report()
+        self._server.reassure()
+
+    def _report(self, suspect: str = "") -> None:
+        """Tell the publisher that this receiver is alive, where it relays, and which relay has failed it."""
+        if self._publisher is not None:
+            host, relay = socket.gethostname(), self._relay_endpoint
+            self._publisher.send(ReceiverHeartbeat(node=self._node, host=host, relay=relay, suspect=suspect))
+
+    def _find_newest(self) -> WeightVersion | None:
+        return self._publisher.announced if self._publisher is not None else None
+
+    def _request_manifest(self, newest: WeightVersion) -> None:
+        if self._publisher is not None:
+            self._next_request_s = time.monotonic() + self._config.request_timeout_s
+            self._publisher.send(ManifestRequest())
+
+    def _take_manifest(self, publisher: PublisherConnection, reply: ManifestReply) -> None:
+        manifest = reply.manifest
+        self._next_request_s = time.monotonic() + self._config.heartbeat_s
+        if self._fetch is not None or manifest is None or not self._slots.is_news(manifest.identity):
+            return
+        if not self._begin_fetch(manifest, self._connections):
+            return
+        parent, assignment = self._parent, publisher.assignment
+        if parent is not None and assignment is not None and parent.endpoint != assignment.parent:
+            self._leave_parent()  # the tree has changed since the last version
+        elif parent is not None and parent.is_relay and manifest.identity == self._gone_at_relay:
+            self._lose_parent(parent, "it does not have the newest version")
+        self._gone_at_relay = None
+
+    def _fetch_chunks(self, fetch: Fetch, copied: list[int]) -> None:
+        for index in copied:
+            self._server.arrived(fetch.identity, index)
+        publisher, parent = self._publisher, self._parent
+        if parent is None and publisher is not None and publisher.assignment is not None:
+            chunk_bytes = fetch.manifest.chunk_bytes
+            parent = self._parent = ParentConnection(
+                self._context, publisher.assignment, chunk_bytes, self._chunk_keys, self._connections
+            )
+        if parent is not None:
+            self._check_parent(parent, fetch)
+        if parent is not None and parent is self._parent:  # it was not lost
+            parent.request_chunks(fetch)
+
+    def _check_parent(self, parent: ParentConnection, fetch: Fetch) -> None:
+        now = time.monotonic()
+        if parent.broken and parent.is_relay:
+            self._lose_parent(parent, "its connection broke")
+            return
+        if parent.broken:  # the publisher: ZMQ connects again by itself
+            parent.broken = False
+            fetch.schedule.restart()
+        silent_s = now - self._heard_s
+        if not parent.is_relay and silent_s > HEARTBEATS_OF_SILENCE * self._config.heartbeat_s:
+            raise FetchInterrupted(f"the publisher has been silent for {silent_s:.1f} s.")
+        late = fetch.schedule.expire(now, parent.heard_s)
+        self._stats.rerequests += len(late)
+        if late and parent.is_relay and now - parent.heard_s > self._config.request_timeout_s:
+            self._lose_parent(parent, f"it has been silent for {now - parent.heard_s:.1f} s")
+
+    def _interrupt(self, reason: str) -> None:
+        """Of a relay, fetch from another parent first."""
+        if self._parent is not None and self._parent.is_relay:
+            self._lose_parent(self._parent, reason)
+        else:
+            super()._interrupt(reason)
+
+    def _lose_parent(self, parent: ParentConnection, reason: str) -> None:
+        """Report the parent to the publisher, which names another; the chunks that are here stay."""
+        log.info("fetching from another parent", parent=parent.endpoint, reason=reason)
+        self._stats.parents_lost += 1
+        self._leave_parent()
+        if self._fetch is not None:
+            self._fetch.schedule.restart()
+        if self._publisher is not None:
+            self._publisher.assignment = None
+        self._report(suspect=parent.endpoint)
+
+    def _leave_parent(self) -> None:
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
+
+    def _commit(self, fetch: Fetch) -> None:
+        super()._commit(fetch)
+        if self._parent is not None:
+            self._parent.end(fetch.identity)
+        self._report()
+
+    def _tell_servers(self) -> None:
+        self._stats.relayed_bytes, self._stats.refused = self._server.served_bytes, self._guard.refused
+        super()._tell_servers()
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        sockets = [self._relay, *self._guard.sockets]
+        sockets += self._publisher.sockets if self._publisher is not None else []
+        sockets += self._parent.sockets if self._parent is not None else []
+        for waited_for in (*sockets, *self._servers.descriptors):
+            poller.register(waited_for, zmq.POLLIN)
+        events = dict(poller.poll(int(self._wait_s() * 1000)))
+        if (parent := self._parent) is not None:
+            for dealer in parent.ready(events):
+                if parent is self._parent:  # the chunks of another socket may have ended it
+                    self._take_chunks(parent, dealer)
+        if self._relay in events:
+            self._server.serve()
+        if self._publisher is not None:
+            self._hear_publisher(self._publisher, events)
+        for guarded in self._guard.sockets:
+            if guarded in events:
+                self._guard.handle(guarded)
+        for descriptor in self._servers.descriptors:
+            if descriptor in events:
+                self._servers.handle(descriptor)
+
+    def _hear_publisher(self, publisher: PublisherConnection, events: dict[object, int]) -> None:
+        if publisher.announcements in events:
+            before = publisher.announced
+            publisher.hear()
+            self._heard_s = time.monotonic()
+            if publisher.announced != before:
+                self._next_request_s = 0.0
+        if publisher.requests in events:
+            reply = publisher.receive()
+            self._heard_s = time.monotonic()
+            if reply is not None:
+                self._take_manifest(publisher, reply)
+
+    def _take_chunks(self, parent: ParentConnection, dealer: Socket) -> None:
+        for _ in range(_DRAIN):
+            fetch = self._fetch
+            try:
+                received = parent.receive(dealer)
+            except PeerUnreadable as error:
+                if not parent.is_relay:
+                    raise
+                self._lose_parent(parent, str(error))
+                return
+            if received is None or fetch is None:
+                return
+            reply, payload = received
+            if isinstance(reply, ChunkPending):
+                continue
+            if isinstance(reply, VersionGone):
+                if reply.identity == fetch.identity:
+                    self._gone_at_relay = fetch.identity if parent.is_relay else None
+                    self._drop_fetch()
+                    return
+                continue
+            self._stats.received_bytes += len(payload)
+            try:
+                if reply.identity == fetch.identity and fetch.accept(reply.index, payload, patch=reply.patch):
+                    self._server.arrived(fetch.identity, reply.index)
+            except WeightsCorrupt:
+                if not parent.is_relay:
+                    raise
+                self._lose_parent(parent, "its chunks fail their hashes")
+                return
+            parent.request_chunks(fetch)
+
+    def _close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.send(ReceiverLeaving(node=self._node))
+            self._publisher.requests.close(_GOODBYE_MS)
+            self._publisher.close()
+        self._leave_parent()
+        self._context.destroy(_GOODBYE_MS)
+
+
+if __name__ == "__main__":
+    run_receiver(ZmqReceiver)
