@@ -73,14 +73,13 @@ def gathered(
     parameters = dict(model.named_parameters())
     for stage, weight in weights:
         source = next(rank for rank, each in enumerate(positions) if each.sends(stage, weight.holder))
-        full = None
+        full: list[Tensor] = []
         if positions[own_rank].has_part(stage, weight.holder):
             _, part = find_weight(weight.megatron, parameters)
             full = _gather(part, weight, hf)
         if source != 0:
             full = _to_first_rank(full, weight, source, model.config.params_dtype)
         if own_rank == 0:
-            assert full is not None
             yield from zip(weight.hf, full, strict=True)
 
 
@@ -126,12 +125,9 @@ def _gather(parameter: Tensor, weight: WeightRule, hf: PretrainedConfig) -> list
     return list(full.values())
 
 
-def _to_first_rank(
-    full: list[Tensor] | None, weight: WeightRule, source: int, dtype: torch.dtype
-) -> list[Tensor] | None:
+def _to_first_rank(full: list[Tensor], weight: WeightRule, source: int, dtype: torch.dtype) -> list[Tensor]:
     """Send from rank `source` to rank 0; the received tensors there, what was given elsewhere."""
     if dist.get_rank() == source:
-        assert full is not None
         for tensor in full:
             dist.send(tensor.contiguous(), 0)
     if dist.get_rank() == 0:
