@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.app.report.plots import BLUE, GREEN, GREY, ORANGE, RED
+from async_grpo.telemetry.charts import Color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def draw(result: Result, path: Path) -> None:
 
 def _colors(workload: Result) -> dict[str, str]:
     ours = [side for side in workload["sides"] if side != "TRL"]
-    return dict(zip(ours, (BLUE, GREEN, RED, GREY), strict=False)) | {"TRL": ORANGE}
+    return dict(zip(ours, (Color.BLUE, Color.GREEN, Color.RED, Color.GREY), strict=False)) | {"TRL": Color.ORANGE}
 
 
 def _bars(axes: Axes, workload: Result) -> None:

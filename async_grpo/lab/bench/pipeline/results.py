@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from async_grpo.app.report.plots import BLUE, GREEN, GREY, ORANGE
 from async_grpo.lab.bench.measure import Machine, Measurement, Spread, table
 from async_grpo.lab.bench.pipeline.observe import Observed
+from async_grpo.telemetry.charts import Color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -240,22 +240,22 @@ def _draw_speed(axes: Axes, results: Results) -> None:
     errors = [[one.median - one.lowest for one in found], [one.highest - one.median for one in found]]
     pairs = zip(results.sides, results.by_staleness[0], strict=True)
     bounds = [sides.bound * sync.tokens_per_s for sides, sync in pairs]
-    axes.axhspan(min(bounds), max(bounds), color=ORANGE, alpha=0.15, linewidth=0)
+    axes.axhspan(min(bounds), max(bounds), color=Color.ORANGE, alpha=0.15, linewidth=0)
     bound = median(bounds)
-    axes.axhline(bound, color=ORANGE, linestyle="--", linewidth=1.4, label="bound of overlap alone")
-    axes.axhline(middle[0], color=GREY, linestyle=":", linewidth=1.2, label="synchronous (S = 0)")
-    axes.errorbar(places, middle, errors, color=BLUE, marker="o", linewidth=2, capsize=4, label="measured")
+    axes.axhline(bound, color=Color.ORANGE, linestyle="--", linewidth=1.4, label="bound of overlap alone")
+    axes.axhline(middle[0], color=Color.GREY, linestyle=":", linewidth=1.2, label="synchronous (S = 0)")
+    axes.errorbar(places, middle, errors, color=Color.BLUE, marker="o", linewidth=2, capsize=4, label="measured")
     for place, staleness in zip(places[1:], results.staleness[1:], strict=True):
         text = f"{results.speedup(staleness).median:.2f}x"
-        axes.annotate(text, (place, middle[place]), (8, -16), textcoords="offset points", color=BLUE)
+        axes.annotate(text, (place, middle[place]), (8, -16), textcoords="offset points", color=Color.BLUE)
     axes.set_ylim(0, 1.12 * max(*bounds, *(one.highest for one in found)))
     axes.set_ylabel("completion tokens per second")
     axes.legend(loc="lower right")
 
 
 def _draw_idle(axes: Axes, results: Results) -> None:
-    _draw_bars(axes, results, "trainer", GREEN, -_BAR / 2, lambda seen: seen.trainer_idle)
-    _draw_bars(axes, results, "rollout server", ORANGE, _BAR / 2, lambda seen: seen.rollout_idle)
+    _draw_bars(axes, results, "trainer", Color.GREEN, -_BAR / 2, lambda seen: seen.trainer_idle)
+    _draw_bars(axes, results, "rollout server", Color.ORANGE, _BAR / 2, lambda seen: seen.rollout_idle)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_ylabel("idle")
