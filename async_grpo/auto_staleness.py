@@ -1,4 +1,4 @@
-"""max_staleness: auto. A controller that moves the S in force between two bounds, by what the last steps were like.
+"""max_staleness: auto. A controller that moves the effective S between two bounds, by what the last steps were like.
 
     the trainer waits, and the window is full       raise S: servers have slots that nothing may be admitted for
     that made no step faster                        take it back, and leave it for a while
@@ -6,7 +6,7 @@
     the window is never full                        lower S: slots bound what is generated, and not the window
     importance weights or clipping pass a limit     lower S: tokens are too old to learn from
 
-The bound of the age stays `max_staleness`, the largest S that may be in force. Every decision needs `patience` steps
+The bound of the age stays `max_staleness`, the largest effective S. Every decision needs `patience` steps
 that agree, and nothing counts while an earlier decision takes effect. A decrease that had to be taken back makes the
 controller twice as patient with the next one. There is no clock and no randomness: trainer and simulation feed the same
 steps and get the same decisions.
@@ -54,7 +54,7 @@ class StalenessFigures:
 
 @dataclass(frozen=True, slots=True)
 class StalenessDecision:
-    """Another S in force, and why."""
+    """A change of the effective S with its reason."""
 
     before: int
     staleness: int
@@ -71,7 +71,7 @@ class _Trial:
 
 
 class StalenessController:
-    """Decides after each step. `staleness` is the S in force."""
+    """Decides after each step. `staleness` is the effective S."""
 
     def __init__(self, config: AutoStalenessConfig, *, groups_per_step: int, least: int, staleness: int) -> None:
         """`least`: the smallest S that the buffer's other settings leave room for."""
@@ -182,7 +182,7 @@ class StalenessController:
         return step.active >= self._capacity - self._groups
 
     def _decide(self, staleness: int, reason: str) -> StalenessDecision | None:
-        """Put another S in force, and wait until the window has that size."""
+        """Change the effective S, and wait until the window has that size."""
         before, self.staleness = self.staleness, min(self._most, max(self._least, staleness))
         self._steps = []
         self._lowered = self.staleness < before
@@ -195,7 +195,7 @@ class StalenessController:
 def controller_for(
     config: AutoStalenessConfig | None, policy: ReplayPolicy, staleness: int | None = None
 ) -> StalenessController | None:
-    """The controller of a run; None if its S is a number. `staleness`: S in force now, if it is not that of the
+    """The controller of a run; None if its S is a number. `staleness`: effective S now, if it is not that of the
     policy."""
     if config is None:
         return None

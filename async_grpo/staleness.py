@@ -95,8 +95,8 @@ class RateLimit:
 class StalenessWindow:
     """S, P and the horizon: the number of groups that the whole run trains, with repetitions (steps * P).
 
-    S bounds the age. `staleness` is the S in force, at most S: groups are admitted as if it were S. A group keeps the
-    bound of its admission, so that S in force may rise and fall while the run is live, and nothing is lost.
+    S bounds the age. `staleness` is the effective S, at most S: groups are admitted as if it were S. A group keeps the
+    bound of its admission, so that the effective S may rise and fall while the run is live, and nothing is lost.
     """
 
     max_staleness: int
@@ -111,17 +111,17 @@ class StalenessWindow:
 
     @property
     def in_force(self) -> int:
-        """The S by which groups are admitted."""
+        """Effective S: groups are admitted by it."""
         return self.max_staleness if self.staleness is None else self.staleness
 
     @property
     def capacity(self) -> int:
-        """(S in force + 1) * P groups."""
+        """(effective S + 1) * P groups."""
         return (self.in_force + 1) * self.groups_per_step
 
     @property
     def largest(self) -> StalenessWindow:
-        """The window with the largest S that may ever be in force."""
+        """The window with the largest effective S that the run may have."""
         return replace(self, staleness=None)
 
 
@@ -185,14 +185,14 @@ class ReplayPolicy:
 
     @property
     def least_staleness(self) -> int:
-        """The smallest S in force with room for a batch: (S + 1) * P >= max(W, min_size). exact_age and a limited
+        """The smallest effective S with room for a batch: (S + 1) * P >= max(W, min_size). exact_age and a limited
         ratio count on the whole window."""
         if self.selector == "exact_age" or self.rate.limits:
             return self.window.max_staleness
         return -(-max(1, self.selector_window, self.rate.min_size) // self.window.groups_per_step) - 1
 
     def with_staleness(self, in_force: int) -> ReplayPolicy:
-        """The same with another S in force, kept between `least_staleness` and S."""
+        """The same with another effective S, kept between `least_staleness` and S."""
         bounded = max(self.least_staleness, min(in_force, self.window.max_staleness))
         return replace(self, window=replace(self.window, staleness=bounded))
 

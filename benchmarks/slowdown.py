@@ -120,7 +120,7 @@ def main() -> None:
     runs.mkdir(parents=True, exist_ok=True)
     bound = max([8, *(int(one) for one in typed.staleness.split(",") if one.isdecimal())])
     table = Table(title=f"{typed.side} five times as slow from step {typed.at} on", title_justify="left")
-    for column in ("S", "tokens/s before", "tokens/s after", "mean age after", "largest age", "S in force"):
+    for column in ("S", "tokens/s before", "tokens/s after", "mean age after", "largest age", "effective S"):
         table.add_column(column, justify="right")
     for staleness in typed.staleness.split(","):
         rows = steps_of(make(typed.config, staleness, typed.side, typed.at, typed.steps, runs))

@@ -64,7 +64,7 @@ class BufferStats:
     """"<reason>:<n>": groups whose longest completion had at most n tokens and more than n / 2."""
     max_staleness: int = 0
     staleness: int = 0
-    """S in force."""
+    """Effective S."""
     groups_per_step: int = 1
     horizon: int = 0
     selector: str = "fifo"
@@ -95,7 +95,7 @@ class BufferStats:
 
     @property
     def capacity(self) -> int:
-        """(S in force + 1) * P: groups that may be active."""
+        """(effective S + 1) * P: groups that may be active."""
         return (self.staleness + 1) * self.groups_per_step
 
     @property
@@ -322,7 +322,7 @@ class ReplayBuffer(Protocol):
         ...
 
     async def set_staleness(self, *, epoch: int, staleness: int) -> None:
-        """Put another S in force for admission, kept between `ReplayPolicy.least_staleness` and max_staleness.
+        """Change the effective S of admission, kept between `ReplayPolicy.least_staleness` and max_staleness.
 
         A larger one admits at once. A smaller one admits nothing until enough groups are released; what was admitted
         keeps the bound of its admission, and ends as it would have. Raises Fenced.

@@ -149,7 +149,7 @@ class Coordinator:
         return self._lead(lambda: self._buffer.stats())
 
     def set_staleness(self, staleness: int) -> None:
-        """Put another S in force."""
+        """Change the effective S."""
         self._lead(lambda: self._buffer.set_staleness(epoch=self._epoch, staleness=staleness))
 
     def commit_checkpoint(self, version: int) -> None:

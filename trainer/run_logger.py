@@ -85,11 +85,11 @@ class TrainerLogger:
             self._log.info("probe compared", version=version, **gap)
 
     def decided(self, step: int, decision: StalenessDecision) -> None:
-        """Record that another S is in force from now on, and why."""
+        """Record a change of the effective S with its reason."""
         if self._leads:
             facts = {"staleness_before": decision.before, "staleness": decision.staleness, "reason": decision.reason}
             self._rows.write({"kind": "staleness", "step": step, "time_s": time.time(), **facts})
-            self._log.info("another S in force", step=step, **facts)
+            self._log.info("effective S changed", step=step, **facts)
 
     def warn(self, step: int, message: str) -> None:
         """Record a warning that a person should look at."""

@@ -58,14 +58,14 @@ class AdmissionConfig(StrictModel):
 
 
 class AutoStalenessConfig(StrictModel):
-    """max_staleness: auto. The trainer moves the S in force between two bounds, by what the run waits for."""
+    """max_staleness: auto. The trainer moves the effective S between two bounds, by what the run waits for."""
 
     min: NonNegativeInt = 0
-    """Smallest S in force."""
+    """Smallest effective S."""
     max: PositiveInt = 8
-    """Largest S in force. It is the bound of the age: max_staleness of the run."""
+    """Largest effective S. It is the bound of the age: max_staleness of the run."""
     start: NonNegativeInt = 1
-    """S in force at the first step."""
+    """Effective S at the first step."""
     patience: PositiveInt = 4
     """Steps that must agree before S changes."""
     min_ess: Annotated[float, Field(ge=0, le=1)] = 0.5

@@ -41,8 +41,8 @@ class RunConfig(StrictModel):
     steps: PositiveInt = 100
     """Optimizer steps; the run ends at policy version `steps`."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
-    """S: no trained token is more than S optimizer steps old. 0 is on-policy training. auto: the trainer chooses the S
-    in force, between auto_staleness.min and auto_staleness.max, which is the bound."""
+    """S: no trained token is more than S optimizer steps old. 0 is on-policy training. auto: the trainer chooses the
+    effective S between auto_staleness.min and auto_staleness.max, which is the bound."""
     auto_staleness: AutoStalenessConfig | None = None
     """Bounds and limits of max_staleness: auto."""
     group_size: Annotated[int, Field(ge=2)] = 8

@@ -147,7 +147,7 @@ async def test_the_staleness_in_force_rules_admission_and_the_bound_rules_age(op
     assert (stats.staleness, stats.max_staleness, stats.capacity) == (2, 2, 6)
     await buffer.set_staleness(epoch=1, staleness=0)
     await finish(buffer, *first, *second, *third)
-    for version in range(3):  # the window drains; groups of age 2 are above the S in force, not above the bound
+    for version in range(3):  # the window drains; groups of age 2 are above the effective S, not above the bound
         with pytest.raises(WaitTimeout):
             await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
         await train(buffer, version)

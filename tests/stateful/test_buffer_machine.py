@@ -316,7 +316,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(staleness=st.integers(0, 3))
     def set_staleness(self, staleness: int) -> None:
-        """The trainer puts another S in force; the bound of the age stays."""
+        """The trainer changes the effective S; the bound of the age stays."""
         outcome = self.both(lambda buffer: buffer.set_staleness(epoch=self.epoch, staleness=staleness))
         assert outcome is None
         self.policy = self.policy.with_staleness(staleness)

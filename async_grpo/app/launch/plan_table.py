@@ -30,8 +30,8 @@ def plan_table(plan: RunPlan) -> Table:
     table.add_row("objective", config.trainer.objective.summary)
     table.add_row("one step", f"P = {p} groups of G = {g} samples: {p * g} samples")
     auto = config.auto_staleness
-    force = f"; auto keeps S in force between {auto.min} and {auto.max}, at first {auto.start}" if auto else ""
-    table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups{force}")
+    bounds = f"; auto keeps the effective S between {auto.min} and {auto.max}, at first {auto.start}" if auto else ""
+    table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups{bounds}")
     policy, memory = config.replay_policy, memory_plan(config)
     table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
     table.add_row("server memory", f"at worst {memory}")

@@ -80,9 +80,8 @@ def _window(overview: Overview) -> RenderableType:
     stats, capacity = overview.stats, overview.policy.window.capacity
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(max(1, capacity), min(stats.active, capacity), width=BAR_CELLS, finished_style="yellow")
-    bound = "" if stats.staleness == stats.max_staleness else f" (in force; at most {stats.max_staleness})"
-    in_force = f"{stats.staleness}{bound}"
-    formula = f"(S + 1) * P, S = {in_force}, P = {stats.groups_per_step}"
+    bound = "" if stats.staleness == stats.max_staleness else f" (effective; at most {stats.max_staleness})"
+    formula = f"(S + 1) * P, S = {stats.staleness}{bound}, P = {stats.groups_per_step}"
     row.add_row(bar, f"{stats.active} of {capacity} = {formula}")
     return row
 

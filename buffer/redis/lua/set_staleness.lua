@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- After: books
--- Put another S in force for admission. ARGV[2], ARGV[3]: epoch, S, which is kept within the bounds of
+-- Change the effective S of admission. ARGV[2], ARGV[3]: epoch, S, which is kept within the bounds of
 -- ReplayPolicy.with_staleness.
 if fenced(ARGV[2]) then return {'fenced', meta('epoch')} end
 local whole = dial('selector') == 'exact_age' or meta('max_diff') < 1e15

@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def policies(self) -> list[ReplayPolicy]:
-        """Every policy that may be in force at some moment."""
+        """Every policy that may be effective at some moment."""
         return [self.policy, *self.retune]
 
 

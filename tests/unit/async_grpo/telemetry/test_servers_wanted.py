@@ -106,7 +106,7 @@ def test_speeds_are_learned_from_heartbeats_and_the_work_from_rows() -> None:
     assert found is not None
     assert (found.token_s, found.load_s) == (pytest.approx(0.01, rel=0.2), pytest.approx(0.001, rel=0.2))
     assert found.steps == [StepWork(1.0, 6400.0, 180)] * 3
-    assert found.lag == 0  # S in force
+    assert found.lag == 0  # effective S
     assert learned.wanted(most=2) == 2
 
 
