@@ -186,7 +186,7 @@ class Opened:
             written = READERS[self.name](run)
             if sum(map(len, written.points.values())) >= points or time.monotonic() > deadline:
                 return written
-            time.sleep(0.1)
+            time.sleep(0.02)
 
 
 def test_a_run_is_resumed_under_its_id_with_points_by_tag_its_configuration_and_its_report(opened: Opened) -> None:

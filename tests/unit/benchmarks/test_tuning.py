@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_tune_chooses_among_the_points_of_the_grid(workload: TunedWorkload, tmp_
     grid = {name_of(values) for values in workload.grid}
     assert grid <= chosen.keys() and len(grid) >= 12
     for name in chosen.keys() - grid:
-        with pytest.raises(ConfigError, match="capacity"):
+        with pytest.raises(ConfigError, match=r"min_size \(\d+\).*capacity|selector\.window \(\d+\).*capacity"):
             bench.config(name, chosen[name])
     config = bench.config("point", next(iter(workload.grid)))
     assert (config.max_staleness, config.steps) == (0, 12 + 3)  # S + 3 steps in which the window fills
@@ -42,6 +43,5 @@ def test_a_choice_is_held_against_the_best_in_the_grid_and_in_further_runs(tmp_p
     found = {"a": speed(100), "b": speed(95), "c": speed(50)}
     again = {"a": [speed(96), speed(104)], "b": [speed(105), speed(99)]}
     said = verdict(runs, found, again, "a", "b")
-    assert "tune chose b: -5.0% of the grid's best, a; in 2 further runs of each +2.0%" in said
-    assert "differs by up to 10.5%" in said
-    assert "took 19 s, the grid 200 s (0.095 of it)" in said
+    for figures in (r" b: -5\.0% .*, a; .* 2 .* \+2\.0%", r" 10\.5%", r" 19 s.* 200 s \(0\.095 "):
+        assert re.search(figures, said)

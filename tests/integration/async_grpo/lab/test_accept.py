@@ -88,7 +88,7 @@ def test_a_check_that_does_not_see_stale_graphs_is_named(tmp_path: Path) -> None
 
 def test_a_stale_output_layer_is_named(tmp_path: Path) -> None:
     result = with_fault(tmp_path, "weights", engine=f"{FAULTS} stale_head")
-    assert "tensors that the engine does not multiply with: lm_head.weight" in wrong(result)
+    assert any("lm_head.weight" in figure for figure in wrong(result))
     assert "gap at T = 0.8, version 1, mean" in wrong(result)
     assert result.advice == STALE_WEIGHTS
 
@@ -98,7 +98,7 @@ def test_ctrl_c_leaves_no_process_and_a_report(tmp_path: Path) -> None:
         root, deadline = psutil.Process(running.pid), time.monotonic() + 300
         while len(family := root.children(recursive=True)) < 3:  # the node and its two ranks
             assert time.monotonic() < deadline and running.poll() is None
-            time.sleep(0.1)
+            time.sleep(0.05)
         running.send_signal(signal.SIGINT)
         printed, _ = running.communicate(timeout=120)
     assert running.returncode == 130, printed
@@ -114,4 +114,4 @@ def test_the_stages_of_ordinary_models_run_on_a_cpu_and_are_not_judged(tmp_path:
     assert [stage["name"] for stage in stages] == ["asynchrony", "throughput"]
     figures = {figure["name"]: figure["value"] for stage in stages for figure in stage["figures"]}
     assert figures["tokens of the gap"] > 0
-    assert "S = 2 over S = 0, not judged on a CPU (at least 1.7 on devices):" in figures
+    assert any("S = 2 over S = 0" in name and "1.7" in name for name in figures)

@@ -69,7 +69,7 @@ async def test_a_new_folder_never_takes_over_a_name_that_the_server_knows(
     )
     before = await theirs.stats()
     config = config_in(tmp_path, redis_config, "shared")
-    with pytest.raises(ConfigError, match="already holds a run named shared"):
+    with pytest.raises(ConfigError, match=r"redis\.url .*shared, .*-o name="):
         async with open_state_plane(config, open_run(config), fresh=False):
             pass
     assert await theirs.stats() == before
@@ -83,9 +83,9 @@ async def test_fresh_leaves_a_run_of_another_folder_alone(redis_config: RedisCon
     precious.mkdir()
     write_config(RunFolder(precious.parent), mine, for_roles=mine)  # it was once run on another server
     async with theirs(ours):
-        with pytest.raises(ConfigError, match=f"begun in .*:{tmp_path}/ours/same-name, .* Nothing of it is touched"):
+        with pytest.raises(ConfigError, match=f":{tmp_path}/ours/same-name, .*{tmp_path}/mine/same-name"):
             await start_over(mine, None)
-        with pytest.raises(ConfigError, match="Nothing of it is touched"):
+        with pytest.raises(ConfigError, match=f":{tmp_path}/ours/same-name, "):
             await begin(mine)
     assert precious.exists()
 
@@ -96,7 +96,7 @@ async def test_fresh_leaves_a_run_that_is_alive_alone(redis_config: RedisConfig,
     board = await connect_board(config.redis, config.name)
     await board.beat(ServerBeat(name="rollout-7", pid=1, version=0), ttl_s=60)
     async with theirs(config):
-        with pytest.raises(ConfigError, match=r"the run alive .* is alive: its rollout servers rollout-7 "):
+        with pytest.raises(ConfigError, match=r"run alive .*rollout-7 .*--fresh"):
             await start_over(config, None)
     assert folder.config_file.exists()
     await board.aclose()
@@ -109,10 +109,10 @@ async def test_fresh_asks_before_it_deletes_a_run_from_a_shared_server(
     folder = await begin(config)
     first = folder.origin
     async with theirs(config):
-        with pytest.raises(ConfigError, match="not confirmed: nothing of the run dead is deleted"):
+        with pytest.raises(ConfigError, match=r"--fresh was not confirmed: .* dead "):
             await start_over(config, False)
     [question] = await start_over(config, True)
-    assert question.startswith("Delete the run dead from the server at ")
+    assert "run dead " in question and str(folder.path) in question
     assert folder.origin != first
     await begin(config)  # and it is resumed as its own
 
@@ -126,8 +126,7 @@ def test_the_command_asks_before_anything_is_deleted_and_where_nobody_can_answer
     file.write_text(dump(config))
     done = CliRunner().invoke(app, ["run", str(file), "--fresh"])
     assert (done.exit_code, folder.config_file.exists()) == (1, True)
-    said = " ".join(done.output.split())
-    assert "There is no terminal to ask. Pass --yes, or leave --fresh out" in said
+    assert "no terminal" in " ".join(done.output.split()) and "--yes" in done.output
 
 
 async def test_a_run_whose_folder_was_deleted_is_started_over_where_it_was(
@@ -135,7 +134,7 @@ async def test_a_run_whose_folder_was_deleted_is_started_over_where_it_was(
 ) -> None:
     config = config_in(tmp_path, redis_config, "without-folder")
     shutil.rmtree((await begin(config)).path)
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match=r"without-folder, .*--fresh"):
         await begin(config)
     assert len(await start_over(config, True)) == 1
 
@@ -174,6 +173,6 @@ async def test_clean_leaves_the_keys_of_another_folders_run(redis_config: RedisC
     write_config(folder, mine, for_roles=mine)
     removals = choose([Run(folder.path)], Wanted(), now_s=0.0)
     async with theirs(ours):
-        with pytest.raises(ConfigError, match=r"begun in .*ours/clean-both\. Nothing is deleted"):
+        with pytest.raises(ConfigError, match=f"run clean-both .*:{tmp_path}/ours/clean-both"):
             await carry_out(removals[0])
     assert folder.path.exists()

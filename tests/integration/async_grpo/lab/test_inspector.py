@@ -138,8 +138,9 @@ async def test_a_look_counts_windows_ages_and_leases(buffer: RedisBuffer, inspec
 async def test_an_expired_lease_is_the_oldest(redis_config: RedisConfig, run: str) -> None:
     async with inspected(redis_config, run, policy(S=3, P=2), lease_s=0.05) as (buffer, inspector):
         await admit(buffer, 2)
-        await asyncio.sleep(0.1)
-        overview = await inspector.overview()
+        async with asyncio.timeout(10):
+            while (overview := await inspector.overview()).held:
+                await asyncio.sleep(0.01)
         assert (overview.held, overview.expired) == (0, 2)
         assert overview.oldest_lease is not None and (overview.oldest_lease.lease_s or 0) < 0
 
@@ -169,7 +170,7 @@ async def test_every_record_of_a_group_can_be_read(buffer: RedisBuffer, inspecto
 
 
 async def test_a_run_that_the_server_does_not_know_is_named(redis_config: RedisConfig) -> None:
-    with pytest.raises(BufferFault, match="holds no run named no-such-run"):
+    with pytest.raises(BufferFault, match="no-such-run"):
         await Inspector.attach(redis_config, "no-such-run")
 
 
@@ -259,7 +260,7 @@ async def test_a_drain_that_takes_too_long_says_what_is_left(buffer: RedisBuffer
     tickets = await admit(buffer, 3)
     await buffer.give_back(tickets[0])
     await inspector.stop_admission()
-    with pytest.raises(WaitTimeout, match=r"3 groups in flight \(2 held by a server, 1 by no server\).*--resume"):
+    with pytest.raises(WaitTimeout, match=r"3 groups .*\(2 .*, 1 .*--resume"):
         await wait_until_drained(inspector, 0.0, lambda _: None)
 
 
@@ -346,7 +347,7 @@ async def test_an_export_overwrites_nothing_and_leaves_no_half_file(
     await finish(buffer, *await admit(buffer, 2))
     groups = await inspector.groups(EXPORTABLE)
     (tmp_path / "mine.jsonl").write_text("precious")
-    with pytest.raises(ConfigError, match="not overwritten"):
+    with pytest.raises(ConfigError, match=r"mine\.jsonl .*overwritten"):
         await export(inspector, groups, tmp_path / "mine.jsonl", lambda: None)
     client: Any = make_client(redis_config, run)
     await client.set(RunKeys(run).group(1, 1), b"\xc1 garbage")
@@ -354,7 +355,7 @@ async def test_an_export_overwrites_nothing_and_leaves_no_half_file(
     for name in ("broken.jsonl", "broken.msgpack"):
         with pytest.raises(WireError, match="no MessagePack"):
             await export(inspector, groups, tmp_path / name, lambda: None)
-    with pytest.raises(ConfigError, match=r"\.jsonl"):
+    with pytest.raises(ConfigError, match=r"groups\.csv .*\.jsonl"):
         await export(inspector, groups, tmp_path / "groups.csv", lambda: None)
     assert [file.name for file in tmp_path.iterdir()] == ["mine.jsonl"]
     assert (tmp_path / "mine.jsonl").read_text() == "precious"

@@ -86,7 +86,7 @@ def test_the_report_has_versions_and_advice_but_no_secret_and_no_folder_of_the_m
     text, content = (tmp_path / "report.txt").read_text(), json.loads((tmp_path / "report.json").read_text())
     assert not found.ok and content["ok"] is False
     assert content["versions"]["async-grpo"] and content["stages"][0]["figures"][0]["at_most"] == 1e-5
-    assert "WORK/x of redis://me:***@host failed" in text and "what to do: mend it" in text
+    assert "WORK/x" in text and "redis://me:***@host" in text and "mend it" in text
     assert "secret" not in text and str(tmp_path) not in text + json.dumps(content)
 
 
@@ -108,7 +108,7 @@ def test_devices_are_the_visible_ones_or_those_asked_for(monkeypatch: pytest.Mon
 
 
 def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--stage numbres: the stages are doctor, collectives, numbers"):
+    with pytest.raises(ConfigError, match=r"--stage numbres: .*doctor, collectives, numbers"):
         asyncio.run(accept("cpu", tmp_path, stages=["numbres"]))
 
 
@@ -159,7 +159,7 @@ def test_the_configurations_of_models_of_ordinary_size_are_valid(platform: str, 
 
 def test_models_of_ordinary_size_are_refused_on_too_few_devices(tmp_path: Path) -> None:
     lab = Lab(select_platform("npu"), ["0", "1"], tmp_path, tmp_path, Programs())
-    with pytest.raises(ConfigError, match="needs 4 devices, and there are 2"):
+    with pytest.raises(ConfigError, match=r"4 devices.* 2\b"):
         asyncio.run(asynchrony(lab))
 
 

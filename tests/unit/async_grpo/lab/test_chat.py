@@ -75,10 +75,14 @@ async def test_sampling_follows_the_options(capsys: pytest.CaptureFixture[str]) 
     assert "4 tokens, length" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("question", ["ü", "x" * 3000])
-async def test_what_cannot_be_a_prompt_is_said_and_the_conversation_goes_on(question: str) -> None:
+@pytest.mark.parametrize(
+    ("question", "fault"),
+    [("ü", "UnicodeEncodeError"), ("x" * 3000, r"3004 tokens.*max_model_len \(256\).*/reset")],
+    ids=["no tokens", "too long"],
+)
+async def test_what_cannot_be_a_prompt_is_said_and_the_conversation_goes_on(question: str, fault: str) -> None:
     terminal, _ = await terminal_of("yes")
-    with pytest.raises(DataError, match=r"cannot be a prompt|/reset"):
+    with pytest.raises(DataError, match=fault):
         await terminal.ask(question)
     await terminal.ask("fine")
 
@@ -97,7 +101,7 @@ def test_the_commands_of_a_conversation(capsys: pytest.CaptureFixture[str]) -> N
             with pytest.raises(ConfigError):
                 terminal.handle_command(wrong, runner)
         terminal.handle_command("/reset", runner)
-        with pytest.raises(DataError, match="no reply to judge"):
+        with pytest.raises(DataError, match="no reply"):
             terminal.handle_command("/answer 4", runner)
 
 
@@ -137,10 +141,10 @@ async def test_a_live_run_is_asked_for_no_more_tokens_than_its_servers_give(monk
     async with _open(config, live, options) as terminal:
         assert terminal.session.max_tokens == 100
         terminal.allow(99)
-        with pytest.raises(ConfigError, match=r"101 tokens are above 100.*rollout\.http\.max_tokens"):
+        with pytest.raises(ConfigError, match=r"101 .* 100,.*rollout\.http\.max_tokens"):
             terminal.allow(101)
         assert terminal.session.max_tokens == 99
-    with pytest.raises(ConfigError, match=r"rollout\.http\.max_tokens"):
+    with pytest.raises(ConfigError, match=r"101 .*rollout\.http\.max_tokens"):
         async with _open(config, live, replace(options, max_tokens=101)):
             pass
     async with _open(config, Checkpoint(Path("hf"), 1), replace(options, max_tokens=101)) as terminal:
@@ -161,5 +165,5 @@ def test_the_template_is_that_of_the_data_unless_one_is_named() -> None:
     config = config_of(data={"template": "{prompt} = ?"})
     assert make_prompt(config, Letters()).prompt([], "1+1")[0] == "1+1 = ?"
     assert make_prompt(config, Letters(), template="chat").prompt([], "1+1")[0] == "<user>1+1<assistant>"
-    with pytest.raises(ConfigError, match="--system goes with"):
+    with pytest.raises(ConfigError, match=r"--system .*--template chat"):
         make_prompt(config, Letters(), system="be brief")

@@ -102,9 +102,7 @@ def test_an_optional_package_that_is_missing_is_no_failure(monkeypatch: pytest.M
     monkeypatch.setattr("async_grpo.lab.doctor.checks_of", lambda platform: (lambda: found,))
     result = type_in("doctor")
     assert result.exit_code == 0
-    assert (
-        "note TensorBoard:\n  pip install tensorboard\n" in result.output and "pip install tensorboard" in result.output
-    )
+    assert "note TensorBoard:\n  pip install tensorboard\n" in result.output
 
 
 def test_the_doctor_looks_at_every_platform_without_importing_torch() -> None:
@@ -246,9 +244,10 @@ def test_torch_is_asked_in_a_process_of_its_own(answer: str | None, ok: bool, wo
     found = probes.check_torch_sees("npu", "torch_npu", "HCCL", "", run)
     assert (found.ok, words in found.found) == (ok, True)
     assert "import torch, torch_npu" in asked[0][-1]
-    assert probes.check_torch_sees("cuda", "torch", "NCCL", "").found.startswith(
-        "torch sees "
-    )  # the torch of this machine
+
+
+def test_the_torch_of_this_machine_is_asked_too() -> None:
+    assert re.match(r"torch sees \d", probes.check_torch_sees("cuda", "torch", "NCCL", "").found)
 
 
 def test_cann_without_its_environment_says_which_file_to_source(tmp_path: Path) -> None:
@@ -313,10 +312,10 @@ def test_the_first_row_goes_through_the_template_and_the_reward_functions(tmp_pa
     rows.write_text('{"question": "1+1?", "answer": "so #### 2"}\n' * 300)
     words = ["data.kind=jsonl", f"data.path={rows}", "data.template='Q: {prompt}'", "rewards.functions=[{name: gsm8k}]"]
     found = doctor._check_first_row(run_config(tmp_path, *words))
-    assert found.ok and found.found.startswith("prompt 'Q: 1+1?', answer '2'; this answer as a completion earns ")
+    assert found.ok and "prompt 'Q: 1+1?', answer '2'" in found.found
     rows.write_text('{"question": "1+1?", "answer": "two"}\n' * 300)
     found = doctor._check_first_row(run_config(tmp_path, *words))
-    assert found.ok is False and "cannot be judged: gsm8k: " in found.found
+    assert found.ok is False and "gsm8k: " in found.found
 
 
 def test_what_the_run_lacks_is_named_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,21 +329,18 @@ def test_what_the_run_lacks_is_named_with_what_to_type(tmp_path: Path, monkeypat
         findings = findings_about(run_config(tmp_path, *words))
     wrong = {name: finding for name, finding in findings.items() if finding.ok is False}
     assert wrong.keys() == {"Shared memory", "Memory of the run", "Disk", "Ports of the run", "Redis"}
-    assert "4 * 15.0 = 60.0 GiB are needed" in wrong["Shared memory"].found
-    assert wrong["Shared memory"].fix == (
-        "mount -o remount,size=61G /dev/shm, or docker run --shm-size=61g; weights.receiver_slots: 1 saves a copy"
-    )
-    assert "rollout.http.port and rollout.http.port, which 2 servers share" in wrong["Ports of the run"].found
-    assert "the server at 127.0.0.1:1 has not answered" in wrong["Redis"].found
+    assert "4 * 15.0 = 60.0 GiB" in wrong["Shared memory"].found
+    for remedy in ("mount -o remount,size=61G /dev/shm", "docker run --shm-size=61g", "weights.receiver_slots: 1"):
+        assert remedy in wrong["Shared memory"].fix
+    assert "rollout.http.port, which 2 servers share" in wrong["Ports of the run"].found
+    assert "127.0.0.1:1 " in wrong["Redis"].found
 
 
 def test_keys_without_effect_are_named_with_what_makes_them_so_and_defaults_are_not(tmp_path: Path) -> None:
     words = ["trainer.optimizer.min_lr=1e-7", "eval.every_steps=500", "trainer.threads=2"]
     found = doctor._check_idle_keys(run_config(tmp_path, *words))
-    assert (found.ok, found.found) == (
-        None,
-        "without effect: trainer.optimizer.min_lr (the schedule is constant); eval.every_steps (steps is 100)",
-    )
+    assert found.ok is None and "trainer.threads" not in found.found
+    assert "trainer.optimizer.min_lr (" in found.found and "eval.every_steps (steps is 100)" in found.found
     assert doctor._check_idle_keys(run_config(tmp_path, text=dump(run_config(tmp_path)))).ok is True
 
 

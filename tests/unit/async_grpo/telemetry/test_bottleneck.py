@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from async_grpo.telemetry.bottleneck import (
@@ -17,16 +19,16 @@ from async_grpo.telemetry.bottleneck import (
 @pytest.mark.parametrize(
     ("trainer", "rollout", "found", "words"),
     [
-        (0.55, 0.02, Bottleneck.GENERATION, "generation was the bottleneck"),
-        (0.11, 0.0, Bottleneck.GENERATION, "generation was the bottleneck"),
-        (0.14, 0.08, Bottleneck.GENERATION, "generation was the bottleneck"),
-        (0.0, 0.4, Bottleneck.TRAINING, "training was the bottleneck"),
-        (0.08, 0.6, Bottleneck.TRAINING, "training was the bottleneck"),
-        (0.04, 0.06, Bottleneck.BALANCED, "were balanced"),
-        (WAITS, WAITS, Bottleneck.BALANCED, "were balanced"),
-        (0.2, 0.2, Bottleneck.TURNS, "at the same time."),
-        (0.6, 0.4, Bottleneck.TURNS, "generation took longer."),
-        (0.14, 0.6, Bottleneck.TURNS, "training took longer."),
+        (0.55, 0.02, Bottleneck.GENERATION, "generation was"),
+        (0.11, 0.0, Bottleneck.GENERATION, "generation was"),
+        (0.14, 0.08, Bottleneck.GENERATION, "generation was"),
+        (0.0, 0.4, Bottleneck.TRAINING, "training was"),
+        (0.08, 0.6, Bottleneck.TRAINING, "training was"),
+        (0.04, 0.06, Bottleneck.BALANCED, "balanced"),
+        (WAITS, WAITS, Bottleneck.BALANCED, "balanced"),
+        (0.2, 0.2, Bottleneck.TURNS, "same time"),
+        (0.6, 0.4, Bottleneck.TURNS, "generation took longer"),
+        (0.14, 0.6, Bottleneck.TURNS, "training took longer"),
     ],
 )
 def test_the_verdict_agrees_with_the_shares_that_it_names(
@@ -34,8 +36,8 @@ def test_the_verdict_agrees_with_the_shares_that_it_names(
 ) -> None:
     sentence = describe_bottleneck(trainer, rollout)
     assert find_bottleneck(trainer, rollout) is found
-    assert words in sentence and f"rollouts {trainer:.0%} of its time" in sentence
-    assert f"generated nothing for {rollout:.0%}" in sentence
+    assert words in sentence
+    assert re.search(rf"trainer .*\b{trainer:.0%}.* servers? .*\b{rollout:.0%}", sentence)
     assert ("max_staleness" in sentence) == (found is Bottleneck.TURNS)
 
 
@@ -54,7 +56,7 @@ def test_no_larger_staleness_is_recommended_where_the_selector_makes_both_sides_
 
 
 def test_evaluations_that_kept_servers_busy_are_named() -> None:
-    assert "Evaluations kept the servers busy for 16% of it." in describe_bottleneck(0.55, 0.02, 0.16)
+    assert re.search("Evaluations .*16%", describe_bottleneck(0.55, 0.02, 0.16))
     assert "Evaluations" not in describe_bottleneck(0.55, 0.02, 0.01)
 
 

@@ -139,9 +139,9 @@ def test_recorded_lengths_come_from_a_file_or_from_the_samples_of_a_run(tmp_path
 @pytest.mark.parametrize(
     ("kind", "name", "error", "named"),
     [
-        ("recorded", "empty.jsonl", DataError, "holds no lengths"),
-        ("recorded", None, ConfigError, "--lengths-from"),
-        ("lognormal", "empty.jsonl", ConfigError, "only then"),
+        ("recorded", "empty.jsonl", DataError, "empty.jsonl .*'length'"),
+        ("recorded", None, ConfigError, "--lengths is recorded.*--lengths-from"),
+        ("lognormal", "empty.jsonl", ConfigError, "--lengths is lognormal.*--lengths-from"),
     ],
 )
 def test_lengths_that_cannot_be_had_are_refused(
@@ -181,7 +181,7 @@ def test_no_sample_is_ever_pushed_out_of_the_engine_and_none_is_longer_than_the_
     setup = PipelineSetup(tmp_path, tmp_path / "model", POLICY, CoreSplit((), ()))
     long = replace(WORK, lengths=(6000,) * 16, groups_per_step=1, group_size=16, prompt_tokens=(100,))
     assert setup.config("long", long, StepPlan(0, 1)).rollout.vllm.kv_cache_bytes > 16 * 6100 * 2 * 4 * 2 * 64 * 4
-    with pytest.raises(ConfigError, match="8208 tokens, prompt included"):
+    with pytest.raises(ConfigError, match=r"8208 tokens.*--lengths-from"):
         setup.config("longer", replace(long, lengths=(8108,) * 16), StepPlan(0, 1))
 
 
@@ -229,17 +229,17 @@ def test_a_completion_of_another_length_ends_the_bench() -> None:
     check(record, WORK, SYNC, "s0-r1")
     groups = list(record.servers[0].groups)
     groups[3] = replace(groups[3], tokens=14)
-    with pytest.raises(EngineError, match=r"s0-r1 generated .* first group 3 with 14 in place of 15"):
+    with pytest.raises(EngineError, match=r"s0-r1 generated .*group 3 with 14 .*\b15\b"):
         check(RunRecord(record.steps, [Server(tuple(groups), ())]), WORK, SYNC, "s0-r1")
 
 
 @pytest.mark.parametrize(
     ("last", "named"),
     [
-        ({"trained_tokens": 0}, "1 of 7 steps differ, first step 6 with 0"),
-        ({"read_tokens": 7}, r"s0-r1 read .* first step 6 with 7 in place of 54"),
+        ({"trained_tokens": 0}, "1 of 7 .*step 6 with 0 "),
+        ({"read_tokens": 7}, r"s0-r1 read .*step 6 with 7 .*\b54\b"),
         ({"epoch": 2}, "started again"),
-        (None, "first step 6 with none"),
+        (None, "step 6 with none"),
     ],
 )
 def test_a_step_that_did_other_work_ends_the_bench(last: dict[str, int] | None, named: str) -> None:
@@ -337,7 +337,7 @@ def test_sides_get_cores_of_their_own_and_hardware_threads_of_one_core_last(
     here: list[int], each: int, rollout: tuple[int, ...], trainer: tuple[int, ...]
 ) -> None:
     assert split_cores(here, each, sibling_of=lambda core: core // 2 * 2) == CoreSplit(rollout, trainer)
-    with pytest.raises(ConfigError, match="a side, which makes"):
+    with pytest.raises(ConfigError, match=r"--cores is 2 .* 4, .* 3:"):
         split_cores([0, 1, 2], 2)
 
 
@@ -346,7 +346,7 @@ def test_the_runs_stay_where_they_are_asked_for_and_where_one_failed(tmp_path: P
     with _folder(tmp_path / "out", said.append) as asked_for:
         (asked_for / "runs").mkdir()
     assert (tmp_path / "out" / "runs").is_dir()
-    with pytest.raises(ConfigError, match="is not empty"), _folder(tmp_path / "out", said.append):
+    with pytest.raises(ConfigError, match=rf"--out: {tmp_path}/out "), _folder(tmp_path / "out", said.append):
         pass
     with _folder(None, said.append) as whole:
         (whole / "runs").mkdir()

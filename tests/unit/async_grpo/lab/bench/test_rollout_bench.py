@@ -44,9 +44,9 @@ async def test_a_round_that_made_other_lengths_ends_the_bench(change: Any) -> No
         return RolloutRound(change(drawn(work)), 1.0, 1.0)
 
     WORK.check(drawn(WORK))
-    with pytest.raises(EngineError, match="of 24 completions do not have the length"):
+    with pytest.raises(EngineError, match=r"[1-9]\d* of 24 completions"):
         WORK.check(change(drawn(WORK)))
-    with pytest.raises(EngineError, match="different work"):
+    with pytest.raises(EngineError, match=r"[1-9] of 8 completions"):
         await in_pairs(lazy, lazy, WORK, 1, lambda: None)
 
 

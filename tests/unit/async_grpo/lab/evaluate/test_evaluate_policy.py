@@ -33,7 +33,7 @@ PLAN = EvalPlan(4, 2)
 def test_the_plan_is_the_runs_unless_told_otherwise() -> None:
     assert plan_of(CONFIG, prompts=None, samples=None, temperature=None) == EvalPlan(4, 2, 1.0, True)
     assert plan_of(CONFIG, prompts=3, samples=8, temperature=0.5) == EvalPlan(3, 8, 0.5, True)
-    with pytest.raises(ConfigError, match="reported as greedy"):
+    with pytest.raises(ConfigError, match="--temperature 0 "):
         plan_of(CONFIG, prompts=None, samples=None, temperature=0.0)
 
 
@@ -41,7 +41,7 @@ def test_more_prompts_are_held_out_only_where_they_were_not_trained_on(tmp_path:
     assert with_prompts(CONFIG, 4) is CONFIG
     assert with_prompts(CONFIG, 100).eval.prompts == 100
     data = {"kind": "jsonl", "path": tmp_path / "train.jsonl"}
-    with pytest.raises(ConfigError, match="trains on the others"):
+    with pytest.raises(ConfigError, match=r"--prompts 5 .*eval\.prompts.*data\.eval_path"):
         with_prompts(config_of(data=data), 5)
     assert with_prompts(config_of(data={**data, "eval_path": data["path"]}), 5).eval.prompts == 5
 
@@ -85,7 +85,7 @@ async def test_answers_that_could_not_be_looked_for_are_remarked_with_the_reason
     report = await report_of(wrong=b"!")
     assert facts(report)["figures"]["unextracted"] == 4
     (remark,) = [line for line in _remarks(report) if "`extract`" in line]
-    assert remark.startswith("In 4 completions") and "(extraction 4; first ValueError: no)" in remark
+    assert "4 completions" in remark and "extraction 4" in remark and "ValueError: no" in remark
     found = {(row["how"], row["completion"]): row["unextracted"] for row in rows(report)}
     assert found["sampled", "!"] == "extraction: ValueError: no"
     assert found["sampled", "yes"] == found["greedy", "!"] == ""
@@ -93,17 +93,18 @@ async def test_answers_that_could_not_be_looked_for_are_remarked_with_the_reason
 
 async def test_prompts_that_are_trained_on_are_left_out_with_a_remark() -> None:
     report = await report_of(plan=EvalPlan(7, 2))
-    assert "The data hold out 4 prompts, fewer than the 7 requested." in _remarks(report)
+    (remark,) = [line for line in _remarks(report) if "hold out" in line]
+    assert "4 prompts" in remark and "7 requested" in remark
     without = replace(report, trained_on=3)
-    assert [line for line in _remarks(without) if "prompts" in line] == [
-        "3 of the requested prompts were left out, because the run trains on them."
-    ]
+    (remark,) = [line for line in _remarks(without) if "prompts" in line]
+    assert remark.startswith("3 ") and "trains on" in remark
     assert facts(without)["prompts_trained_on"] == 3
 
 
 async def test_a_live_evaluation_says_which_versions_wrote_the_answers() -> None:
     report = await report_of(policy=LiveRun(CONFIG, {"http://h:1": 4}))
-    assert "3 (25% of the tokens), 4 (75% of the tokens)" in " ".join(_remarks(report))
+    (remark,) = [line for line in _remarks(report) if "versions" in line]
+    assert "3 (25%" in remark and "4 (75%" in remark
     assert facts(report)["policy"] == {"live": ["http://h:1"], "tokens_by_version": {"3": 10, "4": 30}}
 
 
@@ -116,13 +117,13 @@ async def test_it_says_whether_the_run_states_the_same(tmp_path: Path) -> None:
     summary = folder.path / "summary.json"
     summary.write_text(json.dumps({"evaluations": [stated]}))
     report = await report_of(config, policy)
-    assert report.agrees and "Exactly what the run's report states" in " ".join(_remarks(report))
+    assert report.agrees and "Exactly" in " ".join(_remarks(report))
     assert (await report_of(config, policy, EvalPlan(10, 2))).agrees  # the data hold out 4 in both
     assert (await report_of(config, policy, EvalPlan(4, 1))).agrees is None
     assert (await report_of(config, Checkpoint(tmp_path / "stranger", 4))).agrees is None
     summary.write_text(json.dumps({"evaluations": [{**stated, "greedy_accuracy": 0.25}]}))
     report = await report_of(config, policy)
-    assert report.agrees is False and "states 0.5 sampled, 0.25 greedy" in " ".join(_remarks(report))
+    assert report.agrees is False and "0.5 sampled, 0.25 greedy" in " ".join(_remarks(report))
 
 
 class Evaluating:
@@ -153,7 +154,7 @@ class Evaluating:
 
 async def test_a_policy_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluating = Evaluating(monkeypatch, await scripted(says("never"), tokens_per_s=0.001))
-    with pytest.raises(WaitTimeout, match=r"the next completion \(0 of 12 are there\).*--patience"):
+    with pytest.raises(WaitTimeout, match=r"completion \(0 of 12 .*--patience"):
         await evaluating(patience_s=0.05)
 
 
@@ -161,7 +162,7 @@ async def test_reward_functions_that_never_judge_are_given_up_by_name(monkeypatc
     pool = FakePool()
     pool.gate = asyncio.Event()
     evaluating = Evaluating(monkeypatch, await scripted(says("yes")), pool)
-    with pytest.raises(WaitTimeout, match=r"the reward functions to judge .*\(12 are there, 0 are judged\)"):
+    with pytest.raises(WaitTimeout, match=r"reward functions .*\(12 .* 0 .*rewards\.deadline_s"):
         await evaluating(patience_s=0.2)
 
 
@@ -192,5 +193,5 @@ async def test_prompts_beyond_those_that_the_run_kept_are_asked_unless_it_trains
 async def test_a_live_run_that_refuses_such_long_completions_is_not_asked() -> None:
     config = config_of(sampling={"max_tokens": 200}, rollout={"http": {"max_tokens": 100}})
     nothing = lambda _: None  # noqa: E731
-    with pytest.raises(ConfigError, match=r"sampling\.max_tokens \(200\) is above rollout\.http\.max_tokens \(100\)"):
+    with pytest.raises(ConfigError, match=r"sampling\.max_tokens \(200\).*rollout\.http\.max_tokens \(100\)"):
         await evaluate(config, LiveRun(config, {}), PLAN, patience_s=1.0, say=nothing, on_answer=nothing)

@@ -75,18 +75,18 @@ async def test_an_export_that_never_ends_is_given_up_with_what_to_do(
 ) -> None:
     monkeypatch.setattr("async_grpo.lab.evaluate.policy_source.EXPORT_TIMEOUT_S", 0.01)
     checkpoint = Checkpoint(folder.path / "checkpoints" / "00000010", 10, resumable=True)
-    with pytest.raises(WaitTimeout, match=r"00000010 to be exported.*async-grpo export"):
+    with pytest.raises(WaitTimeout, match=r"00000010 .*async-grpo export"):
         async with open_checkpoint(checkpoint, lambda _: None):
             pass
 
 
 def test_without_a_final_checkpoint_it_says_what_there_is(folder: RunFolder, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"There are 00000010: give one with --checkpoint .*00000010"):
+    with pytest.raises(ConfigError, match=r"checkpoints/hf: .*--checkpoint .*00000010"):
         find_checkpoint(folder, None)
     (folder.path / "checkpoints" / "00000010").rmdir()
-    with pytest.raises(ConfigError, match=r"written when the run ends.*no checkpoint at all.*--live"):
+    with pytest.raises(ConfigError, match=r"checkpoints/hf: .*no checkpoint at all.*--live"):
         find_checkpoint(folder, None)
-    with pytest.raises(ConfigError, match=r"neither a Hugging Face folder.*async-grpo export.*async-grpo convert"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path} .*async-grpo export.*async-grpo convert"):
         find_checkpoint(folder, tmp_path)
 
 
@@ -117,10 +117,10 @@ def test_a_live_run_is_its_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = config_of()
     monkeypatch.setattr("async_grpo.lab.evaluate.policy_source.find_run", lambda *_: config)
     monkeypatch.setattr("async_grpo.lab.evaluate.policy_source.connect_board", connect)
-    with pytest.raises(ConfigError, match="no rollout server of the run test has reported"):
+    with pytest.raises(ConfigError, match="no rollout server of the run test"):
         asyncio.run(find_live(None, [], tmp_path))
     beats.append(ServerBeat(name="rollout-0", pid=1, version=3))
-    with pytest.raises(ConfigError, match=r"rollout-0.*rollout\.http\.port is off"):
+    with pytest.raises(ConfigError, match=r"rollout-0.*rollout\.http\.port"):
         asyncio.run(find_live(None, [], tmp_path))
     beats.append(ServerBeat(name="rollout-1", pid=1, version=4, http="http://127.0.0.1:1"))
     assert asyncio.run(find_live(None, [], tmp_path)) == LiveRun(config, {"http://127.0.0.1:1": 4})
@@ -137,11 +137,11 @@ def type_in(*words: object) -> Result:
         ([], "which run?"),
         ([CONFIG], "there is no checkpoint"),
         ([CONFIG, "--checkpoint", "/nowhere"], "no folder /nowhere"),
-        ([CONFIG, "--live"], "holds no run that was started"),
+        ([CONFIG, "--live"], "holds no run"),
         ([CONFIG, "--live", "--checkpoint", "x"], "two policies"),
         ([CONFIG, "--run-dir", "x"], "--run-dir names the run already"),
         (["--run-dir", "/nowhere"], "not the folder of a run"),
-        ([CONFIG, "-o", "max_stalenes=1"], "Did you mean max_staleness?"),
+        ([CONFIG, "-o", "max_stalenes=1"], "max_staleness?"),
     ],
 )
 def test_a_mistake_is_explained_without_a_traceback(

@@ -270,10 +270,10 @@ def test_a_launch_script_is_read_and_what_it_decides_is_listed(tmp_path: Path) -
     assert (given.values["trainer.device"], given.values["trainer.nnodes"]) == ("npu", 2)
     assert "actor_rollout_ref.rollout.temperature" not in given.values
     [unknown] = [item for item in given.left_out if item.key == "actor_rollout_ref.rollout.temperature"]
-    assert "temperature is set only inside an if" in unknown.reason
+    assert "inside an if" in unknown.reason
     assert "--set temperature=VALUE" in unknown.reason
     reasons = {item.key: item.reason for item in given.left_out}
-    assert "pass --set trainer.experiment_name=VALUE" in reasons["trainer.experiment_name"]
+    assert "--set trainer.experiment_name=VALUE" in reasons["trainer.experiment_name"]
 
 
 def test_set_gives_a_script_what_its_environment_would(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_half_of_the_machines_of_a_mindspeed_rl_file_train(
     result = import_file(SOURCES["mindspeed-rl"], file, given)
     trainer, comments = result.config.trainer, {setting.key: setting.comment for setting in result.settings}
     assert (trainer.nodes, trainer.processes) == (nodes // 2, npus // 2)
-    assert "async-grpo rollout on the machines that generate" in comments["rollout.servers"]
+    assert "async-grpo rollout" in comments["rollout.servers"]
 
 
 def test_weights_of_a_mindspeed_rl_file_without_bf16_are_float32(tmp_path: Path) -> None:

@@ -74,10 +74,10 @@ def test_a_comma_inside_brackets_or_quotes_belongs_to_its_value(text: str, value
     [
         *[([text], [], "key=value,value") for text in ("s", "=1,2", "s=", "s=0,,2", "s=0,")],
         *[([f"{key}=1,2"], [], fix) for key, fix in (("seed", "--seeds"), ("name", "-o name="), ("runs_dir", "--out"))],
-        (["s=2,0,2"], [], "value 2 stands twice"),
-        (["a=1", "a=2"], [], "stands twice"),
-        (["a=1"], ["b=1", "a=3"], "both in --grid and in -o"),
-        ([], [], "something to vary"),
+        (["s=2,0,2"], [], "value 2 "),
+        (["a=1", "a=2"], [], "--grid a=.*twice"),
+        (["a=1"], ["b=1", "a=3"], "^a .*--grid.*-o"),
+        ([], [], "--grid key=value"),
     ],
 )
 def test_what_is_no_grid_is_refused_with_what_to_type(grid: list[str], overrides: list[str], why: str) -> None:
@@ -150,7 +150,7 @@ def test_a_changed_base_is_refused_by_the_key_even_if_only_new_points_are_asked_
 ) -> None:
     before = plan(["max_staleness=0"])
     for changed in ({"text": BASE.replace("steps: 4", "steps: 8")}, {"overrides": ["steps=8"]}):
-        with pytest.raises(ConfigError, match=r"another base configuration: steps would differ .*max_staleness=0"):
+        with pytest.raises(ConfigError, match=r": steps .*max_staleness=0"):
             plan(["max_staleness=2"], known=before.points, **changed)
     patient = plan(["max_staleness=0"], known=before.points, overrides=["launch.stop_timeout_s=77"])
     assert names(patient) == names(before) and patient.points[0].config.launch.stop_timeout_s == 77

