@@ -76,7 +76,7 @@ def test_the_advice_is_that_of_the_wrong_figures_else_of_the_stage(
 
 def test_a_stage_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (stage,) = report_of(monkeypatch, tmp_path, Stage(endless, 0.05, "look at the logs")).stages
-    assert (stage.error, stage.advice) == ("not done within 0.05 s", "look at the logs")
+    assert "0.05 s" in stage.error and stage.advice == "look at the logs"
 
 
 def test_the_report_has_versions_and_advice_but_no_secret_and_no_folder_of_the_machine(
