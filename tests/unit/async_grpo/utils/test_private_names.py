@@ -81,6 +81,19 @@ def test_every_private_attribute_that_is_not_our_own_is_in_the_table() -> None:
     assert private - OF_NAMED_TUPLES - {part for name in LISTED for part in re.split(r"[.:]", name)} == set()
 
 
+def of_our_classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    """Classes of which every base is a class of this project."""
+    ours = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES:
+            ours |= {alias.asname or alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.bases:
+            bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+            if all(isinstance(base, ast.Name) and base.id in ours for base in bases):
+                yield node
+
+
 def foreign(tree: ast.Module) -> Iterator[str]:
     """Attributes that are read, set or called in a module, and are not defined in it."""
     own = set()
@@ -90,10 +103,12 @@ def foreign(tree: ast.Module) -> Iterator[str]:
                 own.add(name)
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
                 own.add(name)
+    inherited = {id(node) for known in of_our_classes(tree) for node in ast.walk(known)}
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name):
-                yield name
+                if id(node) not in inherited:
+                    yield name
             case ast.Attribute(value=ast.Name(id=owner)) if (
                 owner in ("self", "cls") or owner in sys.stdlib_module_names
             ):
