@@ -1,16 +1,30 @@
-"""The dimensions of a model, and how many parameters follow from them.
+"""The dimensions of a model, and what follows from them: parameters, operations, bytes of the KV cache.
 
 They come from the config.json of the checkpoint. For well-known public models they are also in SHAPES, so that a run
 can be planned without its checkpoint (`model.architecture`); nothing else reads those.
+
+Operations are counted as
+
+    forward pass over a sequence of n tokens = 2 * M * n  +  2 * L * H * n^2
+
+M is the number of weights in the matrices that a token meets: attention's four, the MLP's three, and the output layer.
+In a mixture of experts it includes the router and the MLPs of the experts that a token is sent to. The embedding is a
+look-up and counts nothing. H = heads * head size; scores and weighted values take 2 * n * H each for a token that sees
+n others, and n / 2 on average under the causal mask. A multiplication and an addition are two operations. The backward
+pass takes twice the forward one. Recomputed activations (`trainer.recompute`) are not counted: the metrics describe
+useful work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from async_grpo.errors import ConfigError
+from async_grpo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +58,9 @@ class ModelShape:
         return self.groups * self.head_dim
 
     @property
-    def attention_parameters(self) -> int:
-        """Attention parameters of one layer: query, key, value and output matrices, biases, norms of heads."""
-        qkv = self.query + 2 * self.key
-        biases = qkv if self.qkv_bias else 0
-        norms = 2 * self.head_dim if self.qk_norm else 0
-        return self.hidden * qkv + self.query * self.hidden + biases + norms
+    def attention_weights(self) -> int:
+        """Weights of the query, key, value and output matrices of one layer."""
+        return 2 * self.hidden * (self.query + self.key)
 
     @property
     def mlp_parameters(self) -> int:
@@ -57,10 +68,17 @@ class ModelShape:
         return 3 * self.hidden * self.ffn
 
     @property
+    def uncut_layer_parameters(self) -> int:
+        """Parameters of a layer that every tensor-parallel rank has whole: norms and router."""
+        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        return 2 * self.hidden + head_norms + self.experts * self.hidden
+
+    @property
     def shared_layer_parameters(self) -> int:
-        """Parameters of a layer without its experts: attention, two norms, router, and the MLP if there are none."""
-        router_or_mlp = self.experts * self.hidden if self.experts else self.mlp_parameters
-        return self.attention_parameters + 2 * self.hidden + router_or_mlp
+        """Parameters of a layer without its experts: attention, norms, router, and the MLP if there are none."""
+        biases = self.query + 2 * self.key if self.qkv_bias else 0
+        mlp = 0 if self.experts else self.mlp_parameters
+        return self.attention_weights + biases + self.uncut_layer_parameters + mlp
 
     @property
     def expert_layer_parameters(self) -> int:
@@ -93,31 +111,58 @@ class ModelShape:
         idle = self.experts - self.experts_per_token if self.experts else 0
         return self.parameters - self.layers * idle * self.mlp_parameters
 
+    @property
+    def matrix_weights(self) -> int:
+        """M of the formula."""
+        mlp = self.mlp_parameters
+        if self.experts:
+            mlp = self.experts * self.hidden + self.experts_per_token * self.mlp_parameters
+        return self.layers * (self.attention_weights + mlp) + self.embedding_parameters
 
-def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """The shape in the fields of a config.json. Raises ConfigError naming a missing or invalid field."""
-    kind = str(config.get("model_type", ""))
+    @property
+    def attention_cost(self) -> float:
+        """Cost of attention over one token, relative to that of the matrices: (2 L H) / (2 M)."""
+        return self.layers * self.query / self.matrix_weights
+
+    def forward_flops(self, lengths: Iterable[int]) -> float:
+        """Operations of one forward pass over sequences of these lengths in tokens."""
+        weights, attention = self.matrix_weights, self.layers * self.query
+        return float(sum(2 * weights * n + 2 * attention * n * n for n in lengths))
+
+    def cache_token_bytes(self, element_bytes: int, ranks: int = 1) -> int:
+        """Bytes of the keys and values of one token on one of `ranks` devices; fewer groups than ranks are repeated."""
+        return 2 * self.layers * max(self.groups // ranks, 1) * self.head_dim * element_bytes
+
+
+def shape_of(config: Mapping[str, Any] | PretrainedConfig) -> ModelShape:
+    """The shape in a config.json, as JSON or as transformers loads it.
+
+    Raises ConfigError for a missing field, DataError for sizes that make no sense.
+    """
+    fields = config if isinstance(config, Mapping) else config.to_dict()
+    kind = str(fields.get("model_type", ""))
     try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        experts = int(config.get("num_experts") or 0)
+        heads, hidden = int(fields["num_attention_heads"]), int(fields["hidden_size"])
+        # transformers 5 writes num_local_experts, whatever name the checkpoint had that it loaded.
+        experts = int(fields.get("num_experts") or fields.get("num_local_experts") or 0)
         return ModelShape(
-            vocab=int(config["vocab_size"]),
+            vocab=int(fields["vocab_size"]),
             hidden=hidden,
-            layers=int(config["num_hidden_layers"]),
+            layers=int(fields["num_hidden_layers"]),
             heads=heads,
-            groups=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            ffn=int(config["moe_intermediate_size" if experts else "intermediate_size"]),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+            groups=int(fields.get("num_key_value_heads") or heads),
+            head_dim=int(fields.get("head_dim") or hidden // heads),
+            ffn=int(fields["moe_intermediate_size" if experts else "intermediate_size"]),
+            tied=bool(fields.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or bool(fields.get("attention_bias", False)),
             qk_norm=kind.startswith("qwen3"),
             experts=experts,
-            experts_per_token=int(config.get("num_experts_per_tok") or 0),
+            experts_per_token=int(fields.get("num_experts_per_tok") or 0),
         )
     except KeyError as error:
         raise ConfigError(f"config.json has no {error}, so the model's size is not known. Is it whole?") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"config.json has an invalid size ({error}). Fetch it again") from None
+        raise DataError(f"config.json describes no model ({error}). Fetch it again") from None
 
 
 def named_shape(name: str) -> ModelShape:

@@ -173,7 +173,7 @@ def same_experts(layout: TrainerConfig) -> int:
 def stage_parameters(shape: ModelShape, layout: TrainerConfig, stage: str) -> tuple[int, int]:
     """(beside experts, of experts) on one rank of the `first`, `last` or `only` stage."""
     layers = shape.layers // layout.pipeline_parallel
-    whole = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0) + shape.experts * shape.hidden
+    whole = shape.uncut_layer_parameters
     cut = (shape.shared_layer_parameters - whole) // layout.tensor_parallel
     matrix = shape.embedding_parameters // layout.tensor_parallel
     matrices = 2 if stage == "only" and not shape.tied else 1

@@ -125,7 +125,7 @@ def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
     return EngineMemory(
         weights=(element * shape.outer_parameters + (limits.matrix_bytes or element) * in_layers) // ranks,
         work_space=limits.batched_tokens * element * widths + 4 * limits.requests * shape.vocab + reserved,
-        token=2 * shape.layers * max(shape.groups // ranks, 1) * shape.head_dim * element,
+        token=shape.cache_token_bytes(element, ranks),
         asleep=reserved + limits.staging_bytes,
         limits=limits,
     )

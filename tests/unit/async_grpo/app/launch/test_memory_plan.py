@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import Qwen3MoeConfig
 
 from async_grpo.app.launch.memory_plan import (
     GRAPH_BYTES,
@@ -106,6 +108,12 @@ def test_a_public_model_has_as_many_parameters_as_its_publisher_counts(name: str
 )
 def test_a_config_json_gives_the_shape_that_is_shipped(name: str, published: dict[str, Any]) -> None:
     assert shape_of(published) == SHAPES[name]
+
+
+def test_a_mixture_saved_by_transformers_has_its_experts() -> None:
+    saved = Qwen3MoeConfig(num_experts=16, num_experts_per_tok=2, moe_intermediate_size=96, intermediate_size=512)
+    for shape in (shape_of(saved), shape_of(json.loads(saved.to_json_string()))):
+        assert (shape.experts, shape.experts_per_token, shape.ffn) == (16, 2, 96)
 
 
 def test_what_is_unknown_of_a_model_is_named() -> None:
