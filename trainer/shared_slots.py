@@ -32,7 +32,7 @@ class SharedSlots:
 
     def __init__(self, policy: Policy, sender: WeightSender | None, timeout_s: float, stream: Any) -> None:
         """`sender`: on rank 0, whose store it is. `stream`: `Platform.background_stream`."""
-        self._policy, self._sender = policy, sender
+        self._shape, self._sender = policy.shape, sender
         store = Path(broadcast_bytes(bytes(sender.store) if sender else None).decode())
         self._local, self._link = connect_local_ranks(store.parent, timeout_s)
         self._shards = assign_shards(policy.hf, find_positions(), self._local)
@@ -81,16 +81,16 @@ class SharedSlots:
             self._fill(own, slot)
             self._link.send(0, version, rank)
         elif self._stream is not None and own:
-            sources = (source for shard in own for source in shard.parameter_views(self._parameters, self._policy.hf))
+            sources = (source for shard in own for source in shard.parameter_views(self._parameters, self._shape))
             self._stream.send(sources, self._copy)
 
     def _fill(self, shards: Sequence[RankShard], slot: int) -> None:
         """Copy the shards of this rank into their places."""
-        hf, full = self._policy.hf, self._tensors[slot]
+        shape, full, parameters = self._shape, self._tensors[slot], self._parameters
         self._copy.run(
             pair
             for shard in shards
-            for pair in zip(shard.tensor_views(full, hf), shard.parameter_views(self._parameters, hf), strict=True)
+            for pair in zip(shard.tensor_views(full, shape), shard.parameter_views(parameters, shape), strict=True)
         )
 
     def _receive(self, rank: int, slot: int) -> None:
@@ -98,7 +98,7 @@ class SharedSlots:
         assert self._stream is not None
         full = self._tensors[slot]
         shards = self._shards[rank]
-        self._stream.receive(rank, (target for shard in shards for target in shard.tensor_views(full, self._policy.hf)))
+        self._stream.receive(rank, (target for shard in shards for target in shard.tensor_views(full, self._shape)))
 
 
 def connect_local_ranks(folder: Path, timeout_s: float) -> tuple[list[int], RankLink]:

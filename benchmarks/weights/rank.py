@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from async_grpo.lab.bench.rig import AnswerLines
+from async_grpo.models.shapes import shape_of
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.source_reader import SourceReader
 
@@ -80,7 +81,8 @@ class RankSide:
         self._bits = [parameter.data.view(-1).view(torch.int16) for parameter in model.parameters()]
         parameters = dict(model.named_parameters())
         shards = assign_shards(hf, find_positions(), range(ranks))[rank]
-        self._share = sum(view.nbytes for shard in shards for view in shard.parameter_views(parameters, hf))
+        shape = shape_of(hf)
+        self._share = sum(view.nbytes for shard in shards for view in shard.parameter_views(parameters, shape))
         piece = min(self._share, PIECE_BYTES)
         self._source, self._target = np.ones(piece, np.uint8), np.zeros(piece, np.uint8)
         self._run = config.local_name

@@ -22,8 +22,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.config.trainer import TrainerConfig
+from async_grpo.models.shapes import shape_of
 from trainer.batch.packed import PackedSequences, Rotation
-from trainer.model.families import family_of, head_dim, rope_of
+from trainer.model.families import rope_of
 from trainer.model.layers import block_spec
 from trainer.platform import Platform
 from trainer.platform.base import LayerRole
@@ -79,21 +80,21 @@ def transformer_config(
 ) -> TransformerConfig:
     """The Megatron configuration of this model; `layout` is how the ranks are laid out now, `fused` are the platform's
     options."""
-    family = family_of(hf)
+    shape = shape_of(hf)
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        ffn_hidden_size=hf.moe_intermediate_size if family.experts else hf.intermediate_size,
-        kv_channels=head_dim(hf),
+        ffn_hidden_size=shape.ffn,
+        kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=family.qkv_bias,
-        qk_layernorm=family.qk_norm,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -110,7 +111,7 @@ def transformer_config(
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         **_parallel_options(layout),
-        **(_expert_options(hf) if family.experts else {}),
+        **(_expert_options(hf) if shape.experts else {}),
         **_RECOMPUTE[layout.recompute],
         **fused,
     )
@@ -145,7 +146,7 @@ def _expert_options(hf: PretrainedConfig) -> dict[str, Any]:
 def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, layout: TrainerConfig) -> GPTModel:
     """This rank's part of the model on its device, the weights not yet loaded."""
     _name_missing_kernel()
-    config = transformer_config(hf, dtype, layout, platform.model_options(experts=family_of(hf).experts))
+    config = transformer_config(hf, dtype, layout, platform.model_options(experts=shape_of(hf).experts > 0))
     rope, layers = rope_of(hf), platform.layer_replacements(config)
     if LayerRole.experts in layers:
         token_dispatcher.permute = permute_without_waiting

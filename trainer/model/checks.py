@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.config.model import LoraConfig
 from async_grpo.config.trainer import ReferenceConfig, TrainerConfig
 from async_grpo.errors import ConfigError, DataError
-from trainer.model.families import check_options, family_of, options_of, sizes_of
+from async_grpo.models.shapes import shape_of
+from trainer.model.families import check_options, options_of, sizes_of
 from trainer.model.weight_map import model_tensors
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def check_architecture(hf: PretrainedConfig, config: TrainerConfig) -> None:
         ("num_attention_heads", "tensor_parallel"),
         ("vocab_size", "tensor_parallel"),
         ("num_hidden_layers", "pipeline_parallel"),
-        ("num_experts", "expert_parallel") if family_of(hf).experts else ("intermediate_size", "tensor_parallel"),
+        ("num_experts", "expert_parallel") if shape_of(hf).experts else ("intermediate_size", "tensor_parallel"),
     ]
     for name, key in shared:
         size, parts = getattr(hf, name), getattr(config, key)
@@ -78,7 +79,7 @@ def check_lora(hf: PretrainedConfig, lora: LoraConfig) -> None:
     """Raise ConfigError for adapters that this model cannot have, or that would be no smaller than their matrix."""
     shapes = {name.split(".")[-2]: shape for name, shape in model_tensors(hf, 1) if len(shape) == 2}
     for target in lora.targets:
-        if family_of(hf).experts and target in ("gate_proj", "up_proj", "down_proj"):
+        if shape_of(hf).experts and target in ("gate_proj", "up_proj", "down_proj"):
             raise ConfigError(
                 f"model.lora.targets has {target}, and {hf.model_type} is a mixture of experts, whose experts have no "
                 "adapters here. Set model.lora.targets to [q_proj, k_proj, v_proj, o_proj]"
@@ -119,7 +120,7 @@ def check_known(names: Iterable[str], hf: PretrainedConfig) -> None:
 
 
 def _check_experts(hf: PretrainedConfig, config: TrainerConfig) -> None:
-    experts = family_of(hf).experts
+    experts = shape_of(hf).experts
     if config.expert_parallel > 1 and not experts:
         raise ConfigError(
             f"trainer.expert_parallel is {config.expert_parallel}, but {hf.model_type} has no experts to share. "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigError
+from async_grpo.models.shapes import shape_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,26 +32,16 @@ class Family:
 
     models: str
     """The common names of the models."""
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    """Queries and keys are normalised by head."""
-    experts: bool = False
-    """Each layer is a mixture of experts behind a router."""
     rope_types: tuple[str, ...] = ("default",)
     required: Mapping[str, Any] = field(default_factory=dict)
     """Options of config.json that must have this one value; absent counts as having it."""
 
 
 FAMILIES: Mapping[str, Family] = {
-    "qwen2": Family("Qwen2, Qwen2.5", qkv_bias=True),
-    "qwen3": Family("Qwen3", qk_norm=True, required=_NO_BIAS),
+    "qwen2": Family("Qwen2, Qwen2.5"),
+    "qwen3": Family("Qwen3", required=_NO_BIAS),
     "llama": Family("Llama 2, 3", rope_types=("default", "llama3"), required={**_NO_BIAS, "mlp_bias": False}),
-    "qwen3_moe": Family(
-        "Qwen3-MoE",
-        qk_norm=True,
-        experts=True,
-        required={**_NO_BIAS, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    ),
+    "qwen3_moe": Family("Qwen3-MoE", required={**_NO_BIAS, "decoder_sparse_step": 1, "mlp_only_layers": []}),
 }
 """The families by `model_type`."""
 
@@ -89,7 +80,7 @@ def check_options(hf: PretrainedConfig, key: str = "model.path") -> None:
         if kind != "full_attention":
             raise _refused(hf, "layer_types", kind, "full_attention", key)
     _check_rope(hf, family, key)
-    if family.experts and hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
+    if shape_of(hf).experts and hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
         raise ConfigError(
             "the checkpoint has num_experts_per_tok 1 with norm_topk_prob true, so that every token has weight 1 at "
             f"its expert and the router gets no gradient. Choose another {key}"
@@ -98,6 +89,7 @@ def check_options(hf: PretrainedConfig, key: str = "model.path") -> None:
 
 def sizes_of(hf: PretrainedConfig) -> dict[str, Any]:
     """What decides the shapes of the weights and the memory that they take, by its name in config.json."""
+    shape = shape_of(hf)
     sizes = {
         "model_type": hf.model_type,
         "vocab_size": hf.vocab_size,
@@ -105,9 +97,9 @@ def sizes_of(hf: PretrainedConfig) -> dict[str, Any]:
         "hidden_size": hf.hidden_size,
         "num_attention_heads": hf.num_attention_heads,
         "num_key_value_heads": hf.num_key_value_heads,
-        "head_dim": head_dim(hf),
+        "head_dim": shape.head_dim,
     }
-    if family_of(hf).experts:
+    if shape.experts:
         return sizes | {"num_experts": hf.num_experts, "moe_intermediate_size": hf.moe_intermediate_size}
     return sizes | {"intermediate_size": hf.intermediate_size}
 
@@ -125,14 +117,9 @@ def options_of(hf: PretrainedConfig) -> dict[str, Any]:
         "rms_norm_eps": hf.rms_norm_eps,
         "tie_word_embeddings": hf.tie_word_embeddings,
     }
-    if family_of(hf).experts:
+    if shape_of(hf).experts:
         return options | {"num_experts_per_tok": hf.num_experts_per_tok, "norm_topk_prob": hf.norm_topk_prob}
     return options
-
-
-def head_dim(hf: PretrainedConfig) -> int:
-    """Size of one attention head."""
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 def rope_of(hf: PretrainedConfig) -> Rope:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.errors import DataError
+from async_grpo.models.shapes import ModelShape, shape_of
 from trainer.model.checks import check_known, check_tensor
 from trainer.model.shards import RankPosition, RankShard
 from trainer.model.weight_map import ShardRule, WeightRule, find_weight, stage_weights
@@ -40,11 +41,12 @@ def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]
     not known."""
     check_known(tensors, hf)
     parameters = {name: parameter for name, parameter in model.named_parameters() if ".adapter." not in name}
-    filled = set()
+    shape, filled = shape_of(hf), set()
     for weight in _own_weights(hf):
-        full = {name: _checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)}
+        full = {name: _checked(tensors, name, size) for name, size in zip(weight.hf, weight.shapes, strict=True)}
         shard = RankShard(weight, *_tensor_rank_of(weight))
-        for target, source in zip(shard.parameter_views(parameters, hf), shard.tensor_views(full, hf), strict=True):
+        targets, sources = shard.parameter_views(parameters, shape), shard.tensor_views(full, shape)
+        for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         filled.add(find_weight(weight.megatron, parameters)[0])
     if missing := parameters.keys() - filled:
@@ -69,14 +71,14 @@ def gathered(
     All ranks must iterate to the end: a tensor is gathered over the tensor-parallel ranks of its stage, or is
     whole on the expert-parallel rank that has it, and is then sent to rank 0 by the first of them.
     """
-    positions, own_rank = find_positions(), dist.get_rank()
+    shape, positions, own_rank = shape_of(hf), find_positions(), dist.get_rank()
     parameters = dict(model.named_parameters())
     for stage, weight in weights:
         source = next(rank for rank, each in enumerate(positions) if each.sends(stage, weight.holder))
         full: list[Tensor] = []
         if positions[own_rank].has_part(stage, weight.holder):
             _, part = find_weight(weight.megatron, parameters)
-            full = _gather(part, weight, hf)
+            full = _gather(part, weight, shape)
         if source != 0:
             full = _to_first_rank(full, weight, source, model.config.params_dtype)
         if own_rank == 0:
@@ -107,7 +109,7 @@ def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -
     return tensor
 
 
-def _gather(parameter: Tensor, weight: WeightRule, hf: PretrainedConfig) -> list[Tensor]:
+def _gather(parameter: Tensor, weight: WeightRule, shape: ModelShape) -> list[Tensor]:
     """The full tensors, on every rank that has a part of the parameter."""
     if weight.rule is ShardRule.WHOLE:
         return [parameter.data]
@@ -116,11 +118,11 @@ def _gather(parameter: Tensor, weight: WeightRule, hf: PretrainedConfig) -> list
     if ranks > 1:
         parts = [torch.empty_like(parameter.data) for _ in range(ranks)]
         dist.all_gather(parts, parameter.data.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    full = {name: parameter.data.new_empty(shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)}
+    full = {name: parameter.data.new_empty(size) for name, size in zip(weight.hf, weight.shapes, strict=True)}
     for rank, part in enumerate(parts):
         shard = RankShard(weight, rank, ranks)
-        sources = shard.parameter_views({weight.megatron: part}, hf)
-        for target, source in zip(shard.tensor_views(full, hf), sources, strict=True):
+        sources = shard.parameter_views({weight.megatron: part}, shape)
+        for target, source in zip(shard.tensor_views(full, shape), sources, strict=True):
             target.copy_(source)
     return list(full.values())
 

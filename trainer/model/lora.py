@@ -34,6 +34,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.config.model import LoraConfig
+from async_grpo.models.shapes import shape_of
 from async_grpo.weights.lora import DIGEST_BYTES, adapter_names, base_digest, merge_named
 from trainer.model.hf_weights import export_hf, gathered
 from trainer.model.shards import RankShard
@@ -189,13 +190,13 @@ def _with_gradient(output: Tensor) -> Tensor:
 def _initialise(model: GPTModel, hf: PretrainedConfig, lora: LoraConfig, seed: int) -> None:
     """Draw every A as PEFT does, uniform within 1 / sqrt(inputs). A depends on its name and the seed alone, so it is
     the same whatever the layout of the ranks."""
-    parameters = dict(model.named_parameters())
+    parameters, shape = dict(model.named_parameters()), shape_of(hf)
     for weight in stage_adapters(hf, lora, *_stage()):
         if ".lora_A." not in weight.megatron:
             continue
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {weight.hf[0]}".encode()) >> 1)
         full = torch.empty(weight.shapes[0]).uniform_(-1, 1, generator=generator) / math.sqrt(weight.shapes[0][1])
-        (part,) = RankShard(weight, *_tensor_rank()).tensor_views({weight.hf[0]: full}, hf)
+        (part,) = RankShard(weight, *_tensor_rank()).tensor_views({weight.hf[0]: full}, shape)
         parameters[weight.megatron].copy_(part)
 
 

@@ -42,6 +42,7 @@ from transformers import PretrainedConfig
 
 from async_grpo.config import RunConfig
 from async_grpo.config.trainer import TrainerConfig
+from async_grpo.models.shapes import ModelShape, shape_of
 from trainer.batch.context_parallel import own_context_rank, rank_tokens
 from trainer.batch.sequences import MicroBatch
 from trainer.model.builder import DTYPES, build_model
@@ -226,6 +227,11 @@ class Policy:
             self.wrapped.start_grad_sync()  # no backward pass has: none was known to be the last one
         _finalize([self.wrapped])
         self.wrapped.scale_gradients(scale)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Dimensions of the whole model."""
+        return shape_of(self.hf)
 
     def zero_grad(self) -> None:
         """Clear the gradients, before the backward passes of a step."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from trainer.model.families import head_dim
+from async_grpo.models.shapes import ModelShape
 from trainer.model.weight_map import ShardRule, WeightRule, find_weight, model_tensors, stage_weights
 
 
@@ -58,27 +58,27 @@ class RankShard:
     rank: int
     ranks: int
 
-    def tensor_views(self, full: Mapping[str, Tensor], hf: PretrainedConfig) -> list[Tensor]:
+    def tensor_views(self, full: Mapping[str, Tensor], shape: ModelShape) -> list[Tensor]:
         """The part of each tensor of the parameter, as views of the tensors of `full`, by their Hugging Face names."""
-        return [self._tensor_view(full[name], hf) for name in self.weight.hf]
+        return [self._tensor_view(full[name], shape) for name in self.weight.hf]
 
-    def parameter_views(self, parameters: Mapping[str, Tensor], hf: PretrainedConfig) -> Sequence[Tensor]:
+    def parameter_views(self, parameters: Mapping[str, Tensor], shape: ModelShape) -> Sequence[Tensor]:
         """The same parts, of the same shapes, as views of the parameter among `parameters` of the rank."""
         rule, parameter = self.weight.rule, find_weight(self.weight.megatron, parameters)[1].detach()
         if rule is ShardRule.GATE_UP:
             return parameter.chunk(2, 0)
         if rule is ShardRule.QKV:
-            by_group, dim = parameter.unflatten(0, (hf.num_key_value_heads // self.ranks, -1)), head_dim(hf)
+            by_group, dim = parameter.unflatten(0, (shape.groups // self.ranks, -1)), shape.head_dim
             return by_group.split([by_group.shape[1] - 2 * dim, dim, dim], 1)
         return [parameter]
 
-    def _tensor_view(self, full: Tensor, hf: PretrainedConfig) -> Tensor:
+    def _tensor_view(self, full: Tensor, shape: ModelShape) -> Tensor:
         if self.weight.rule is ShardRule.WHOLE:
             return full
         if self.weight.rule is ShardRule.COLUMNS:
             return full.chunk(self.ranks, 1)[self.rank]
         if self.weight.rule is ShardRule.QKV:
-            full = full.unflatten(0, (hf.num_key_value_heads, -1))
+            full = full.unflatten(0, (shape.groups, -1))
         return full.chunk(self.ranks, 0)[self.rank]
 
 

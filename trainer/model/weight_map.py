@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 
-from trainer.model.families import family_of, head_dim
+from async_grpo.models.shapes import ModelShape, shape_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,21 +94,21 @@ class WeightRule:
 
 def stage_weights(hf: PretrainedConfig, stage: int, stages: int, expert_ranks: int = 1) -> list[WeightRule]:
     """The parameters of pipeline stage `stage` of `stages`, in export order, over all expert-parallel ranks."""
-    first, last = stage == 0, stage == stages - 1
-    vocabulary = ((hf.vocab_size, hf.hidden_size),)
+    shape, first, last = shape_of(hf), stage == 0, stage == stages - 1
+    vocabulary = ((shape.vocab, shape.hidden),)
     weights = []
     if first:
         weights.append(
             WeightRule("embedding.word_embeddings.weight", ShardRule.ROWS, ("model.embed_tokens.weight",), vocabulary)
         )
-    layers = hf.num_hidden_layers // stages
+    layers = shape.layers // stages
     for local in range(layers):
-        weights += _layer_weights(hf, local, stage * layers + local, expert_ranks)
+        weights += _layer_weights(shape, local, stage * layers + local, expert_ranks)
     if last:
         weights.append(
-            WeightRule("decoder.final_layernorm.weight", ShardRule.WHOLE, ("model.norm.weight",), ((hf.hidden_size,),))
+            WeightRule("decoder.final_layernorm.weight", ShardRule.WHOLE, ("model.norm.weight",), ((shape.hidden,),))
         )
-        weights += _head_weights(hf, vocabulary, first)
+        weights += _head_weights(shape, vocabulary, first)
     return weights
 
 
@@ -120,9 +120,9 @@ def model_tensors(hf: PretrainedConfig, stages: int) -> Iterator[tuple[str, Shap
                 yield from zip(weight.hf, weight.shapes, strict=True)
 
 
-def _head_weights(hf: PretrainedConfig, vocabulary: tuple[Shape, ...], first: bool) -> list[WeightRule]:
+def _head_weights(shape: ModelShape, vocabulary: tuple[Shape, ...], first: bool) -> list[WeightRule]:
     """The output layer; a tied one is a parameter of its own only where the embedding is another stage's."""
-    if not hf.tie_word_embeddings:
+    if not shape.tied:
         return [WeightRule("output_layer.weight", ShardRule.ROWS, ("lm_head.weight",), vocabulary)]
     if first:
         return []
@@ -131,27 +131,26 @@ def _head_weights(hf: PretrainedConfig, vocabulary: tuple[Shape, ...], first: bo
     ]
 
 
-def _layer_weights(hf: PretrainedConfig, local: int, layer: int, expert_ranks: int) -> list[WeightRule]:
+def _layer_weights(shape: ModelShape, local: int, layer: int, expert_ranks: int) -> list[WeightRule]:
     ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
-    experts = family_of(hf).experts
-    dense = (hf.hidden_size, hf.intermediate_size, ours + "mlp.", theirs + "mlp.")
-    mlp = _expert_weights(hf, ours, theirs, expert_ranks) if experts else _gated(*dense)
+    if shape.experts:
+        mlp = _expert_weights(shape, ours, theirs, expert_ranks)
+    else:
+        mlp = _gated(shape, ours + "mlp.", theirs + "mlp.")
     return [
-        _norm(hf, f"{ours}input_layernorm", f"{theirs}input_layernorm"),
-        *_attention_weights(hf, ours + "self_attention.", theirs + "self_attn."),
-        _norm(hf, f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm"),
+        _norm(shape.hidden, f"{ours}input_layernorm", f"{theirs}input_layernorm"),
+        *_attention_weights(shape, ours + "self_attention.", theirs + "self_attn."),
+        _norm(shape.hidden, f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm"),
         *mlp,
     ]
 
 
-def _norm(hf: PretrainedConfig, ours: str, theirs: str, size: int | None = None) -> WeightRule:
-    return WeightRule(f"{ours}.weight", ShardRule.WHOLE, (f"{theirs}.weight",), ((size or hf.hidden_size,),))
+def _norm(size: int, ours: str, theirs: str) -> WeightRule:
+    return WeightRule(f"{ours}.weight", ShardRule.WHOLE, (f"{theirs}.weight",), ((size,),))
 
 
-def _attention_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[WeightRule]:
-    family, hidden = family_of(hf), hf.hidden_size
-    query, group = hf.num_attention_heads * head_dim(hf), hf.num_key_value_heads * head_dim(hf)
-    sizes = (query, group, group)
+def _attention_weights(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightRule]:
+    hidden, sizes = shape.hidden, (shape.query, shape.key, shape.key)
 
     def qkv(part: str, shapes: tuple[Shape, ...]) -> WeightRule:
         return WeightRule(
@@ -159,26 +158,29 @@ def _attention_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator
         )
 
     yield qkv("weight", tuple((size, hidden) for size in sizes))
-    if family.qkv_bias:
+    if shape.qkv_bias:
         yield qkv("bias", tuple((size,) for size in sizes))
-    if family.qk_norm:
+    if shape.qk_norm:
         for name in "qk":
-            yield _norm(hf, f"{ours}{name}_layernorm", f"{theirs}{name}_norm", head_dim(hf))
-    yield WeightRule(f"{ours}linear_proj.weight", ShardRule.COLUMNS, (f"{theirs}o_proj.weight",), ((hidden, query),))
+            yield _norm(shape.head_dim, f"{ours}{name}_layernorm", f"{theirs}{name}_norm")
+    yield WeightRule(
+        f"{ours}linear_proj.weight", ShardRule.COLUMNS, (f"{theirs}o_proj.weight",), ((hidden, shape.query),)
+    )
 
 
-def _expert_weights(hf: PretrainedConfig, ours: str, theirs: str, ranks: int) -> Iterator[WeightRule]:
+def _expert_weights(shape: ModelShape, ours: str, theirs: str, ranks: int) -> Iterator[WeightRule]:
     """The router, and the experts in order: each rank has as many, numbered from 0 on it."""
-    hidden, count = hf.hidden_size, hf.num_experts
-    yield WeightRule(f"{ours}mlp.router.weight", ShardRule.WHOLE, (f"{theirs}mlp.gate.weight",), ((count, hidden),))
-    for expert in range(count):
-        holder, local = divmod(expert, count // ranks)
+    router = ((shape.experts, shape.hidden),)
+    yield WeightRule(f"{ours}mlp.router.weight", ShardRule.WHOLE, (f"{theirs}mlp.gate.weight",), router)
+    for expert in range(shape.experts):
+        holder, local = divmod(expert, shape.experts // ranks)
         names = f"{ours}mlp.experts.local_experts.{local}.", f"{theirs}mlp.experts.{expert}."
-        yield from _gated(hidden, hf.moe_intermediate_size, *names, holder)
+        yield from _gated(shape, *names, holder)
 
 
-def _gated(hidden: int, inner: int, ours: str, theirs: str, holder: int | None = None) -> Iterator[WeightRule]:
+def _gated(shape: ModelShape, ours: str, theirs: str, holder: int | None = None) -> Iterator[WeightRule]:
     """The two parameters of a gated MLP: down(silu(gate(x)) * up(x))."""
+    hidden, inner = shape.hidden, shape.ffn
     gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
     shapes = ((inner, hidden), (inner, hidden))
     yield WeightRule(f"{ours}linear_fc1.weight", ShardRule.GATE_UP, gate_up, shapes, holder=holder)

@@ -40,7 +40,6 @@ from trainer.batch.sequences import TrainedTokens, TrainingSequence, trained_tok
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.ranks.distributed import is_counting_rank, sum_over_ranks
-from trainer.step.results import model_cost
 
 
 def prepare_sequences(
@@ -55,7 +54,7 @@ def prepare_sequences(
         return sequences, None
 
     with phases.span("pack"):
-        packed = pack(sequences, config, model_cost(policy.hf).quadratic)
+        packed = pack(sequences, config, policy.shape.attention_cost)
     tokens = sum(sequence.trained_tokens for sequence in sequences)
     logprobs_N = reference_N = None
     if reference is not None:

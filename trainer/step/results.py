@@ -1,16 +1,4 @@
-"""The rows of a training step, and the cost of a model in floating-point operations.
-
-`ModelCost` counts operations from the Hugging Face configuration:
-
-    forward pass over a sequence of n tokens = 2 * M * n  +  2 * L * H * n^2
-
-M is the number of weights in the matrices that a token meets: attention's four, the MLP's three, and the output layer.
-In a mixture of experts it includes the router and the MLPs of the experts that a token is sent to
-(`num_experts_per_tok`). The embedding is a look-up and counts nothing. H = heads * head size; scores and weighted
-values take 2 * n * H each for a token that sees n others, and n / 2 on average under the causal mask. A multiplication
-and an addition are two operations. The backward pass takes twice the forward one. Recomputed activations
-(`trainer.recompute`) are not counted: the metrics describe useful work.
-"""
+"""The rows of a training step."""
 
 from __future__ import annotations
 
@@ -18,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,33 +24,6 @@ TRAINING, TRAINING_ADAPTERS = 3, 2
 
 StepValues = dict[str, Any]
 """Key -> value of the metrics that are made of a step's totals (`StepTotals.values`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCost:
-    """M and L * H of the formula."""
-
-    weights: int
-    attention: int
-
-    @property
-    def quadratic(self) -> float:
-        """Cost of attention, of a sequence of one token, in that of its matrices: (2 L H) / (2 M)."""
-        return self.attention / self.weights
-
-    def forward(self, lengths: Iterable[int]) -> float:
-        """Operations of one forward pass over sequences of these lengths."""
-        return float(sum(2 * self.weights * n + 2 * self.attention * n * n for n in lengths))
-
-
-def model_cost(hf: Any) -> ModelCost:
-    """The cost of a model of any family that the trainer builds: every layer of a mixture of experts is mixed."""
-    hidden, layers = hf.hidden_size, hf.num_hidden_layers
-    head = getattr(hf, "head_dim", None) or hidden // hf.num_attention_heads
-    queries, keys = hf.num_attention_heads * head, hf.num_key_value_heads * head
-    experts = getattr(hf, "num_experts", 0)
-    mlp = experts + 3 * hf.num_experts_per_tok * hf.moe_intermediate_size if experts else 3 * hf.intermediate_size
-    return ModelCost(layers * hidden * (2 * queries + 2 * keys + mlp) + hidden * hf.vocab_size, layers * queries)
 
 
 def step_row(

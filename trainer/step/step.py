@@ -38,7 +38,7 @@ from trainer.batch.sequences import MicroBatch, TrainingSequence, reweighed
 from trainer.model.policy import LossFunction, Policy
 from trainer.model.reference import Reference
 from trainer.step.precompute import prepare_sequences, theta_version, tokens_of
-from trainer.step.results import TRAINING, TRAINING_ADAPTERS, StepValues, model_cost
+from trainer.step.results import TRAINING, TRAINING_ADAPTERS, StepValues
 from trainer.step.statistics import StepSums, gap_sums, micro_batch_sums, reduce_sums
 
 
@@ -66,7 +66,7 @@ def train_step(
 
     for update, mini_batch in enumerate(mini_batches(sequences, batch, config)):
         with phases.span("pack"):
-            packed = pack(mini_batch, config, model_cost(policy.hf).quadratic)
+            packed = pack(mini_batch, config, policy.shape.attention_cost)
         loss = partial(
             micro_batch_loss,
             objective=objective,
@@ -114,7 +114,7 @@ def train_step_streamed(
         part_sequences, _ = prepare_sequences(policy, part, config, reference=reference, phases=phases)
         count_samples(totals, part_sequences)
         with phases.span("pack"):
-            packed = pack(part_sequences, config, model_cost(policy.hf).quadratic)
+            packed = pack(part_sequences, config, policy.shape.attention_cost)
         loss = partial(
             micro_batch_loss,
             objective=objective,
@@ -171,7 +171,7 @@ def forward_backward(
     totals.micro_batches += len(packed.micro_batches)
     totals.balances.append(packed.balance)
     passes = TRAINING if policy.adapters is None else TRAINING_ADAPTERS
-    totals.flops += passes * model_cost(policy.hf).forward(packed.lengths)
+    totals.flops += passes * policy.shape.forward_flops(packed.lengths)
     return parts
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.model import TinyQwen2Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+
+def tiny_qwen2_sizes(config: TinyQwen2Config, *, vocab_size: int) -> dict[str, Any]:
+    """The fields of the model's config.json that decide its `ModelShape`."""
+    return {
+        "model_type": "qwen2",
+        "vocab_size": vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
 
 
 def build_tiny_qwen2(
@@ -18,14 +32,8 @@ def build_tiny_qwen2(
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
+        **tiny_qwen2_sizes(config, vocab_size=vocab_size),
         max_position_embeddings=config.max_positions,
-        tie_word_embeddings=config.tie_embeddings,
         initializer_range=config.init_std,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -21,12 +21,14 @@ import numpy as np
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.model import TinyQwen2Config
 from async_grpo.errors import ConfigError, RoleFailed
-from async_grpo.lab.bench.pipeline.workload import FixedWork, StepPlan
+from async_grpo.lab.bench.pipeline.workload import VOCABULARY, FixedWork, StepPlan
 from async_grpo.lab.sweep.folder import SweepFolder
 from async_grpo.lab.sweep.plan import Point
 from async_grpo.lab.sweep.progress import SweepState
 from async_grpo.lab.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner
 from async_grpo.lab.sweep.sweep import INTERRUPTED
+from async_grpo.models.shapes import shape_of
+from async_grpo.models.tiny.qwen2 import tiny_qwen2_sizes
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
 _TIMED_S = 1.0
@@ -213,6 +215,7 @@ class PipelineSetup:
                 f"the longest sequence of the work has {longest} tokens, prompt included, and the model of this "
                 f"bench {shape.max_positions} positions. Leave longer completions out of --lengths-from"
             )
-        token_bytes = 2 * shape.layers * shape.kv_heads * (shape.hidden_size // shape.heads) * _FLOAT32_BYTES
+        sizes = tiny_qwen2_sizes(shape, vocab_size=VOCABULARY)
+        token_bytes = shape_of(sizes).cache_token_bytes(_FLOAT32_BYTES)
         kv_bytes = max(LEAST_KV_BYTES, work.samples_per_step * (longest + KV_BLOCK) * token_bytes)
         return {"max_model_len": longest, "kv_cache_bytes": kv_bytes}

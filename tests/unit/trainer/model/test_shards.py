@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
+from async_grpo.models.shapes import shape_of
 from trainer.model import shards as module
 from trainer.model.shards import RankPosition, RankShard, assign_shards
 from trainer.model.weight_map import ShardRule, model_tensors, stage_weights
@@ -37,9 +38,9 @@ LAYOUTS = {
 
 def copy_all(shards: list[RankShard], parameters: dict[str, torch.nn.Parameter], full: Any, hf: Any) -> int:
     """Copy the shards of a rank into the full tensors; how many numbers they have."""
-    elements = 0
+    elements, shape = 0, shape_of(hf)
     for each in shards:
-        for target, source in zip(each.tensor_views(full, hf), each.parameter_views(parameters, hf), strict=True):
+        for target, source in zip(each.tensor_views(full, shape), each.parameter_views(parameters, shape), strict=True):
             target.copy_(source)
             elements += source.numel()
     return elements

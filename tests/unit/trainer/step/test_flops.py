@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from trainer.step.results import model_cost
+from async_grpo.models.shapes import shape_of
 
 SIZES = {
     "vocab_size": 96,
@@ -26,20 +26,22 @@ def test_a_dense_model_is_counted_as_torch_counts_it(config: PretrainedConfig) -
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, LENGTH, dtype=torch.int64))
-    cost = model_cost(config)
-    full_mask = 2 * cost.attention * LENGTH**2  # torch multiplies masked scores, too: twice the causal ones
-    embedding_rotations = LENGTH * getattr(config, "head_dim", 8)  # of the rotary angles, a small matrix product
-    assert counter.get_total_flops() == pytest.approx(cost.forward([LENGTH]) + full_mask, abs=2 * embedding_rotations)
+    shape = shape_of(config)
+    full_mask = 2 * shape.layers * shape.query * LENGTH**2  # torch multiplies masked scores, too: twice the causal ones
+    embedding_rotations = LENGTH * shape.head_dim  # of the rotary angles, a small matrix product
+    assert counter.get_total_flops() == pytest.approx(
+        shape.forward_flops([LENGTH]) + full_mask, abs=2 * embedding_rotations
+    )
 
 
 def test_of_a_mixture_only_the_experts_that_a_token_is_sent_to_count() -> None:
     config = Qwen3MoeConfig(**SIZES, **EXPERTS)
     attention = 32 * (2 * 4 * 16 + 2 * 2 * 16)
     layer = attention + 32 * 8 + 2 * 3 * 32 * 24
-    assert model_cost(config).weights == 3 * layer + 32 * 96
+    assert shape_of(config).matrix_weights == 3 * layer + 32 * 96
 
 
 def test_a_sequence_of_twice_the_length_costs_more_than_two() -> None:
-    cost = model_cost(Qwen2Config(**SIZES))
-    assert cost.forward([100]) == cost.forward([50, 50]) + 2 * cost.attention * (100**2 - 2 * 50**2)
-    assert cost.quadratic == cost.attention / cost.weights
+    shape, width = shape_of(Qwen2Config(**SIZES)), 3 * 4 * 8
+    assert shape.forward_flops([100]) == shape.forward_flops([50, 50]) + 2 * width * (100**2 - 2 * 50**2)
+    assert shape.attention_cost == width / shape.matrix_weights
