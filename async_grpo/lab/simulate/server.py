@@ -64,7 +64,7 @@ class SimulatedServer:
         """Number of the latest scheduled look at the engine."""
         self._verifiers_free_s = [0.0] * self._timings.verifier.workers
         if self._settings.min_concurrency:
-            self._events.call_later(EVERY_S, self._adjust_slots)
+            self._events.call_later(EVERY_S, self._adjust_slots, recurring=True)
 
     def start(self) -> None:
         """Evaluate the first version if it is due, then request tickets."""
@@ -122,9 +122,13 @@ class SimulatedServer:
         self._schedule_look()
 
     def _queue_group(self, group: SimulatedGroup) -> None:
-        if self.groups.get(group.seq) is group:
+        if self.groups.get(group.seq) is not group:
+            return
+        if group.missing:
             self._queue.extend(group.missing)
             self._start_samples()
+        else:  # an earlier server generated all, and could not judge it
+            self._judge_group(group)
 
     def _start_samples(self) -> None:
         """Start queued samples while slots are free."""
@@ -176,15 +180,20 @@ class SimulatedServer:
                 self._free_slots(group, 1)
             return
         for extra in group.samples:  # over-sampling: the others are not needed
-            self._abort_sample(extra)
+            self._abort_sample(group, extra)
         self._free_slots(group, group.committed)
-        judged_s = self._judge_samples(group.needed)
-        self._events.call_at(judged_s, lambda: self._buffer.exchange(lambda: self._settle_group(group)))
+        self._judge_group(group)
 
-    def _abort_sample(self, sample: SimulatedSample, *, lose: float = 0.0) -> None:
+    def _abort_sample(self, group: SimulatedGroup, sample: SimulatedSample, *, lose: float = 0.0) -> None:
         if sample.is_running:
             self.engine.stop(self._events.now_s, sample, lose=lose)
             self.slots.in_use -= 1
+            if sample.left <= 0:  # it got its last token at this very moment, so nobody generates it again
+                group.ended.append(sample)
+
+    def _judge_group(self, group: SimulatedGroup) -> None:
+        judged_s, ticket = self._judge_samples(group.needed), group.ticket
+        self._events.call_at(judged_s, lambda: self._buffer.exchange(lambda: self._settle_group(group, ticket)))
 
     def _judge_samples(self, count: int) -> float:
         """Queue `count` samples for the verifiers; returns when they are judged."""
@@ -198,9 +207,11 @@ class SimulatedServer:
             done_s = max(done_s, free_s[worker])
         return done_s + verifier.latency_s
 
-    def _settle_group(self, group: SimulatedGroup) -> None:
-        if self.groups.pop(group.seq, None) is not group:
+    def _settle_group(self, group: SimulatedGroup, ticket: Ticket | None) -> None:
+        """End a judged group, unless this server lost the lease with which it was judged."""
+        if self.groups.get(group.seq) is not group or group.ticket is not ticket:
             return
+        del self.groups[group.seq]
         self._buffer.settle_group(group)
         self._buffer.offer_room(self)
 
@@ -215,10 +226,11 @@ class SimulatedServer:
         self._buffer.offer_room(self)
 
     def _give_all_back(self) -> None:
-        """`abort`: store what there is of the groups that may be interrupted again, and give them back."""
+        """`abort`: store what there is of the groups that may be interrupted again, and give them back. Those that are
+        being judged stay: the engine has none of their samples."""
         for group in list(self.groups.values()):
             assert group.ticket is not None
-            if group.ticket.attempt <= self._settings.max_interruptions:
+            if group.missing and group.ticket.attempt <= self._settings.max_interruptions:
                 self._drop_group(group)
                 self._buffer.give_back_group(group)
 
@@ -227,7 +239,7 @@ class SimulatedServer:
         del self.groups[group.seq]
         self._free_slots(group, group.committed)
         for sample in group.samples:
-            self._abort_sample(sample, lose=lose)
+            self._abort_sample(group, sample, lose=lose)
         group.prompt_read = False
         if group in self._early:
             self._early.remove(group)
@@ -314,13 +326,13 @@ class SimulatedServer:
         self._buffer.stop_waiting(self)
         for group in list(self.groups.values()):
             self._drop_group(group, lose=lost_s * tokens_per_s)
-            self._events.call_later(leased_s, partial(self._buffer.give_back_group, group))
+            self._events.call_later(leased_s, partial(self._buffer.give_back_group, group), recurring=True)
         for sample in self._evaluated:
             self.engine.stop(self._events.now_s, sample)
         self._queue.clear()
         self._evaluation, self._evaluated = None, set()
         self._takes_groups = True
-        self._events.call_later(restart_s, self._restart)
+        self._events.call_later(restart_s, self._restart, recurring=True)
 
     def _restart(self) -> None:
         self.is_up = True
@@ -336,7 +348,7 @@ class SimulatedServer:
         self.slots.resize(min(settings.max_concurrency, max(settings.min_concurrency, wanted)))
         self._start_samples()
         self._buffer.offer_room(self)
-        self._events.call_later(EVERY_S, self._adjust_slots)
+        self._events.call_later(EVERY_S, self._adjust_slots, recurring=True)
 
 
 def _engine_timings(timings: Timings, number: int, servers: int) -> EngineTimings:

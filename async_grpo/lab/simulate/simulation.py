@@ -27,6 +27,10 @@ from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.timings import Timings
 from async_grpo.lab.simulate.trainer import SimulatedStep, SimulatedTrainer
 from async_grpo.telemetry.idle import Span
+from rollout_server.dispatch.concurrency import EVERY_S
+
+MEAN_CRASHES = 10
+"""A run may stand still for so many mean times between crashes before it counts as stalled: some go on after one."""
 
 
 @dataclass(slots=True)
@@ -71,6 +75,9 @@ class Simulation:
         self.trainer = SimulatedTrainer(context, self.buffer, self.servers, self.processors)
         self.buffer.connect(self.servers, self.trainer)
         self.processors.connect(self.servers, self.trainer)
+        self._progress: tuple[int, ...] = ()
+        self._progress_s = 0.0
+        """When `_is_stalled` first found that progress."""
 
     def run(self) -> SimulatedRun:
         """Simulate to the last step. Raises ConfigError if the run would stall."""
@@ -80,12 +87,24 @@ class Simulation:
         trainer.start()
         for server in self.servers:
             server.start()
-        if not events.run(lambda: trainer.is_over):
+        if not events.run(lambda: trainer.is_over, is_stalled=self._is_stalled):
             raise ConfigError(
                 f"the simulated run stalls at version {trainer.version}, after {events.now_s:.0f} s: nothing "
-                "is left that could happen. This combination of selector, admission and faults would stall for real"
+                "is left that could get it on. This combination of selector, admission and faults would stall for real"
             )
         return self._collect_results()
+
+    def _is_stalled(self) -> bool:
+        """True if the run has not got on for longer than it may have to wait for a recurring action: for a task, a free
+        slot, a restart, or a crash that ends the leases of an idle server."""
+        state, now_s = self.buffer.state, self.context.events.now_s
+        progress = (self.trainer.version, state.admitted, state.inserted, state.released.total())
+        if progress != self._progress:
+            self._progress, self._progress_s = progress, now_s
+        timings, faults = self.context.timings, self.context.timings.faults
+        restarts_s = faults.server_restart_s + faults.trainer_restart_s + self.context.settings.lease_s
+        crashes_s = MEAN_CRASHES * (faults.server_every_s + faults.trainer_every_s)
+        return now_s - self._progress_s > 60 * EVERY_S + 2 * timings.task_s + restarts_s + crashes_s
 
     def _schedule_faults(self) -> None:
         faults = self.context.timings.faults
@@ -102,7 +121,8 @@ class Simulation:
             crash()
             self._schedule_crash(every_s, crash)
 
-        self.context.events.call_later(float(self.context.generator.exponential(every_s)), crash_and_schedule_next)
+        delay_s = float(self.context.generator.exponential(every_s))
+        self.context.events.call_later(delay_s, crash_and_schedule_next, recurring=True)
 
     def _collect_results(self) -> SimulatedRun:
         state, evaluations, exchanges_s = self.buffer.state, self.evaluations.evaluations, self.buffer.exchanges_s

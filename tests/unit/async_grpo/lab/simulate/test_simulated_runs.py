@@ -180,6 +180,20 @@ def test_servers_and_trainers_that_die_lose_no_group() -> None:
     assert run.ended_s > simulate(settings, TAILED).ended_s
 
 
+@pytest.mark.parametrize("interruption", ["keep", "abort"])
+def test_groups_that_are_being_judged_end_although_weights_arrive_or_servers_die(interruption: str) -> None:
+    timings = TAILED.model_copy(update={"verifier": VerifierTimings(latency_s=5.0)})
+    settings = settings_of(2, interruption=interruption, servers=2)
+    assert simulate(settings, timings).released == {"trained": 120}
+    dying = timings.model_copy(update={"faults": FaultTimings(server_every_s=50, server_restart_s=20)})
+    assert simulate(replace(settings, lease_s=10.0), dying).released == {"trained": 120}
+
+
+def test_a_sample_that_ends_at_the_moment_of_an_interruption_is_not_lost() -> None:
+    settings = settings_of(2, selector="uniform", on_stale="mask", interruption="abort", min_concurrency=4, steps=25)
+    assert simulate(settings, CONSTANT, seed=193).released["trained"] == 100
+
+
 def test_a_trainer_that_dies_without_checkpoints_trains_the_same_batches_again() -> None:
     rare = FaultTimings(trainer_every_s=200, trainer_restart_s=30)
     run = simulate(settings_of(2), TAILED.model_copy(update={"faults": rare}))
@@ -255,6 +269,25 @@ def test_a_run_that_would_stall_is_an_error() -> None:
     settings = replace(settings_of(0, steps=4), max_concurrency=0)
     with pytest.raises(ConfigError, match="stalls at version 0"):
         simulate(settings, never)
+
+
+@pytest.mark.parametrize(
+    ("timings", "others"),
+    [
+        ({}, {"min_concurrency": 1}),
+        ({"task_s": 2.0}, {}),
+        ({"faults": FaultTimings(server_every_s=50, server_restart_s=20)}, {}),
+        ({"faults": FaultTimings(trainer_every_s=50)}, {}),
+    ],
+    ids=["adaptive slots", "slow source", "dying servers", "dying trainer"],
+)
+def test_a_run_with_recurring_events_that_would_stall_is_an_error(
+    timings: dict[str, object], others: dict[str, object]
+) -> None:
+    # No slot ever gets free, because there is none.
+    settings = settings_of(0, steps=4, max_concurrency=0, **others)
+    with pytest.raises(ConfigError, match="stalls at version 0"):
+        simulate(settings, TAILED.model_copy(update=timings))
 
 
 def test_what_a_change_gives_names_the_bottleneck() -> None:
