@@ -91,8 +91,8 @@ class AutoStalenessConfig(StrictModel):
         for key, kind in kinds.items():
             if kind in ("exact_age", "sample_to_insert_ratio"):
                 yield (
-                    f"max_staleness: auto changes the window while the run goes on, and buffer.{key} {kind} counts on "
-                    f"all of it. Give max_staleness a number, or choose another buffer.{key}"
+                    f"max_staleness: auto changes the window during the run, and buffer.{key} {kind} needs a "
+                    f"fixed one. Give max_staleness a number, or choose another buffer.{key}"
                 )
 
 

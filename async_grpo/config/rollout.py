@@ -228,7 +228,7 @@ class VllmConfig(StrictModel):
             )
         if model.lora is not None and model.lora.engine == "adapters":
             yield (
-                f"rollout.vllm.quantization is {self.quantization}, and adapters beside 8-bit matrices are not "
+                f"rollout.vllm.quantization is {self.quantization}, and adapters next to 8-bit matrices are not "
                 "supported. Set model.lora.engine to merged, or rollout.vllm.quantization to none"
             )
 
@@ -366,7 +366,7 @@ class RolloutConfig(StrictModel):
         key, longest = self.limits.length_key, self.limits.max_length
         if longest <= max_tokens:
             yield (
-                f"{key} ({longest}) leaves no room for a prompt beside sampling.max_tokens ({max_tokens}). "
+                f"{key} ({longest}) leaves no room for a prompt in addition to sampling.max_tokens ({max_tokens}). "
                 f"Raise {key} or lower sampling.max_tokens"
             )
         made = model.warmup or model.random

@@ -43,7 +43,7 @@ class Color(StrEnum):
 
 
 class Kind(StrEnum):
-    """How the curves of a chart lie."""
+    """Arrangement of the curves of a chart."""
 
     LINES = "lines"
     STACKED = "stacked"

@@ -32,7 +32,7 @@ from async_grpo.wire.board import PublisherAddress
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What publishing one version cost the trainer, in seconds."""
+    """Cost of publishing one version for the trainer, in seconds."""
 
     stall_s: float
     """Seconds from the call to its return."""
@@ -51,7 +51,7 @@ class WeightSender(ABC):
     """Publishes the versions of one epoch, from one rank of the trainer, which is the only writer of its store."""
 
     address: PublisherAddress
-    """What receivers are to be told through the run board."""
+    """Address of the publisher, which receivers read from the run board."""
 
     def __init__(self, layout: TensorLayout, run: str, epoch: int, config: WeightsConfig) -> None:
         """Allocate the store. Raises WeightsError, ConfigError."""
@@ -102,7 +102,7 @@ class WeightSender(ABC):
         numpy does not know). When this returns they may change. Raises WeightsError on arrays that do not fit, and
         what `begin` and `commit` raise.
         """
-        fill(self._store.slot(self.begin(version)), self._store.layout, tensors)
+        copy_tensors(self._store.slot(self.begin(version)), self._store.layout, tensors)
         return self.commit()
 
     @abstractmethod
@@ -128,7 +128,9 @@ class WeightSender(ABC):
         self.close()
 
 
-def fill(block: memoryview, layout: TensorLayout, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> None:
+def copy_tensors(
+    block: memoryview, layout: TensorLayout, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]
+) -> None:
     """Copy all tensors to their places in `block`. Raises WeightsError if they are not those of the layout."""
     target, missing = np.frombuffer(block, np.uint8), layout.by_name()
     for name, array in tensors:

@@ -177,6 +177,12 @@ class Policy:
     """What is trained where the weights are frozen."""
     reading: BackgroundReading = field(default_factory=BackgroundReading)
     """Copies the weights of a version while the next step begins."""
+    shape: ModelShape = field(init=False)
+    """Dimensions of the whole model."""
+
+    def __post_init__(self) -> None:
+        # Once, and not in each micro-batch: transformers copies its whole configuration to show it.
+        object.__setattr__(self, "shape", shape_of(self.hf))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -227,11 +233,6 @@ class Policy:
             self.wrapped.start_grad_sync()  # no backward pass has: none was known to be the last one
         _finalize([self.wrapped])
         self.wrapped.scale_gradients(scale)
-
-    @property
-    def shape(self) -> ModelShape:
-        """Dimensions of the whole model."""
-        return shape_of(self.hf)
 
     def zero_grad(self) -> None:
         """Clear the gradients, before the backward passes of a step."""

@@ -39,14 +39,16 @@ class RankPosition:
     expert_replica: int
 
     def has_part(self, stage: int, holder: int | None) -> bool:
-        """Whether the rank takes part in gathering a tensor of `stage`: its first replica does. `holder`: see
-        `WeightRule`."""
+        """True if the rank takes part in gathering a tensor of `stage`, as the first replica does.
+
+        holder: Expert-parallel rank that has the tensor; None for a tensor that is no expert.
+        """
         if self.stage != stage:
             return False
         return self.replica == 0 if holder is None else (self.expert, self.expert_replica) == (holder, 0)
 
     def sends(self, stage: int, holder: int | None) -> bool:
-        """Whether the rank sends the whole tensor to rank 0."""
+        """True if the rank sends the whole tensor to rank 0."""
         return self.has_part(stage, holder) and (holder is not None or self.tensor == 0)
 
 

@@ -104,7 +104,11 @@ def _devices(t: Translation, replicas: int) -> None:
     t.set("trainer.platform", "npu")
     t.set("trainer.processes", ranks, "data * model * pipeline * context parallel")
     t.set("rollout.vllm.platform", "ascend")
-    t.set("rollout.servers", replicas, f"{devices} devices beside the trainer's; there both sides took turns on them")
+    t.set(
+        "rollout.servers",
+        replicas,
+        f"{devices} devices in addition to the trainer's; there both sides took turns on them",
+    )
 
 
 MINDRLHF = load_system("mindrlhf", translate)

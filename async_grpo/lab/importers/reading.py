@@ -64,7 +64,7 @@ def read_file(source: SourceSystem, file: Path, given: Mapping[str, str]) -> Giv
     arguments = _overrides(words) if source.script.arguments == "overrides" else options(words)
     values: dict[str, Any] = {}
     if source.script.config:
-        values = read_yaml(_beside(file, Path(arguments.pop(source.script.config, ""))))
+        values = read_yaml(_find_config(file, Path(arguments.pop(source.script.config, ""))))
 
     keys = {row.theirs for row in source.rows}
     override = {name: text for name, text in given.items() if name not in script.used or name in keys}
@@ -89,11 +89,14 @@ def _overrides(words: Sequence[str]) -> dict[str, str]:
     return {key: text for key, equals, text in pairs if equals}
 
 
-def _beside(script: Path, named: Path) -> Path:
+def _find_config(script: Path, named: Path) -> Path:
     for path in (named, script.parent / named, script.parent / named.name):
         if path.is_file():
             return path
-    raise ConfigError(f"{script} names the configuration {named}, which is neither there nor beside it. Put it beside")
+    raise ConfigError(
+        f"{script} names the configuration {named}, which does not exist there or next to the script. Put it next to "
+        "the script"
+    )
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class KeyRow:
     near: str = ""
     """The nearest key of ours, for a key without a counterpart."""
     note: str = ""
-    """What the translation changes, for the documentation."""
+    """Change that the translation makes, for the documentation."""
     default: Any = None
     """The other system's default."""
     convert: str = ""

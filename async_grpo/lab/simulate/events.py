@@ -12,8 +12,8 @@ Action = Callable[[], None]
 class EventLoop:
     """Actions at points of simulated time. Those of the same moment run in the order in which they were scheduled.
 
-    A `recurring` action is one that is scheduled again and again, such as a look at the load, or that follows from one:
-    that it is still to come does not mean that the run gets on.
+    A `recurring` action reschedules itself, such as a look at the load, or follows from one that does. A run of which
+    only recurring actions are left may have stalled.
     """
 
     def __init__(self) -> None:

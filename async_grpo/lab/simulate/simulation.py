@@ -30,7 +30,7 @@ from async_grpo.telemetry.idle import Span
 from rollout_server.dispatch.concurrency import EVERY_S
 
 MEAN_CRASHES = 10
-"""A run may stand still for so many mean times between crashes before it counts as stalled: some go on after one."""
+"""Mean times between crashes that a run may stand still before it counts as stalled: some continue after a crash."""
 
 
 @dataclass(slots=True)

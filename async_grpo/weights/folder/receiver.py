@@ -3,8 +3,8 @@
     head --every heartbeat--> news? --`Chain.read`--> Fetch --chunks, `credits` at a time--> back slot --> engines
     rollout servers <--Unix socket-- LocalClients <---------------------------"version v"---------+
 
-`ReceiverProcess` has the states. Reads are jobs of a thread pool; what a job returns is dropped if the fetch or the
-trainer that it was for is not the present one. What can go wrong, and what follows:
+`ReceiverProcess` has the states. Reads are jobs of a thread pool; the result of a job is dropped if the fetch or the
+trainer that it was for is no longer the current one. Failures:
 
 - the chain ends without a base, or an object is missing or damaged: ask for a dense version (`wanted/`), and begin
   again with the head; after MAX_ATTEMPTS of damage, WeightsCorrupt in every server
@@ -76,9 +76,9 @@ class FolderReceiver(ReceiverProcess):
         self._head: Head | None = None
         self._looking = False
         self._chain: Chain | None = None
-        """What the present fetch reads."""
+        """The chain that the current fetch reads."""
         self._refused: set[int] = set()
-        """Chunks of the present fetch that the held version gave wrong."""
+        """Chunks of the current fetch whose patches on the held version gave wrong bytes."""
         self._trusts_held = True
         self._damages = 0
 

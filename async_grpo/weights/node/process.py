@@ -66,7 +66,7 @@ class ReceiverProcess(ABC):
         self._started_s = time.monotonic()
 
     def run(self) -> None:
-        """Receive until every server has left. Tells the servers of an error that ends it, and raises it."""
+        """Receive until every server has left. Sends an error that ends it to the servers, and raises it."""
         try:
             while not self._is_unused():
                 self._follow_publisher()
@@ -114,7 +114,7 @@ class ReceiverProcess(ABC):
         """Leave the publisher."""
 
     def _begin_fetch(self, manifest: WeightManifest, connections: int = 1) -> bool:
-        """Fetch this version over so many connections, unless it is here or its slot was taken meanwhile."""
+        """Fetch this version over that number of connections. False if it is here, or if its slot is in use now."""
         manifest.validate()
         self._slots.open(manifest)
         self._heard_s = time.monotonic()  # making a store takes seconds, and nothing was read meanwhile

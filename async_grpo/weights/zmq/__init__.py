@@ -1,6 +1,6 @@
 """The default transport: announcements and chunks over ZMQ, weights in shared memory on both sides.
 
-sender        the trainer's end: copies the weights into shared memory, and goes on
+sender        the trainer's end: copies the weights into shared memory, without waiting
 publisher     the publisher process: announces, tracks the receivers, serves
 relay_tree    who fetches from whom
 chunk_server  serves chunks, in the publisher and in every relay

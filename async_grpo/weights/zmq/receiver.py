@@ -93,7 +93,7 @@ class ZmqReceiver(ReceiverProcess):
         self._server.reassure()
 
     def _report(self, suspect: str = "") -> None:
-        """Tell the publisher that this receiver is alive, where it relays, and which relay has failed it."""
+        """Send the publisher a heartbeat with the address of this relay, and the relay that failed (`suspect`)."""
         if self._publisher is not None:
             host, relay = socket.gethostname(), self._relay_endpoint
             self._publisher.send(ReceiverHeartbeat(node=self._node, host=host, relay=relay, suspect=suspect))
@@ -151,7 +151,7 @@ class ZmqReceiver(ReceiverProcess):
             self._lose_parent(parent, f"it has been silent for {now - parent.heard_s:.1f} s")
 
     def _interrupt(self, reason: str) -> None:
-        """Of a relay, fetch from another parent first."""
+        """Leave a relay that failed for another parent; without a relay, give the fetch up."""
         if self._parent is not None and self._parent.is_relay:
             self._lose_parent(self._parent, reason)
         else:
@@ -191,10 +191,12 @@ class ZmqReceiver(ReceiverProcess):
         for waited_for in (*sockets, *self._servers.descriptors):
             poller.register(waited_for, zmq.POLLIN)
         events = dict(poller.poll(int(self._wait_s() * 1000)))
+
         if (parent := self._parent) is not None:
             for dealer in parent.ready(events):
                 if parent is self._parent:  # the chunks of another socket may have ended it
                     self._take_chunks(parent, dealer)
+
         if self._relay in events:
             self._server.serve()
         if self._publisher is not None:

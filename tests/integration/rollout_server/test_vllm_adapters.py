@@ -19,7 +19,7 @@ from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights.base import HeldWeights, MergeBase
 from async_grpo.weights.lora import DIGEST, adapter_names, base_digest
 from async_grpo.weights.manifest import WeightVersion, layout_of
-from async_grpo.weights.sender import fill
+from async_grpo.weights.sender import copy_tensors
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines.base import Generation, GenerationRequest
@@ -52,7 +52,7 @@ def drawn(model: torch.nn.Module, seed: int) -> Tensors:
 
 def publish(store: WeightStore, version: int, adapters: Tensors, digest: bytes) -> HeldWeights:
     arrays = {name: tensor.numpy() for name, tensor in adapters.items()}
-    fill(store.begin(), store.layout, {DIGEST: np.frombuffer(digest, np.uint8), **arrays}.items())
+    copy_tensors(store.begin(), store.layout, {DIGEST: np.frombuffer(digest, np.uint8), **arrays}.items())
     store.commit(WeightVersion(1, version))
     return HeldWeights.in_store(store.path, epoch=1, version=version)
 

@@ -27,7 +27,7 @@ export function missingCharts() {
   return el("p", { class: "note" }, "Charts are missing from this installation, so tables have the last values. With npm, this adds them: ", command);
 }
 
-/** Kind of colour and dash of a line, so that it is told from the others also without colour. `style`: the number of the
+/** Kind of colour and dash of a line, so that it can be told apart without colour. `style`: the number of the
  * line, or the { color, dash } that its chart has in every display. */
 function look(style) {
   if (typeof style === "number") return { kind: style % COLOURS, dash: DASHES[Math.floor(style / COLOURS) % DASHES.length] };
