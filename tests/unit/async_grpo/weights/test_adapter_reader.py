@@ -15,7 +15,7 @@ from async_grpo.weights import chunks
 from async_grpo.weights.base import HeldWeights, MergeBase
 from async_grpo.weights.lora import DIGEST, AdapterReader, adapter_names, base_digest, merged, raw_bytes
 from async_grpo.weights.manifest import WeightVersion, layout_of
-from async_grpo.weights.sender import fill
+from async_grpo.weights.sender import copy_tensors
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.source_reader import SourceReader
 from async_grpo.weights.store import VersionNotes, WeightStore
@@ -53,7 +53,7 @@ class Published:
         """`changed` since the version before; None: not known."""
         arrays = {name: np.frombuffer(raw_bytes(tensor), np.uint8) for name, tensor in self.adapters.items()}
         arrays[DIGEST] = np.frombuffer(digest or base_digest(self.folder), np.uint8)
-        fill(self.store.begin(), self.store.layout, arrays.items())
+        copy_tensors(self.store.begin(), self.store.layout, arrays.items())
         flags = [changed is not None and spec.name in changed for spec in self.store.layout.tensors]
         told = None if changed is None else (0, version - 1)
         self.store.commit(WeightVersion(0, version), VersionNotes(base=told, changed=chunks.pack(flags)))
