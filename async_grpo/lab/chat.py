@@ -1,16 +1,16 @@
-"""ChatSession: formats a question as the training prompts are, and streams the reply.
+"""ChatSession: formats a question like a training prompt and streams the reply.
 
-    question (and conversation so far)  --ChatPrompt--> token ids --Sampler.stream--> TextStream --> text, as it settles
+    question, history --ChatPrompt--> token ids --Sampler.stream--> TextStream --> text, once no later token changes it
 
-A session waits for the sampler's next piece. It takes one question at a time.
+A session waits for the sampler's next piece, and answers one question at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Protocol
 
 from async_grpo.config import RunConfig
@@ -24,28 +24,28 @@ from rollout_server.http.detokenizer import TextStream
 
 
 class ChatPrompt(Protocol):
-    """Writes a question as a prompt of the policy."""
+    """Renders a question as a prompt of the policy."""
 
-    remembers: bool
-    """Whether the prompt contains the messages before the question."""
+    has_history: bool
+    """True if the prompt contains the earlier messages."""
 
-    def prompt(self, said: Sequence[str], question: str) -> tuple[str, list[int]]:
-        """The prompt as text and as token ids. `said` holds the messages before, questions and replies in turn. Raises
-        what the template or the tokenizer raises."""
+    def render(self, history: Sequence[str], question: str) -> tuple[str, list[int]]:
+        """Return the prompt as text and token ids. `history` holds earlier questions and replies, alternating. Raises
+        the errors of template and tokenizer."""
         ...
 
 
 class PlainPrompt:
-    """Puts `data.template` around the question, as for generated problems and JSON-lines files."""
+    """Puts the question into `data.template`, as generated problems and JSON-lines files are."""
 
-    remembers = False
+    has_history = False
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         self._template = template
         self._tokenizer = tokenizer
 
-    def prompt(self, said: Sequence[str], question: str) -> tuple[str, list[int]]:
-        """The prompt without what was said before; see `ChatPrompt`."""
+    def render(self, history: Sequence[str], question: str) -> tuple[str, list[int]]:
+        """Return the prompt as text and token ids. Ignores `history`."""
         text = self._template.replace("{prompt}", question)
         return text, list(self._tokenizer.encode(text))
 
@@ -54,24 +54,25 @@ class TemplatePrompt:
     """Renders a template of `async-grpo prepare`: raw, qwen_r1, chat or a Jinja file."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, system: str) -> None:
-        """Raises ConfigError for a template that cannot be loaded or does not fit `system`."""
+        """Raises ConfigError if the template cannot be loaded, or has no place for `system`."""
         self._template = Template(name, tokenizer, system)
         self._tokenizer = tokenizer
-        self.remembers = name not in ("raw", "qwen_r1")
+        self.has_history = name not in ("raw", "qwen_r1")
 
-    def prompt(self, said: Sequence[str], question: str) -> tuple[str, list[int]]:
-        """The prompt, with what was said before in `messages`; see `ChatPrompt`."""
-        chat: Chat = [
-            {"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate([*said, question])
-        ]
+    def render(self, history: Sequence[str], question: str) -> tuple[str, list[int]]:
+        """Return the prompt as text and token ids, with `history` and the question as `messages`."""
+        chat: Chat = []
+        for index, message in enumerate([*history, question]):
+            role = "user" if index % 2 == 0 else "assistant"
+            chat.append({"role": role, "content": message})
         text = self._template.render(Example(question, chat, "", {}))
         return text, encode_one(self._tokenizer, text, special_tokens=self._template.special_tokens)
 
 
 def make_prompt(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", system: str = "") -> ChatPrompt:
-    """The prompt with `template`, or with the template of the run's data if that is empty.
+    """Return the prompt for `template`, or for the template of the run's data if `template` is empty.
 
-    Raises ConfigError for a template or `system` that cannot be used, DataError for a broken prepared data set.
+    Raises ConfigError for an unusable template or `system`, DataError for a broken prepared data set.
     """
     if template:
         return TemplatePrompt(template, tokenizer, system)
@@ -79,14 +80,15 @@ def make_prompt(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", 
     if path is None or not path.is_dir():
         if system:
             raise ConfigError(
-                "--system goes with --template chat, or with a file of your own: data.template has no place"
+                "--system needs --template chat, or your own template file: data.template has no place for a system "
+                "message"
             )
         return PlainPrompt(config.data.template, tokenizer)
     recipe = open_prepared(path).manifest.recipe
     name = str(recipe.get("template", "raw"))
     if name not in BUILTIN:
         raise ConfigError(
-            f"{path} was prepared with a template of your own, {name!r}, whose text is not kept. Name the file: "
+            f"{path} was prepared with your own template {name!r}, and does not contain its text. Pass the file with "
             "--template FILE"
         )
     return TemplatePrompt(name, tokenizer, system or str(recipe.get("system", "")))
@@ -94,12 +96,12 @@ def make_prompt(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", 
 
 @dataclass
 class Reply:
-    """A reply as far as it has come."""
+    """A reply, complete or still growing."""
 
     prompt: str
     text: str = ""
     tokens_by_version: dict[int, int] = field(default_factory=dict)
-    """Policy version -> tokens of the reply that it wrote."""
+    """Policy version -> number of tokens it generated."""
     finish_reason: str = ""
 
     @property
@@ -109,28 +111,33 @@ class Reply:
 
 
 class ChatSession:
-    """A conversation with a policy: `async for text in session.ask(question)`, then `session.last` is the reply."""
+    """A conversation with a policy.
+
+    async for text in session.stream_reply(question): ...
+    session.last_reply
+    """
 
     def __init__(self, config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, prompt: ChatPrompt) -> None:
-        """Temperature and longest reply are those of `config.sampling`, until they are set otherwise."""
+        """Temperature and maximum reply length start as in `config.sampling`."""
         self._limits = config.rollout.limits
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._said: list[str] = []
-        self._numbers = count(1)
+        self._history: list[str] = []
+        self._request_numbers = itertools.count(1)
         self.temperature = config.sampling.temperature
         self.max_tokens = config.sampling.max_tokens
         self.seed: int | None = None
-        self.last: Reply | None = None
+        self.last_reply: Reply | None = None
 
-    async def ask(self, question: str) -> AsyncGenerator[str, None]:
-        """The text of the reply, as it comes. Raises DataError for a question that cannot be a prompt, EngineError and
-        WaitTimeout of the sampler."""
-        prompt, tokens = self._encode(question)
-        reply = self.last = Reply(prompt)
+    async def stream_reply(self, question: str) -> AsyncGenerator[str, None]:
+        """Yield the text of the reply as it is generated. Raises DataError for a question that makes no valid prompt,
+        EngineError and WaitTimeout from the sampler."""
+        prompt, tokens = self._render(question)
+        reply = Reply(prompt)
+        self.last_reply = reply
         request = GenerationRequest(
-            request_id=f"chat-{next(self._numbers)}",
+            request_id=f"chat-{next(self._request_numbers)}",
             prompt=tokens,
             max_tokens=min(self.max_tokens, self._limits.max_length - len(tokens)),
             temperature=self.temperature,
@@ -141,34 +148,37 @@ class ChatSession:
         async with aclosing(self._sampler.stream(request)) as pieces:
             async for piece in pieces:
                 for span in piece.spans:
-                    made = reply.tokens_by_version.get(span.version, 0)
-                    reply.tokens_by_version[span.version] = made + span.end - span.start
+                    count = reply.tokens_by_version.get(span.version, 0)
+                    reply.tokens_by_version[span.version] = count + span.end - span.start
                 reply.finish_reason = piece.finish_reason
-                text = stream.push(piece.tokens.tolist()) + (stream.finish() if piece.finish_reason else "")
+
+                text = stream.push(piece.tokens.tolist())
+                if piece.finish_reason:
+                    text += stream.finish()
                 reply.text += text
                 if text:
                     yield text
-        if self.remembers:
-            self._said += [question, reply.text]
+        if self.has_history:
+            self._history += [question, reply.text]
 
     def reset(self) -> None:
-        """Forget what was said, the last reply included."""
-        self._said.clear()
-        self.last = None
+        """Forget the conversation, including the last reply."""
+        self._history.clear()
+        self.last_reply = None
 
     @property
-    def remembers(self) -> bool:
-        """Whether the policy reads a question together with what was said before it."""
-        return self._prompt.remembers
+    def has_history(self) -> bool:
+        """True if prompts contain the earlier messages."""
+        return self._prompt.has_history
 
-    def _encode(self, question: str) -> tuple[str, list[int]]:
+    def _render(self, question: str) -> tuple[str, list[int]]:
         try:
-            prompt, tokens = self._prompt.prompt(self._said, question)
-        except Exception as error:  # templates and tokenizers raise anything
-            raise DataError(f"this cannot be a prompt of the policy: {type(error).__name__}: {error}") from error
+            prompt, tokens = self._prompt.render(self._history, question)
+        except Exception as error:  # a user's template can raise anything
+            raise DataError(f"this question makes no valid prompt: {type(error).__name__}: {error}") from error
         if not tokens or len(tokens) >= self._limits.max_length:
             raise DataError(
-                f"the prompt has {len(tokens)} tokens: it must have some, and leave room for a reply within "
-                f"{self._limits.length_key} ({self._limits.max_length}). Say less, or forget what was said (/reset)"
+                f"the prompt has {len(tokens)} tokens. It needs at least one, and must leave room for a reply within "
+                f"{self._limits.length_key} ({self._limits.max_length}). Shorten it, or clear the conversation (/reset)"
             )
         return prompt, tokens

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from async_grpo.errors import AsyncGrpoError
-from async_grpo.lab.evaluate.policy_source import find_live
+from async_grpo.lab.evaluate.policy_source import find_live_run
 from tests.support.whole_run import WholeRun, check_books
 
 STEPS = 8
@@ -73,7 +73,7 @@ def finished(asked: Asked) -> WholeRun:
 def server_of(run: WholeRun) -> str | None:
     """Address of its rollout server, once that has announced itself."""
     try:
-        return next(iter(asyncio.run(find_live(None, [], run.run_dir)).servers), None)
+        return next(iter(asyncio.run(find_live_run(None, [], run.run_dir)).servers), None)
     except AsyncGrpoError:
         return None
 

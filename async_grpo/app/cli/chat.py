@@ -134,12 +134,12 @@ class ChatTerminal:
         self.session.max_tokens = max_tokens
 
     async def ask(self, question: str) -> None:
-        """Show the reply as it comes, then who wrote it. Raises what `ChatSession.ask` raises."""
-        async with aclosing(self.session.ask(question)) as pieces:
+        """Show the reply as it comes, then who wrote it. Raises what `ChatSession.stream_reply` raises."""
+        async with aclosing(self.session.stream_reply(question)) as pieces:
             async for piece in pieces:
                 print(clean_text(piece), end="", flush=True)
         print(flush=True)
-        if (reply := self.session.last) is not None:
+        if (reply := self.session.last_reply) is not None:
             note(f"[{self._author(reply.tokens_by_version)}, {reply.tokens} tokens, {reply.finish_reason}]")
 
     async def judge(self, answer: str) -> None:
@@ -147,7 +147,7 @@ class ChatTerminal:
         from async_grpo.rewards.base import RewardInput
         from async_grpo.rewards.pool import RewardPool
 
-        reply = self.session.last
+        reply = self.session.last_reply
         if reply is None:
             raise DataError("there is no reply to judge yet. Ask something first")
         if self._pool is None:
@@ -160,7 +160,7 @@ class ChatTerminal:
     def handle_command(self, line: str, runner: asyncio.Runner) -> None:
         """Carry out a line that begins with a slash. Raises ConfigError for an unknown command or a bad value."""
         word, _, rest = line.partition(" ")
-        session, last = self.session, self.session.last
+        session, last = self.session, self.session.last_reply
         match word:
             case "/help":
                 note(HELP)
@@ -236,7 +236,7 @@ async def _open(config: RunConfig, policy: Checkpoint | LiveRun, options: ChatOp
 
 def _converse(runner: asyncio.Runner, terminal: ChatTerminal) -> None:
     """Answer line after line until the input ends."""
-    memory = "remembers the conversation" if terminal.session.remembers else "reads every question on its own"
+    memory = "remembers the conversation" if terminal.session.has_history else "reads every question on its own"
     note(f"Ask a question. /help lists the commands, /quit leaves. The policy {memory}.")
     while True:
         try:

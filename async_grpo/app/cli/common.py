@@ -194,20 +194,25 @@ class PolicyOptions:
         Raises ConfigError or DataError if two policies are named or none is found, and BufferFault if the buffer of a
         live run cannot be reached.
         """
-        from async_grpo.lab.evaluate.policy_source import chosen_run, differences, find_checkpoint, find_live
+        from async_grpo.lab.evaluate.policy_source import (
+            differences,
+            find_live_run,
+            find_policy_checkpoint,
+            load_chosen_run,
+        )
         from async_grpo.models.hub import hub_repo
 
         if self.live and self.checkpoint is not None:
             raise ConfigError("--live and --checkpoint are two policies. Give one of them")
         overrides = self.overrides or []
         if self.live:
-            found = asyncio.run(find_live(self.config, overrides, self.run_dir))
+            found = asyncio.run(find_live_run(self.config, overrides, self.run_dir))
             return found.config, found
-        config, folder = chosen_run(self.config, overrides, self.run_dir)
+        config, folder = load_chosen_run(self.config, overrides, self.run_dir)
         repo = None
         if self.checkpoint is not None:
             repo = hub_repo(self.checkpoint, "model", config.model.hub, "--checkpoint")
-        policy = find_checkpoint(folder, self.checkpoint if repo is None else repo.pinned().fetch(say))
+        policy = find_policy_checkpoint(folder, self.checkpoint if repo is None else repo.pinned().fetch(say))
         if differing := differences(config, folder):
             say(f"note: {folder.path} was made with other values of {', '.join(differing)}")
         return config, policy

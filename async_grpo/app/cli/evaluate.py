@@ -77,13 +77,13 @@ def evaluate(
     the run's report. With --live the weights may change during the evaluation; the output then says which versions
     wrote the answers.
     """
-    from async_grpo.lab.evaluate.evaluate import plan_of
+    from async_grpo.lab.evaluate.evaluate import make_eval_plan
 
     for file in (save, json_file):
         if file is not None and file.exists():
             raise ConfigError(f"{file} exists already, and nothing is overwritten. Name another file")
     run_config, policy = PolicyOptions(config, override, run_dir, checkpoint, live).policy()
-    plan = plan_of(run_config, prompts=prompts, samples=samples, temperature=temperature)
+    plan = make_eval_plan(run_config, prompts=prompts, samples=samples, temperature=temperature)
     report = asyncio.run(_with_progress(run_config, policy, plan, patience_s or run_config.eval.timeout_s))
     _write(report, save, json_file)
     _print(report)
@@ -104,16 +104,16 @@ async def _with_progress(
 
 
 def _write(report: EvalReport, save: Path | None, json_file: Path | None) -> None:
-    from async_grpo.lab.evaluate.evaluate import facts, rows
+    from async_grpo.lab.evaluate.evaluate import completion_rows, report_as_json
     from async_grpo.telemetry.jsonl import JsonLines
 
     if save is not None:
         with JsonLines(save) as lines:
-            for row in rows(report):
+            for row in completion_rows(report):
                 lines.write(row)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(facts(report), indent=2) + "\n")
+        json_file.write_text(json.dumps(report_as_json(report), indent=2) + "\n")
 
 
 def _print(report: EvalReport) -> None:

@@ -1,11 +1,11 @@
 """`async-grpo eval`: grade a policy on the held-out prompts of its configuration.
 
     Checkpoint --engine--+
-                         +--> EvalRunner --> EvalReport --> facts (JSON), rows (--save)
+                         +--> EvalRunner --> EvalReport --> report_as_json (--json), completion_rows (--save)
     LiveRun ----HTTP-----+
 
-Engine settings, prompts, seeds and rewards are those of the configuration, so the same weights reproduce the figures of
-the run's own evaluation. It waits for the next completion and for its grade, at most `patience_s` seconds each.
+Engine settings, prompts, seeds and rewards come from the configuration, so the same weights reproduce the accuracy of
+the run's own evaluation. Waits at most `patience_s` seconds for each completion, and again for each reward.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from async_grpo.data.jsonl import ALSO_TRAINED_ON
 from async_grpo.data.tokenizer import load_tokenizer
 from async_grpo.errors import ConfigError, WaitTimeout
 from async_grpo.evaluation.summary import INTERVALS
-from async_grpo.lab.evaluate.policy_source import Checkpoint, LiveRun, open_context, open_policy
+from async_grpo.lab.evaluate.policy_source import Checkpoint, LiveRun, open_eval_context, open_policy
 from async_grpo.rewards.base import RewardFailure
 from async_grpo.utils.aio import cancel_and_wait
 from rollout_server.context import EvalContext
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalResult, EvalRunner, PromptResult
 
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,62 +45,64 @@ class EvalReport:
     plan: EvalPlan
     grades: EvalResult
     versions: dict[int, int]
-    """Policy version -> tokens of the answers that it wrote."""
+    """Policy version -> number of tokens it generated."""
     wall_s: float
     stated: dict[str, Any] = field(default_factory=dict)
-    """The entry for this version in the run's summary.json, if the run measured it in the same way; else empty."""
+    """Entry of this version in the run's summary.json; empty if the run has no comparable evaluation."""
     trained_on: int = 0
-    """Number of requested prompts that were left out, because the run trains on them."""
+    """Number of requested prompts left out because the run trains on them."""
 
     @property
     def agrees(self) -> bool | None:
-        """Whether both accuracies equal those that the run states; None if it states none."""
+        """True if both accuracies equal the run's own evaluation; None without one."""
         if not self.stated:
             return None
         measured = (self.grades.sampled_accuracy, self.grades.greedy_accuracy)
         return measured == (self.stated["sampled_accuracy"], self.stated["greedy_accuracy"])
 
 
-def plan_of(config: RunConfig, *, prompts: int | None, samples: int | None, temperature: float | None) -> EvalPlan:
-    """The plan of the configuration with the user's changes. Raises ConfigError for a temperature out of range."""
+def make_eval_plan(
+    config: RunConfig, *, prompts: int | None, samples: int | None, temperature: float | None
+) -> EvalPlan:
+    """Return the configured plan with the user's changes. Raises ConfigError for a temperature out of range."""
     plan = EvalPlan.of(config)
     if temperature is not None and not 0 < temperature <= 10:
         raise ConfigError(
-            f"--temperature {temperature:g} is outside (0, 10]. Accuracy at temperature 0 is reported as "
-            "greedy, unless eval.greedy is false"
+            f"--temperature {temperature:g} is outside (0, 10]. For temperature 0, use the greedy accuracy, which is "
+            "reported unless eval.greedy is false"
         )
-    return EvalPlan(
-        prompts or plan.prompts,
-        samples or plan.samples,
-        plan.temperature if temperature is None else temperature,
-        plan.greedy,
-    )
+    if temperature is None:
+        temperature = plan.temperature
+    return EvalPlan(prompts or plan.prompts, samples or plan.samples, temperature, plan.greedy)
 
 
-def with_prompts(config: RunConfig, prompts: int) -> RunConfig:
-    """The configuration, changed to hold out at least `prompts` prompts. Raises ConfigError if the policy was trained
-    on the additional ones."""
+def hold_out_prompts(config: RunConfig, prompts: int) -> RunConfig:
+    """Return the configuration with at least `prompts` held-out prompts. Raises ConfigError if the additional ones were
+    trained on."""
     if prompts <= config.eval.prompts:
         return config
     data = config.data
     if data.kind == "jsonl" and data.eval_path is None and data.path is not None and not data.path.is_dir():
         raise ConfigError(
             f"--prompts {prompts} is above eval.prompts ({config.eval.prompts}): the run holds out the last rows of "
-            f"{data.path} and trains on the others. Ask for {config.eval.prompts} or fewer, or name other held-out "
-            "prompts with -o data.eval_path=FILE and --checkpoint"
+            f"{data.path} and trains on all others. Use at most {config.eval.prompts}, or evaluate other prompts with "
+            "-o data.eval_path=FILE and --checkpoint"
         )
     plain = config.model_dump(mode="json")
     return validate({**plain, "eval": {**plain["eval"], "prompts": prompts}}, source="--prompts")
 
 
-def check_length(config: RunConfig, policy: Checkpoint | LiveRun) -> None:
-    """Raises ConfigError if the servers of a live run would refuse completions of the length that is sampled."""
-    wanted, most = config.sampling.max_tokens, config.rollout.http.max_tokens
-    if isinstance(policy, LiveRun) and wanted > most:
+def check_completion_length(config: RunConfig, policy: Checkpoint | LiveRun) -> None:
+    """Raise ConfigError if the servers of a live run would refuse completions of `sampling.max_tokens` tokens."""
+    if not isinstance(policy, LiveRun):
+        return
+    max_tokens = config.sampling.max_tokens
+    limit = config.rollout.http.max_tokens
+    if max_tokens > limit:
         raise ConfigError(
-            f"sampling.max_tokens ({wanted}) is above rollout.http.max_tokens ({most}): the servers of the live run "
-            f"refuse completions of that length. Stop the run and resume it with -o rollout.http.max_tokens={wanted}, "
-            "or evaluate a checkpoint (--checkpoint)"
+            f"sampling.max_tokens ({max_tokens}) is above rollout.http.max_tokens ({limit}), and the live run "
+            f"refuses longer completions. Resume the run with -o rollout.http.max_tokens={max_tokens}, or "
+            "evaluate a checkpoint (--checkpoint)"
         )
 
 
@@ -113,29 +115,39 @@ async def evaluate(
     say: Callable[[str], None],
     on_answer: Callable[[int], None],
 ) -> EvalReport:
-    """Grade the policy. `on_answer(total)` is called for every completion, with the number that all will be.
+    """Grade the policy. Calls `on_answer(total)` after each completion, where `total` is the number expected in all.
 
-    Raises what any part raises, and WaitTimeout if neither a completion nor a grade comes for `patience_s`.
+    Raises WaitTimeout if neither a completion nor a reward arrives for `patience_s`, and the errors of engine, workflow
+    and rewards.
     """
-    check_length(config, policy)
+    check_completion_length(config, policy)
     config = await asyncio.to_thread(fetch, pin(config, planning=True), say, ("data.path",))
-    kept, config = config.eval.prompts, with_prompts(config, plan.prompts)
+    # The run held out only `eval.prompts` prompts. The source needs that number to leave out the ones it trained on.
+    held_out_by_run = config.eval.prompts
+    config = hold_out_prompts(config, plan.prompts)
     async with (
         open_policy(config, policy, "eval", patience_s, say) as (sampler, tokenizer_folder),
-        open_context(config, sampler, load_tokenizer(tokenizer_folder), "eval", kept=kept) as context,
+        open_eval_context(config, sampler, load_tokenizer(tokenizer_folder), "eval", kept=held_out_by_run) as context,
     ):
         total = min(plan.prompts, len(context.source.held_out())) * plan.completions
         started_s = time.monotonic()
         grades = await _grade(EvalProgress(total, on_answer), plan, context, patience_s)
         wall_s = time.monotonic() - started_s
-    versions, stated = _versions(grades.prompts), stated_by_the_run(config, policy, plan, len(grades.prompts))
-    trained_on = context.source.dropped.get(ALSO_TRAINED_ON, 0)
-    return EvalReport(config, policy, plan, grades, versions, wall_s, stated, trained_on)
+    return EvalReport(
+        config,
+        policy,
+        plan,
+        grades,
+        versions=_tokens_by_version(grades.prompts),
+        wall_s=wall_s,
+        stated=find_stated_evaluation(config, policy, plan, len(grades.prompts)),
+        trained_on=context.source.dropped.get(ALSO_TRAINED_ON, 0),
+    )
 
 
 @dataclass
 class EvalProgress:
-    """Counts completions and grades, and when the last of them came."""
+    """Number of completions and rewards, and the time of the newest."""
 
     total: int
     on_answer: Callable[[int], None]
@@ -143,37 +155,40 @@ class EvalProgress:
     graded: int = 0
     last_s: float = field(default_factory=time.monotonic)
 
-    def answered(self) -> None:
-        """Count one completion."""
-        self.done, self.last_s = self.done + 1, time.monotonic()
+    def count_completion(self) -> None:
+        """Count one generated completion."""
+        self.done += 1
+        self.last_s = time.monotonic()
         self.on_answer(self.total)
 
-    def judged(self, completions: int) -> None:
-        """Count `completions` that have rewards and extracted answers."""
-        self.graded, self.last_s = self.graded + completions, time.monotonic()
+    def count_graded(self, completions: int) -> None:
+        """Count `completions` with rewards and extracted answers."""
+        self.graded += completions
+        self.last_s = time.monotonic()
 
 
 async def _grade(progress: EvalProgress, plan: EvalPlan, context: EvalContext, patience_s: float) -> EvalResult:
-    runner = EvalRunner(context, progress.answered, progress.judged)
+    runner = EvalRunner(context, progress.count_completion, progress.count_graded)
     grading = asyncio.create_task(runner.grade(plan))
     try:
-        while not (await asyncio.wait([grading], timeout=LOOK_EVERY_S))[0]:
-            if time.monotonic() - progress.last_s > patience_s:
-                raise _waited_too_long(progress, runner, patience_s)
+        while not grading.done():
+            await asyncio.wait([grading], timeout=POLL_INTERVAL_S)
+            if not grading.done() and time.monotonic() - progress.last_s > patience_s:
+                raise _no_progress_error(progress, runner, patience_s)
         return grading.result()
     finally:
         await cancel_and_wait(grading)
 
 
-def _waited_too_long(progress: EvalProgress, runner: EvalRunner, patience_s: float) -> WaitTimeout:
+def _no_progress_error(progress: EvalProgress, runner: EvalRunner, patience_s: float) -> WaitTimeout:
     if runner.generating:
-        awaited = f"the next completion ({progress.done} of {progress.total} are there)"
+        awaited = f"the next completion ({progress.done} of {progress.total} are done)"
         return WaitTimeout(awaited, patience_s, "Raise --patience if completions take that long")
-    awaited = f"the reward functions to judge completions ({progress.done} are there, {progress.graded} are judged)"
+    awaited = f"the rewards of completions ({progress.done} are generated, {progress.graded} have rewards)"
     return WaitTimeout(awaited, patience_s, "Raise --patience, or lower rewards.deadline_s or raise rewards.workers")
 
 
-def _versions(results: list[PromptResult]) -> dict[int, int]:
+def _tokens_by_version(results: list[PromptResult]) -> dict[int, int]:
     tokens: Counter[int] = Counter()
     for result in results:
         for answer in (*result.sampled, *result.greedy):
@@ -182,25 +197,29 @@ def _versions(results: list[PromptResult]) -> dict[int, int]:
     return dict(sorted(tokens.items()))
 
 
-def stated_by_the_run(config: RunConfig, policy: Checkpoint | LiveRun, plan: EvalPlan, prompts: int) -> dict[str, Any]:
-    """The entry of the run's summary.json for this version, measured on as many prompts and samples at temperature 1;
-    {} if there is none."""
+def find_stated_evaluation(
+    config: RunConfig, policy: Checkpoint | LiveRun, plan: EvalPlan, prompts: int
+) -> dict[str, Any]:
+    """Return the run's own evaluation of this version, with equal numbers of prompts and samples at temperature 1, from
+    its summary.json. Empty without one."""
     if isinstance(policy, LiveRun) or policy.version is None or plan.temperature != 1.0:
         return {}
     summary = RunFolder(config.run_dir).path / "summary.json"
-    belongs = config.run_dir.resolve() in policy.path.resolve().parents
-    if not belongs or not summary.is_file():
+    is_of_this_run = config.run_dir.resolve() in policy.path.resolve().parents
+    if not is_of_this_run or not summary.is_file():
         return {}
+
+    wanted = (policy.version, prompts, plan.samples)
     for entry in json.loads(summary.read_text()).get("evaluations") or []:
-        same = (entry.get("version"), entry.get("prompts"), entry.get("samples"))
-        if same == (policy.version, prompts, plan.samples):
+        if (entry.get("version"), entry.get("prompts"), entry.get("samples")) == wanted:
             return dict(entry)
     return {}
 
 
-def facts(report: EvalReport) -> dict[str, Any]:
-    """The report as the object that `--json` writes."""
-    grades, policy = report.grades, report.policy
+def report_as_json(report: EvalReport) -> dict[str, Any]:
+    """Return the report as the object written by `--json`."""
+    grades = report.grades
+    policy = report.policy
     if isinstance(policy, LiveRun):
         versions = {str(version): tokens for version, tokens in report.versions.items()}
         source: dict[str, Any] = {"live": list(policy.servers), "tokens_by_version": versions}
@@ -227,9 +246,10 @@ def facts(report: EvalReport) -> dict[str, Any]:
     }
 
 
-def rows(report: EvalReport) -> Iterator[dict[str, Any]]:
-    """One object for each completion, as `--save` writes them."""
-    right_at, first = report.config.eval.right_at, report.config.rewards.functions[0].name
+def completion_rows(report: EvalReport) -> Iterator[dict[str, Any]]:
+    """Yield one object per completion, as written by `--save`."""
+    right_at = report.config.eval.right_at
+    graded_by = report.config.rewards.functions[0].name
     for result in report.grades.prompts:
         for how, answers in (("sampled", result.sampled), ("greedy", result.greedy)):
             for index, answer in enumerate(answers):
@@ -243,11 +263,11 @@ def rows(report: EvalReport) -> Iterator[dict[str, Any]]:
                     "answer": result.task.answer,
                     "completion": answer.sample.text,
                     "extracted": answer.grade.answer,
-                    "unextracted": _why(answer.extraction),
+                    "unextracted": _failure_text(answer.extraction),
                     "score": score,
                     "right": None if score is None else score >= right_at,
                     "scores": answer.result.scores,
-                    "unjudged": _why(answer.result.failures.get(first)),
+                    "unjudged": _failure_text(answer.result.failures.get(graded_by)),
                     "failed": answer.failure,
                     "finish_reason": answer.sample.finish_reason,
                     "tokens": answer.sample.length,
@@ -255,5 +275,5 @@ def rows(report: EvalReport) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _why(failure: RewardFailure | None) -> str:
+def _failure_text(failure: RewardFailure | None) -> str:
     return "" if failure is None else f"{failure.kind}: {failure.reason}"

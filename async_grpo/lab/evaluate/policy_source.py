@@ -1,13 +1,13 @@
-"""The policy that `async-grpo eval` and `chat` ask: a checkpoint of a run, any other checkpoint, or the live run.
+"""The policy of `async-grpo eval` and `chat`: a checkpoint of a run, any other checkpoint, or a live run.
 
     CONFIG (+ overrides) or run folder --> chosen run
     chosen run, --checkpoint PATH      --> Checkpoint --engine--+
                                                                 +--open_policy--> Sampler, tokenizer
     chosen run, --live                 --> LiveRun ----HTTP-----+
 
-`open_context` adds what an evaluation needs beside a sampler: prompts, workflow and reward pool of the configuration.
-None of this changes a run. Another process exports a resumable (Megatron) checkpoint into a temporary folder, because
-Megatron-core needs a process of its own. Everything is closed in reverse order, even if a later part fails to open.
+`open_eval_context` adds the prompts, the workflow and the reward pool of the configuration. The run is never changed. A
+resumable (Megatron) checkpoint is exported into a temporary folder by a child process: Megatron-core keeps global state
+and cannot be unloaded. Everything is closed in reverse order, even if a later part fails to open.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollout_server.workflows import make_workflow
 
 _SHOWN_LINES = 3
 EXPORT_TIMEOUT_S = 3600.0
-"""Longest time for an export; enough for the largest checkpoint on a slow disk."""
+"""Enough for the largest checkpoint on a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Checkpoint:
 
     path: Path
     version: int | None
-    """Policy version; None if the folder does not say."""
+    """Policy version; None if unknown."""
     resumable: bool = False
-    """Whether it is a Megatron checkpoint, which is exported first."""
+    """True for a Megatron checkpoint, which has to be exported first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,16 @@ class LiveRun:
 
     config: RunConfig
     servers: dict[str, int]
-    """Address of every rollout server that answers over HTTP -> its policy version."""
+    """HTTP address of each rollout server that has one -> its policy version."""
 
 
-def chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> tuple[RunConfig, RunFolder]:
-    """The configuration of the run and its folder, which may be absent.
+def load_chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> tuple[RunConfig, RunFolder]:
+    """Return the configuration of the run and its folder, which may not exist.
 
     Raises ConfigError if no run or two runs are named, or if `run_dir` is not the folder of a run.
     """
-    if (folder := named_folder(path, overrides, run_dir)) is not None:
+    folder = named_folder(path, overrides, run_dir)
+    if folder is not None:
         if not folder.config_file.is_file():
             raise ConfigError(f"{folder.path} is not the folder of a run (it has no {folder.config_file.name})")
         return folder.read_config().model_copy(update={"name": folder.path.absolute().name}), folder
@@ -79,40 +80,44 @@ def chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None
 
 
 def differences(config: RunConfig, folder: RunFolder) -> list[str]:
-    """Keys whose values differ from those that the run was started with; [] if there is no such run."""
+    """Return the keys whose values differ from those the run was started with; empty if the run has no folder."""
     if not folder.config_file.is_file():
         return []
-    made_with = folder.read_config().model_dump(mode="json")
-    return [key for key in changed_keys(made_with, config.model_dump(mode="json")) if key != "steps"]
+    started_with = folder.read_config().model_dump(mode="json")
+    return [key for key in changed_keys(started_with, config.model_dump(mode="json")) if key != "steps"]
 
 
-def find_checkpoint(folder: RunFolder, given: Path | None) -> Checkpoint:
-    """The checkpoint `given`, or the run's final one. Raises ConfigError that lists the checkpoints of the run."""
-    if given is None:
+def find_policy_checkpoint(folder: RunFolder, path: Path | None) -> Checkpoint:
+    """Return the checkpoint at `path`, or the run's final one. Raises ConfigError, with a list of the run's
+    checkpoints, if there is none."""
+    if path is None:
         final = folder.path / "checkpoints" / "hf"
         if not final.is_dir():
             raise ConfigError(
-                f"there is no checkpoint {final}: it is written when the run ends. {_what_there_is(folder)}"
+                f"there is no checkpoint {final}: it is written when the run ends. {_checkpoints_hint(folder)}"
             )
         return Checkpoint(check_model(final), folder.read_state().finished_steps or None)
-    if not given.is_dir():
-        raise ConfigError(f"--checkpoint: there is no folder {given}. {_what_there_is(folder)}")
-    given = given.resolve()  # its name and the run around it tell the version
-    if (given / "config.json").is_file() and any(given.glob("*.safetensors")):
-        return Checkpoint(check_model(given), _version_of(given))
-    if given.name.isdecimal() and RunFolder(given.parent.parent).config_file.is_file():
-        return Checkpoint(given, int(given.name), resumable=True)
+    if not path.is_dir():
+        raise ConfigError(f"--checkpoint: there is no folder {path}. {_checkpoints_hint(folder)}")
+
+    # Resolve first: the version comes from the folder's real name and the run around it, and the path may be relative
+    # or a link.
+    path = path.resolve()
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        return Checkpoint(check_model(path), _version_of_export(path))
+    if path.name.isdecimal() and RunFolder(path.parent.parent).config_file.is_file():
+        return Checkpoint(path, int(path.name), resumable=True)
     raise ConfigError(
-        f"--checkpoint: {given} is neither a Hugging Face folder (config.json, *.safetensors, tokenizer) nor a "
+        f"--checkpoint: {path} is neither a Hugging Face folder (config.json, *.safetensors, tokenizer) nor a "
         "resumable checkpoint of a run. Make a Hugging Face folder: `async-grpo export runs/NAME OUT` for a run, "
-        f"`async-grpo convert {given} OUT` for a checkpoint that convert wrote"
+        f"`async-grpo convert {path} OUT` for a checkpoint written by convert"
     )
 
 
 @asynccontextmanager
 async def open_checkpoint(checkpoint: Checkpoint, say: Callable[[str], None]) -> AsyncIterator[Path]:
-    """The checkpoint as a Hugging Face folder, for the length of the block. Raises RoleFailed if the export fails,
-    WaitTimeout if it takes too long."""
+    """Provide the checkpoint as a Hugging Face folder until the block ends. Raises RoleFailed if the export fails,
+    WaitTimeout if it takes longer than EXPORT_TIMEOUT_S."""
     if not checkpoint.resumable:
         yield checkpoint.path
         return
@@ -123,9 +128,9 @@ async def open_checkpoint(checkpoint: Checkpoint, say: Callable[[str], None]) ->
         yield target
 
 
-async def find_live(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> LiveRun:
-    """The rollout servers of a run in progress. Raises ConfigError if none of them answers over HTTP, ServerLost if the
-    server of the buffer cannot be reached."""
+async def find_live_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> LiveRun:
+    """Find the rollout servers of a run in progress. Raises ConfigError if none of them serves HTTP, ServerLost if the
+    buffer's server cannot be reached."""
     config = find_run(path, overrides, run_dir)
     board = await connect_board(config.redis, config.name)
     try:
@@ -134,14 +139,14 @@ async def find_live(path: Path | None, overrides: Sequence[str], run_dir: Path |
         await board.aclose()
     if not beats:
         raise ConfigError(
-            f"no rollout server of the run {config.name} has reported: it has ended, or they are still starting. "
-            "Wait for them, or name a checkpoint (--checkpoint)"
+            f"no rollout server of the run {config.name} has reported: the run has ended, or its servers are still "
+            "starting. Wait for them, or use a checkpoint (--checkpoint)"
         )
     servers = {beat.http: beat.version for beat in beats if beat.http}
     if not servers:
         raise ConfigError(
-            f"the rollout servers of {config.name} ({', '.join(beat.name for beat in beats)}) do not answer over HTTP: "
-            "rollout.http.port is off. Start the run with -o rollout.http.port=0, or name a checkpoint (--checkpoint)"
+            f"the rollout servers of {config.name} ({', '.join(beat.name for beat in beats)}) do not serve HTTP: "
+            "rollout.http.port is off. Start the run with -o rollout.http.port=0, or use a checkpoint (--checkpoint)"
         )
     return LiveRun(config, servers)
 
@@ -150,7 +155,8 @@ async def find_live(path: Path | None, overrides: Sequence[str], run_dir: Path |
 async def open_policy(
     config: RunConfig, policy: Checkpoint | LiveRun, name: str, patience_s: float, say: Callable[[str], None]
 ) -> AsyncIterator[tuple[Sampler, Path]]:
-    """A sampler of the policy, and a folder with its tokenizer. `patience_s` limits one completion of a live run.
+    """Provide a sampler of the policy, and a folder with its tokenizer. `patience_s` limits each completion of a live
+    run.
 
     Raises ConfigError, EngineError, DependencyError, RoleFailed, WaitTimeout.
     """
@@ -168,8 +174,9 @@ async def open_policy(
             await sampler.aclose()
         return
 
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # warnings are for people who tune a server
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of vLLM's processes
+    # vLLM's warnings are about tuning a server, and would drown the output of this command.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     async with open_checkpoint(policy, say) as folder:
         say(f"loading {folder} into vLLM")
         engine = make_engine(config, folder, name=name)
@@ -192,8 +199,8 @@ async def _export(checkpoint: Checkpoint, target: Path) -> None:
         async with asyncio.timeout(EXPORT_TIMEOUT_S):
             printed, _ = await process.communicate()
     except TimeoutError:
-        fix = f"Export it yourself, `async-grpo export {run_dir} OUT`, and name OUT with --checkpoint"
-        raise WaitTimeout(f"{checkpoint.path} to be exported", EXPORT_TIMEOUT_S, fix) from None
+        fix = f"Export it yourself with `async-grpo export {run_dir} OUT`, and pass --checkpoint OUT"
+        raise WaitTimeout(f"the export of {checkpoint.path}", EXPORT_TIMEOUT_S, fix) from None
     finally:
         if process.returncode is None:
             process.kill()
@@ -203,7 +210,7 @@ async def _export(checkpoint: Checkpoint, target: Path) -> None:
         raise RoleFailed(f"exporting {checkpoint.path} ended with exit code {process.returncode}: {tail}")
 
 
-def _version_of(folder: Path) -> int | None:
+def _version_of_export(folder: Path) -> int | None:
     number = folder.name.removeprefix("hf-")
     if number != folder.name and number.isdecimal():
         return int(number)
@@ -212,25 +219,27 @@ def _version_of(folder: Path) -> int | None:
     return None
 
 
-def _what_there_is(folder: RunFolder) -> str:
-    """The checkpoints of a run, for the error that says none was found."""
+def _checkpoints_hint(folder: RunFolder) -> str:
+    """The run's checkpoints and how to choose one, for errors about a missing checkpoint."""
     checkpoints = folder.path / "checkpoints"
-    found = sorted(path for path in checkpoints.glob("*") if path.name.isdecimal() or path.name.startswith("hf"))
-    if not found:
+    names = sorted(path.name for path in checkpoints.glob("*") if path.name.isdecimal() or path.name.startswith("hf"))
+    if not names:
         return (
-            f"{folder.path} has no checkpoint at all. Is the name right (overrides, -o, are part of it)? While the run "
-            "is in progress, ask its servers: --live"
+            f"{folder.path} has no checkpoint. Overrides (-o) are part of a run's name. While it is in "
+            "progress, use its servers: --live"
         )
-    names = ", ".join(path.name for path in found)
-    return f"There are {names}: give one with --checkpoint {checkpoints}/{found[-1].name}, or ask the live run: --live"
+    return (
+        f"There are {', '.join(names)}: choose one with --checkpoint {checkpoints}/{names[-1]}, or use the live run: "
+        "--live"
+    )
 
 
 @asynccontextmanager
-async def open_context(
+async def open_eval_context(
     config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, name: str, *, kept: int
 ) -> AsyncIterator[EvalContext]:
-    """A sampler with the held-out prompts, workflow and rewards of the configuration; the run kept the first `kept`
-    prompts from training. Raises ConfigError or DataError if a part cannot be made."""
+    """Combine a sampler with the held-out prompts, workflow and rewards of the configuration. The first `kept` prompts
+    were not trained on. Raises ConfigError or DataError."""
     source = make_source(config, tokenizer, kept=kept)
     async with RewardPool(config.rewards) as pool:
         yield EvalContext(config, name, sampler, pool, make_workflow(config.rollout, tokenizer), source)

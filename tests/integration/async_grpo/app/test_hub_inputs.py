@@ -22,7 +22,7 @@ from async_grpo.config.model import RandomModelConfig
 from async_grpo.errors import ConfigError
 from async_grpo.lab.doctor import checks_of_run
 from async_grpo.lab.evaluate import evaluate as evaluating
-from async_grpo.lab.evaluate.policy_source import Checkpoint, chosen_run, differences
+from async_grpo.lab.evaluate.policy_source import Checkpoint, differences, load_chosen_run
 from async_grpo.lab.sweep.folder import SweepRecord
 from async_grpo.lab.sweep.sweep import SweepOptions, make_plan
 from async_grpo.models.tiny.random_qwen2 import make_random_model
@@ -197,7 +197,7 @@ async def test_an_evaluation_reads_the_data_and_finds_the_commits_of_the_run(
 ) -> None:
     folder = begun(resolve(config_file, []))
     move_on(hub)
-    config, found = chosen_run(config_file, [], None)
+    config, found = load_chosen_run(config_file, [], None)
     assert differences(config, found) == []
     read: list[RunConfig] = []
 
@@ -206,7 +206,7 @@ async def test_an_evaluation_reads_the_data_and_finds_the_commits_of_the_run(
         raise ConfigError("far enough")
 
     monkeypatch.setattr(evaluating, "open_policy", no_policy)
-    plan = evaluating.plan_of(config, prompts=None, samples=None, temperature=None)
+    plan = evaluating.make_eval_plan(config, prompts=None, samples=None, temperature=None)
     with pytest.raises(ConfigError, match="far enough"):
         await evaluating.evaluate(
             folder.read_config(), Checkpoint(folder.path, 1), plan, patience_s=1, say=print, on_answer=print

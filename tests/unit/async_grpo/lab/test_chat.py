@@ -56,9 +56,9 @@ async def test_only_a_chat_template_has_what_was_said_before() -> None:
     terminal, asked = await terminal_of("yes")
     for _ in range(2):
         await terminal.ask("same")
-    assert list(asked[0].prompt) == list(asked[1].prompt) and not terminal.session.remembers
+    assert list(asked[0].prompt) == list(asked[1].prompt) and not terminal.session.has_history
     terminal, asked = await terminal_of("yes", prompt=TemplatePrompt("chat", Letters(), ""))
-    assert terminal.session.remembers
+    assert terminal.session.has_history
     for question in ("one", "two"):
         await terminal.ask(question)
     assert bytes(asked[1].prompt) == b"<user>one<assistant>yes<user>two<assistant>"
@@ -163,7 +163,7 @@ async def test_the_reward_of_a_reply_is_shown_for_an_expected_answer(capsys: pyt
 
 def test_the_template_is_that_of_the_data_unless_one_is_named() -> None:
     config = config_of(data={"template": "{prompt} = ?"})
-    assert make_prompt(config, Letters()).prompt([], "1+1")[0] == "1+1 = ?"
-    assert make_prompt(config, Letters(), template="chat").prompt([], "1+1")[0] == "<user>1+1<assistant>"
+    assert make_prompt(config, Letters()).render([], "1+1")[0] == "1+1 = ?"
+    assert make_prompt(config, Letters(), template="chat").render([], "1+1")[0] == "<user>1+1<assistant>"
     with pytest.raises(ConfigError, match=r"--system .*--template chat"):
         make_prompt(config, Letters(), system="be brief")

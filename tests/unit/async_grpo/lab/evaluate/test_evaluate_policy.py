@@ -16,7 +16,15 @@ from async_grpo.app.cli.evaluate import _remarks
 from async_grpo.config import RunConfig
 from async_grpo.data.base import make_task
 from async_grpo.errors import ConfigError, WaitTimeout
-from async_grpo.lab.evaluate.evaluate import EvalReport, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
+from async_grpo.lab.evaluate.evaluate import (
+    EvalReport,
+    completion_rows,
+    evaluate,
+    find_stated_evaluation,
+    hold_out_prompts,
+    make_eval_plan,
+    report_as_json,
+)
 from async_grpo.lab.evaluate.policy_source import Checkpoint, LiveRun
 from async_grpo.rewards.base import RewardInput, RewardResult
 from rollout_server.context import EvalContext
@@ -31,19 +39,19 @@ PLAN = EvalPlan(4, 2)
 
 
 def test_the_plan_is_the_runs_unless_told_otherwise() -> None:
-    assert plan_of(CONFIG, prompts=None, samples=None, temperature=None) == EvalPlan(4, 2, 1.0, True)
-    assert plan_of(CONFIG, prompts=3, samples=8, temperature=0.5) == EvalPlan(3, 8, 0.5, True)
+    assert make_eval_plan(CONFIG, prompts=None, samples=None, temperature=None) == EvalPlan(4, 2, 1.0, True)
+    assert make_eval_plan(CONFIG, prompts=3, samples=8, temperature=0.5) == EvalPlan(3, 8, 0.5, True)
     with pytest.raises(ConfigError, match="--temperature 0 "):
-        plan_of(CONFIG, prompts=None, samples=None, temperature=0.0)
+        make_eval_plan(CONFIG, prompts=None, samples=None, temperature=0.0)
 
 
 def test_more_prompts_are_held_out_only_where_they_were_not_trained_on(tmp_path: Path) -> None:
-    assert with_prompts(CONFIG, 4) is CONFIG
-    assert with_prompts(CONFIG, 100).eval.prompts == 100
+    assert hold_out_prompts(CONFIG, 4) is CONFIG
+    assert hold_out_prompts(CONFIG, 100).eval.prompts == 100
     data = {"kind": "jsonl", "path": tmp_path / "train.jsonl"}
     with pytest.raises(ConfigError, match=r"--prompts 5 .*eval\.prompts.*data\.eval_path"):
-        with_prompts(config_of(data=data), 5)
-    assert with_prompts(config_of(data={**data, "eval_path": data["path"]}), 5).eval.prompts == 5
+        hold_out_prompts(config_of(data=data), 5)
+    assert hold_out_prompts(config_of(data={**data, "eval_path": data["path"]}), 5).eval.prompts == 5
 
 
 class Numbered(Yes):
@@ -61,17 +69,17 @@ async def report_of(
     pool: Any = FakePool()
     context = EvalContext(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
     grades = await EvalRunner(context).grade(plan)
-    stated = stated_by_the_run(config, policy, plan, len(grades.prompts))
+    stated = find_stated_evaluation(config, policy, plan, len(grades.prompts))
     return EvalReport(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated)
 
 
 async def test_the_facts_and_the_rows_say_everything() -> None:
     report = await report_of()
-    found = json.loads(json.dumps(facts(report)))
+    found = json.loads(json.dumps(report_as_json(report)))
     assert found["policy"] == {"checkpoint": "hf", "version": 4}
     assert found["figures"]["mean"]["value"] == found["figures"]["greedy"]["value"] == 0.5
     assert set(found["by_source"]) == {"a", "b"}
-    written = list(rows(report))
+    written = list(completion_rows(report))
     assert len(written) == 4 * 2 + 4
     assert {(row["how"], row["extracted"], row["right"]) for row in written} == {
         ("sampled", "yes", True),
@@ -83,10 +91,10 @@ async def test_the_facts_and_the_rows_say_everything() -> None:
 
 async def test_answers_that_could_not_be_looked_for_are_remarked_with_the_reason() -> None:
     report = await report_of(wrong=b"!")
-    assert facts(report)["figures"]["unextracted"] == 4
+    assert report_as_json(report)["figures"]["unextracted"] == 4
     (remark,) = [line for line in _remarks(report) if "`extract`" in line]
     assert "4 completions" in remark and "extraction 4" in remark and "ValueError: no" in remark
-    found = {(row["how"], row["completion"]): row["unextracted"] for row in rows(report)}
+    found = {(row["how"], row["completion"]): row["unextracted"] for row in completion_rows(report)}
     assert found["sampled", "!"] == "extraction: ValueError: no"
     assert found["sampled", "yes"] == found["greedy", "!"] == ""
 
@@ -98,14 +106,14 @@ async def test_prompts_that_are_trained_on_are_left_out_with_a_remark() -> None:
     without = replace(report, trained_on=3)
     (remark,) = [line for line in _remarks(without) if "prompts" in line]
     assert remark.startswith("3 ") and "trains on" in remark
-    assert facts(without)["prompts_trained_on"] == 3
+    assert report_as_json(without)["prompts_trained_on"] == 3
 
 
 async def test_a_live_evaluation_says_which_versions_wrote_the_answers() -> None:
     report = await report_of(policy=LiveRun(CONFIG, {"http://h:1": 4}))
     (remark,) = [line for line in _remarks(report) if "versions" in line]
     assert "3 (25%" in remark and "4 (75%" in remark
-    assert facts(report)["policy"] == {"live": ["http://h:1"], "tokens_by_version": {"3": 10, "4": 30}}
+    assert report_as_json(report)["policy"] == {"live": ["http://h:1"], "tokens_by_version": {"3": 10, "4": 30}}
 
 
 async def test_it_says_whether_the_run_states_the_same(tmp_path: Path) -> None:
@@ -144,8 +152,8 @@ class Evaluating:
         module = "async_grpo.lab.evaluate.evaluate"
         monkeypatch.setattr(f"{module}.open_policy", policy)
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda _: Letters())
-        monkeypatch.setattr(f"{module}.LOOK_EVERY_S", 0.01)
-        monkeypatch.setattr(f"{module}.open_context", context)
+        monkeypatch.setattr(f"{module}.POLL_INTERVAL_S", 0.01)
+        monkeypatch.setattr(f"{module}.open_eval_context", context)
 
     async def __call__(self, plan: EvalPlan = PLAN, patience_s: float = 5.0) -> EvalReport:
         nothing = lambda _: None  # noqa: E731
@@ -162,7 +170,7 @@ async def test_reward_functions_that_never_judge_are_given_up_by_name(monkeypatc
     pool = FakePool()
     pool.gate = asyncio.Event()
     evaluating = Evaluating(monkeypatch, await scripted(says("yes")), pool)
-    with pytest.raises(WaitTimeout, match=r"reward functions .*\(12 .* 0 .*rewards\.deadline_s"):
+    with pytest.raises(WaitTimeout, match=r"rewards of completions .*\(12 .* 0 .*rewards\.deadline_s"):
         await evaluating(patience_s=0.2)
 
 

@@ -16,10 +16,10 @@ from async_grpo.errors import ConfigError, WaitTimeout
 from async_grpo.lab.evaluate.policy_source import (
     Checkpoint,
     LiveRun,
-    chosen_run,
     differences,
-    find_checkpoint,
-    find_live,
+    find_live_run,
+    find_policy_checkpoint,
+    load_chosen_run,
     open_checkpoint,
 )
 from async_grpo.wire.board import ServerBeat
@@ -46,16 +46,16 @@ def hugging_face(folder: Path) -> Path:
 
 def test_the_final_checkpoint_of_the_run_is_the_default(folder: RunFolder) -> None:
     path = hugging_face(folder.path / "checkpoints" / "hf")
-    assert find_checkpoint(folder, None) == Checkpoint(path, None)
+    assert find_policy_checkpoint(folder, None) == Checkpoint(path, None)
     folder.write_state(RunState(finished_steps=4))
-    assert find_checkpoint(folder, None) == find_checkpoint(folder, path) == Checkpoint(path, 4)
+    assert find_policy_checkpoint(folder, None) == find_policy_checkpoint(folder, path) == Checkpoint(path, 4)
 
 
 def test_a_checkpoint_says_its_version_by_its_name(folder: RunFolder, tmp_path: Path) -> None:
     path = hugging_face(folder.path / "checkpoints" / "hf-00000025")
-    assert find_checkpoint(folder, path) == Checkpoint(path, 25)
+    assert find_policy_checkpoint(folder, path) == Checkpoint(path, 25)
     stranger = hugging_face(tmp_path / "stranger")
-    assert find_checkpoint(folder, stranger) == Checkpoint(stranger, None)
+    assert find_policy_checkpoint(folder, stranger) == Checkpoint(stranger, None)
 
 
 def test_a_checkpoint_is_known_from_inside_its_folder_too(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +63,11 @@ def test_a_checkpoint_is_known_from_inside_its_folder_too(folder: RunFolder, mon
     final = hugging_face(folder.path / "checkpoints" / "hf")
     resumable = Checkpoint(folder.path / "checkpoints" / "00000010", 10, resumable=True)
     monkeypatch.chdir(final.parent)
-    assert find_checkpoint(folder, Path("hf")) == Checkpoint(final, 4)
-    assert find_checkpoint(folder, Path("00000010")) == resumable
+    assert find_policy_checkpoint(folder, Path("hf")) == Checkpoint(final, 4)
+    assert find_policy_checkpoint(folder, Path("00000010")) == resumable
     monkeypatch.chdir(resumable.path)
     for spelled in (Path(), Path("../00000010")):
-        assert find_checkpoint(folder, spelled) == resumable
+        assert find_policy_checkpoint(folder, spelled) == resumable
 
 
 async def test_an_export_that_never_ends_is_given_up_with_what_to_do(
@@ -82,17 +82,17 @@ async def test_an_export_that_never_ends_is_given_up_with_what_to_do(
 
 def test_without_a_final_checkpoint_it_says_what_there_is(folder: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoints/hf: .*--checkpoint .*00000010"):
-        find_checkpoint(folder, None)
+        find_policy_checkpoint(folder, None)
     (folder.path / "checkpoints" / "00000010").rmdir()
     with pytest.raises(ConfigError, match=r"checkpoints/hf: .*no checkpoint at all.*--live"):
-        find_checkpoint(folder, None)
+        find_policy_checkpoint(folder, None)
     with pytest.raises(ConfigError, match=rf"{tmp_path} .*async-grpo export.*async-grpo convert"):
-        find_checkpoint(folder, tmp_path)
+        find_policy_checkpoint(folder, tmp_path)
 
 
 def test_a_run_folder_that_was_moved_is_found_where_it_is(folder: RunFolder, tmp_path: Path) -> None:
     moved = folder.path.rename(tmp_path / "renamed")
-    config, found = chosen_run(None, [], moved)
+    config, found = load_chosen_run(None, [], moved)
     assert (config.run_dir, found.path) == (moved, moved)
 
 
@@ -118,12 +118,12 @@ def test_a_live_run_is_its_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("async_grpo.lab.evaluate.policy_source.find_run", lambda *_: config)
     monkeypatch.setattr("async_grpo.lab.evaluate.policy_source.connect_board", connect)
     with pytest.raises(ConfigError, match="no rollout server of the run test"):
-        asyncio.run(find_live(None, [], tmp_path))
+        asyncio.run(find_live_run(None, [], tmp_path))
     beats.append(ServerBeat(name="rollout-0", pid=1, version=3))
     with pytest.raises(ConfigError, match=r"rollout-0.*rollout\.http\.port"):
-        asyncio.run(find_live(None, [], tmp_path))
+        asyncio.run(find_live_run(None, [], tmp_path))
     beats.append(ServerBeat(name="rollout-1", pid=1, version=4, http="http://127.0.0.1:1"))
-    assert asyncio.run(find_live(None, [], tmp_path)) == LiveRun(config, {"http://127.0.0.1:1": 4})
+    assert asyncio.run(find_live_run(None, [], tmp_path)) == LiveRun(config, {"http://127.0.0.1:1": 4})
 
 
 def type_in(*words: object) -> Result:
