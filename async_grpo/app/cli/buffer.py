@@ -155,23 +155,23 @@ def _run_attached(
 
 async def _show_overview(inspector: Inspector, as_json: bool, every_s: float | None) -> None:
     """Print the overview once, or refresh it every `every_s` seconds until Ctrl-C."""
-    from async_grpo.lab.inspector.export import plain_overview
-    from async_grpo.lab.inspector.views import overview_view
+    from async_grpo.lab.inspector.export import overview_as_json
+    from async_grpo.lab.inspector.views import render_overview
 
     overview = await inspector.overview()
     if every_s is None:
         if as_json:
-            return print(json.dumps(plain_overview(overview), indent=2))
-        return Console().print(overview_view(overview))
+            return print(json.dumps(overview_as_json(overview), indent=2))
+        return Console().print(render_overview(overview))
     if as_json:
         while True:
-            print(json.dumps(plain_overview(overview)), flush=True)
+            print(json.dumps(overview_as_json(overview)), flush=True)
             await asyncio.sleep(every_s)
             overview = await inspector.overview()
-    with Live(overview_view(overview), console=Console(), auto_refresh=False) as live:
+    with Live(render_overview(overview), console=Console(), auto_refresh=False) as live:
         while True:
             await asyncio.sleep(every_s)
-            live.update(overview_view(await inspector.overview()), refresh=True)
+            live.update(render_overview(await inspector.overview()), refresh=True)
 
 
 async def _resume_admission(inspector: Inspector) -> None:
@@ -194,12 +194,12 @@ async def _drain(inspector: Inspector, timeout_s: float, discard_ready: bool) ->
 
 
 async def _export(inspector: Inspector, file: Path, states: list[str] | None) -> None:
-    from async_grpo.lab.inspector.export import export as write
+    from async_grpo.lab.inspector.export import export_groups
 
     groups = await inspector.groups(_states(states))
     with progress_bar() as progress:
         bar = progress.add_task("groups", total=len(groups))
-        written = await write(inspector, groups, file, lambda: progress.advance(bar))
+        written = await export_groups(inspector, groups, file, lambda: progress.advance(bar))
     _print_exported(file, written, len(groups) - written)
 
 
@@ -223,19 +223,19 @@ async def _show_groups(inspector: Inspector, limit: int, as_json: bool) -> None:
     from dataclasses import asdict
 
     from async_grpo.lab.inspector.export import to_jsonable
-    from async_grpo.lab.inspector.views import groups_view
+    from async_grpo.lab.inspector.views import render_groups
 
     groups = await inspector.groups()
     if as_json:
         return print(json.dumps([to_jsonable(asdict(group)) for group in groups], indent=2))
     head_version = (await inspector.overview()).stats.version
-    Console().print(groups_view(groups, head_version, limit))
+    Console().print(render_groups(groups, head_version, limit))
 
 
 async def _show(inspector: Inspector, seq: int, characters: int, as_json: bool) -> None:
     """Every record of one group."""
     from async_grpo.lab.inspector.export import decode_untyped, to_jsonable
-    from async_grpo.lab.inspector.views import record_view
+    from async_grpo.lab.inspector.views import render_record
 
     records = await inspector.records(seq)
     if not records:
@@ -247,7 +247,7 @@ async def _show(inspector: Inspector, seq: int, characters: int, as_json: bool) 
     if as_json:
         return print(json.dumps(to_jsonable(unpacked), indent=2))
     for kind, record in unpacked.items():
-        Console().print(record_view(f"{kind} {seq}: {len(records[kind]):,} bytes", record, characters))
+        Console().print(render_record(f"{kind} {seq}: {len(records[kind]):,} bytes", record, characters))
 
 
 def _states(names: list[str] | None) -> Any:

@@ -1,5 +1,5 @@
-"""`async-grpo buffer`: what a person sees of a run's buffer.
+"""`async-grpo buffer`: inspection of a run's buffer.
 
-- `views`    overviews, lists of groups and records to print
-- `export`   the wait for a drained buffer, stored groups written to a file, records as JSON
+- `views`    overviews, lists of groups and records, rendered for the terminal
+- `export`   waiting for a drained buffer, stored groups as a file, records as JSON
 """

@@ -1,19 +1,19 @@
 """Exports of a run's buffer: stored groups as a file, records and overviews as JSON.
 
-Both formats hold one map for each group, in the order of their sequence:
+Both formats hold one map per group, in the order of their sequence numbers:
 
-    seq      position of its ticket
-    state    ready, taken or kept, at the first look
-    step     the newest step that it was taken for, or null
-    group    the record as it is stored: kind, format, seq, attempt, task, samples, server, ...
+    seq      sequence number of its ticket
+    state    ready, taken or kept, when the groups were listed
+    step     the newest step it was taken for, or null
+    group    the stored record: kind, format, seq, attempt, task, samples, server, ...
 
-`jsonl` is one JSON object per line, with arrays as lists of numbers. `msgpack` is a stream of maps in which `group` has
-the stored bytes unchanged, with arrays as raw bytes; `msgpack.Unpacker` reads it. Records are decoded by the `msgpack`
-package alone, so records of a newer format, with fields that this release does not know, can be read too.
+`jsonl` has one JSON object per line, with arrays as lists of numbers. `msgpack` is a stream of maps, for
+`msgpack.Unpacker`, in which `group` is the stored payload, byte for byte. Records are decoded by the `msgpack` package
+alone, so records of a newer format can be exported too, including fields that this release does not have.
 
-`wait_until_drained` looks twice a second until no group is INFLIGHT. A group leaves that state when its server inserts
-or discards it. If the server dies, the lease expires and the next server that asks takes the group over, even while
-admission is stopped. Groups stay INFLIGHT only if no server is left; then the wait times out.
+`wait_until_drained` polls until no group is INFLIGHT. A group leaves that state when its server inserts or discards it.
+If the server dies, the lease expires and another server takes the group over, even while admission is stopped. Groups
+stay INFLIGHT only if no server is left; then the wait times out.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from async_grpo.utils.files import atomic_file
 from async_grpo.wire.records import LOGPROB_DTYPE, MAX_RECORD_BYTES, TOKEN_DTYPE
 from buffer.inspector import GroupFacts, GroupState, Inspector, Overview
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 EXPORTABLE = (GroupState.READY, GroupState.TAKEN, GroupState.KEPT)
 _DTYPES: dict[str, np.dtype[Any]] = {"tokens": TOKEN_DTYPE, "logprobs": LOGPROB_DTYPE}
-"""End of a field's name -> type of its array."""
+"""Suffix of a field's name -> element type of its array."""
 
 
 async def wait_until_drained(inspector: Inspector, timeout_s: float, show: Callable[[Overview], None]) -> Overview:
-    """The first overview in which nothing is INFLIGHT; `show` gets every overview.
+    """Return the first overview without INFLIGHT groups, and call `show` with every overview on the way.
 
-    Raises WaitTimeout, which says what is left and why, after `timeout_s`.
+    Raises WaitTimeout, with the remaining groups and the reason, after `timeout_s`.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -55,53 +55,59 @@ async def wait_until_drained(inspector: Inspector, timeout_s: float, show: Calla
             return overview
         left_s = deadline - loop.time()
         if left_s <= 0:
-            raise _still_in_flight(overview, timeout_s)
-        await asyncio.sleep(min(LOOK_EVERY_S, left_s))
+            raise _drain_timeout(overview, timeout_s)
+        await asyncio.sleep(min(POLL_INTERVAL_S, left_s))
 
 
-def _still_in_flight(overview: Overview, timeout_s: float) -> WaitTimeout:
-    held, unheld = overview.held, overview.expired + overview.given_back
-    waited_for = f"the {overview.stats.inflight} groups in flight ({held} held by a server, {unheld} by no server)"
+def _drain_timeout(overview: Overview, timeout_s: float) -> WaitTimeout:
+    leased = overview.held
+    unleased = overview.expired + overview.given_back
+    awaited = f"the {overview.stats.inflight} groups in flight ({leased} leased to a server, {unleased} without one)"
     fix = "Admission stays stopped: wait again with a longer --timeout, or undo it with --resume"
-    if unheld:
-        fix = f"No server continues those {unheld}: start a rollout server. {fix}"
-    return WaitTimeout(waited_for, timeout_s, fix)
+    if unleased:
+        fix = f"No server continues {unleased} of them: start a rollout server. {fix}"
+    return WaitTimeout(awaited, timeout_s, fix)
 
 
 def to_jsonable(value: object) -> object:
-    """The value as JSON has it: arrays as lists of numbers, bytes as {"base64": ...}, and numbers that JSON does not
-    know by name: "NaN", "Infinity", "-Infinity"."""
+    """Convert a value to JSON types: arrays become lists, bytes become {"base64": ...}, and numbers outside JSON become
+    "NaN", "Infinity" or "-Infinity"."""
     if isinstance(value, np.ndarray):
-        return [_number(each) for each in value.tolist()]
+        return [_jsonable_number(element) for element in value.tolist()]
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     if isinstance(value, dict):
-        return {str(key): to_jsonable(each) for key, each in value.items()}
+        return {str(key): to_jsonable(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [to_jsonable(each) for each in value]
+        return [to_jsonable(element) for element in value]
     if isinstance(value, float):
-        return _number(value)
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+        return _jsonable_number(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
 
 
-def plain_overview(overview: Overview) -> object:
-    """An overview as JSON values, with the counters that follow from others."""
+def overview_as_json(overview: Overview) -> object:
+    """Convert an overview, including its derived counters, to JSON types."""
     stats = overview.stats
-    derived = {"active": stats.active, "released_total": stats.released_total, "balanced": stats.balanced}
     content = asdict(overview)
-    content["stats"] |= derived
+    content["stats"]["active"] = stats.active
+    content["stats"]["released_total"] = stats.released_total
+    content["stats"]["balanced"] = stats.balanced
     content["policy"]["age_bound"] = overview.policy.age_bound
     return to_jsonable(content)
 
 
-def _number(value: float) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+def _jsonable_number(value: float) -> object:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def decode_untyped(payload: bytes) -> object:
-    """The value in `payload`, its arrays as numpy views. Raises WireError for what is no MessagePack."""
+    """Decode a payload of any type; arrays become numpy views. Raises WireError if it is not MessagePack."""
     try:
         value = msgpack.unpackb(
             payload,
@@ -112,31 +118,35 @@ def decode_untyped(payload: bytes) -> object:
             max_bin_len=MAX_RECORD_BYTES,
         )
     except (ValueError, msgpack.exceptions.UnpackException) as error:
-        what = str(error) or type(error).__name__
-        raise WireError(f"{len(payload):,} bytes that are no MessagePack: {what}. Something else wrote them") from error
+        reason = str(error) or type(error).__name__
+        raise WireError(
+            f"{len(payload):,} bytes are not valid MessagePack: {reason}. Another program wrote them"
+        ) from error
     return _with_arrays(value, "")
 
 
 def _with_arrays(value: object, name: str) -> object:
     if isinstance(value, dict):
-        return {key: _with_arrays(each, str(key)) for key, each in value.items()}
+        return {key: _with_arrays(element, str(key)) for key, element in value.items()}
     if isinstance(value, list):
-        return [_with_arrays(each, name) for each in value]
+        return [_with_arrays(element, name) for element in value]
     if isinstance(value, bytes):
-        dtype = next((dtype for suffix, dtype in _DTYPES.items() if name.endswith(suffix)), None)
-        if dtype is not None and len(value) % dtype.itemsize == 0:
-            return np.frombuffer(value, dtype)
+        for suffix, dtype in _DTYPES.items():
+            if name.endswith(suffix) and len(value) % dtype.itemsize == 0:
+                return np.frombuffer(value, dtype)
     return value
 
 
-async def export(inspector: Inspector, groups: Sequence[GroupFacts], file: Path, advance: Callable[[], None]) -> int:
-    """Write `file`, whole or not at all; returns the number of groups written.
+async def export_groups(
+    inspector: Inspector, groups: Sequence[GroupFacts], file: Path, advance: Callable[[], None]
+) -> int:
+    """Write the groups to `file`, completely or not at all, and return the number written.
 
-    Groups that have ended since they were listed are left out. Only a few groups are in memory at a time. `advance` is
-    called after every group. Raises ConfigError if the file exists or its name ends in neither .jsonl nor .msgpack,
-    WireError for a payload that is not a record.
+    Skips groups that have ended since they were listed. Keeps only a few groups in memory, and calls `advance` after
+    each. Raises ConfigError if the file exists or its name ends in neither .jsonl nor .msgpack, WireError for a payload
+    that is not a record.
     """
-    pack = _packer(file)
+    pack = _packer_for(file)
     by_seq = {group.seq: group for group in groups}
     written = 0
     with atomic_file(file) as stream:
@@ -148,28 +158,32 @@ async def export(inspector: Inspector, groups: Sequence[GroupFacts], file: Path,
     return written
 
 
-def _packer(file: Path) -> Callable[[GroupFacts, bytes], bytes]:
-    """The function that makes an entry of `file`, by the end of its name."""
-    pack = {".jsonl": _line, ".msgpack": _packed}.get(file.suffix)
-    if pack is None:
+def _packer_for(file: Path) -> Callable[[GroupFacts, bytes], bytes]:
+    """Choose the format by the file's suffix."""
+    if file.suffix not in (".jsonl", ".msgpack"):
         raise ConfigError(f"{file} ends neither in .jsonl nor in .msgpack, so its format is unknown. Rename it")
     if file.exists():
         raise ConfigError(f"{file} exists already and is not overwritten. Choose another name or remove it")
-    return pack
+    return _pack_jsonl if file.suffix == ".jsonl" else _pack_msgpack
 
 
-def _facts(group: GroupFacts) -> dict[str, Any]:
+def _header_fields(group: GroupFacts) -> dict[str, Any]:
     return {"seq": group.seq, "state": group.state.value, "step": group.step}
 
 
-def _line(group: GroupFacts, payload: bytes) -> bytes:
-    content = {**_facts(group), "group": to_jsonable(decode_untyped(payload))}
+def _pack_jsonl(group: GroupFacts, payload: bytes) -> bytes:
+    content = {**_header_fields(group), "group": to_jsonable(decode_untyped(payload))}
     return json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
-def _packed(group: GroupFacts, payload: bytes) -> bytes:
-    """A map packed by hand, so that it contains the stored bytes unchanged."""
-    decode_untyped(payload)  # bytes that are not MessagePack would make the rest of the file unreadable
-    packer, facts = msgpack.Packer(), _facts(group)
-    parts = [packer.pack(part) for fact in facts.items() for part in fact]
-    return b"".join([packer.pack_map_header(len(facts) + 1), *parts, packer.pack("group"), payload])
+def _pack_msgpack(group: GroupFacts, payload: bytes) -> bytes:
+    # An invalid payload in the middle of the stream would make the rest of the file unreadable.
+    decode_untyped(payload)
+
+    # Packed field by field, because `group` has to be the stored bytes and not a re-encoded copy.
+    packer = msgpack.Packer()
+    fields = _header_fields(group)
+    parts = [packer.pack_map_header(len(fields) + 1)]
+    for name, value in fields.items():
+        parts += [packer.pack(name), packer.pack(value)]
+    return b"".join([*parts, packer.pack("group"), payload])

@@ -1,12 +1,13 @@
-"""Overviews, lists of groups and records to print. Pure.
+"""Overviews, lists of groups and records, rendered for the terminal. Pure functions.
 
-All text from outside (prompts, completions, names) passes through `escape_controls` and is a `Text`, never
-markup: a model can neither colour the terminal nor move its cursor.
+All text from outside (prompts, completions, names) passes through `escape_controls` and is printed as `Text`, never as
+markup, so a model can neither colour the terminal nor move its cursor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import numpy as np
 from rich.console import RenderableType
@@ -20,13 +21,14 @@ from buffer.inspector import GroupFacts, GroupState, Overview
 
 BAR_CELLS = 32
 PREVIEW = 8
-"""Elements of an array that are shown at its beginning; half as many at its end."""
+"""Number of elements shown from the start of an array; half as many from its end."""
 _KEY = "cyan"
 
 
-def overview_view(overview: Overview) -> Table:
-    """Counters, window, ages, leases and memory."""
-    stats, policy = overview.stats, overview.policy
+def render_overview(overview: Overview) -> Table:
+    """Render counters, window, ages, leases and memory."""
+    stats = overview.stats
+    policy = overview.policy
     table = Table.grid(padding=(0, 2))
     table.add_column(style=_KEY, no_wrap=True)
     table.add_column()
@@ -43,55 +45,60 @@ def overview_view(overview: Overview) -> Table:
     table.add_row("admission", _admission(overview))
     table.add_row("server", _memory(overview))
     if not stats.balanced:
-        table.add_row("", Text("counters and sets differ: look again, or report a defect", style="bold red"))
+        table.add_row("", Text("counters and sets disagree: repeat the command, or report a bug", style="bold red"))
     return table
 
 
-def groups_view(groups: Sequence[GroupFacts], head_version: int, limit: int) -> Table:
-    """One group a row, by state and sequence, at most `limit` of each state."""
+def render_groups(groups: Sequence[GroupFacts], head_version: int, limit: int) -> Table:
+    """Render one row per group, sorted by state and sequence number, with at most `limit` groups per state."""
     table = Table(title=f"{len(groups)} groups, head version {head_version}", title_justify="left")
     for column in ("seq", "attempt", "strikes", "uses", "oldest", "newest", "age", "step", "longest", "size"):
         table.add_column(column, justify="right")
     table.add_column("lease")
     table.columns[0].header = "state / seq"
     for state in GroupState:
-        of_state = [group for group in groups if group.state is state]
-        for group in of_state[:limit]:
-            table.add_row(*_cells(group, head_version))
-        if len(of_state) > limit:
-            table.add_row(f"{state} ...", *[""] * 9, f"{len(of_state) - limit} more: raise --limit", style="dim")
+        groups_in_state = [group for group in groups if group.state is state]
+        for group in groups_in_state[:limit]:
+            table.add_row(*_group_cells(group, head_version))
+        hidden = len(groups_in_state) - limit
+        if hidden > 0:
+            table.add_row(f"{state} ...", *[""] * 9, f"{hidden} more: raise --limit", style="dim")
     return table
 
 
-def record_view(title: str, record: object, characters: int) -> Tree:
-    """A record as a tree; text is cut after `characters` characters, arrays show their ends."""
+def render_record(title: str, record: object, max_characters: int) -> Tree:
+    """Render a record as a tree. Text is cut after `max_characters`; of long arrays both ends are shown."""
     tree = Tree(Text(escape_controls(title), style="bold"))
-    _grow(tree, record, characters)
+    _add_branches(tree, record, max_characters)
     return tree
 
 
-def human_bytes(count: float) -> str:
-    """A number of bytes with its unit: 1536 is "1.5 KiB"."""
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with its unit: 1536 is "1.5 KiB"."""
     power = min(3, max(0, int(count).bit_length() - 1) // 10)
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}" if power else f"{count:.0f} B"
+    if power == 0:
+        return f"{count:.0f} B"
+    unit = ("KiB", "MiB", "GiB")[power - 1]
+    return f"{count / 1024**power:.1f} {unit}"
 
 
 def _window(overview: Overview) -> RenderableType:
-    stats, capacity = overview.stats, overview.policy.window.capacity
+    stats = overview.stats
+    capacity = overview.policy.window.capacity
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(max(1, capacity), min(stats.active, capacity), width=BAR_CELLS, finished_style="yellow")
-    bound = "" if stats.staleness == stats.max_staleness else f" (effective; at most {stats.max_staleness})"
-    formula = f"(S + 1) * P, S = {stats.staleness}{bound}, P = {stats.groups_per_step}"
+    effective = "" if stats.staleness == stats.max_staleness else f" (effective; at most {stats.max_staleness})"
+    formula = f"(S + 1) * P, S = {stats.staleness}{effective}, P = {stats.groups_per_step}"
     row.add_row(bar, f"{stats.active} of {capacity} = {formula}")
     return row
 
 
 def _leases(overview: Overview) -> str:
-    text = f"{overview.held} held, {overview.expired} expired, {overview.given_back} given back"
+    counts = f"{overview.held} held, {overview.expired} expired, {overview.given_back} given back"
     oldest = overview.oldest_lease
     if oldest is None or oldest.lease_s is None:
-        return text
-    return f"{text}; the oldest: group {oldest.seq}, attempt {oldest.attempt}, {_lease(oldest)}"
+        return counts
+    return f"{counts}; the oldest: group {oldest.seq}, attempt {oldest.attempt}, {_lease_state(oldest)}"
 
 
 def _policy(overview: Overview) -> str:
@@ -105,22 +112,24 @@ def _admission(overview: Overview) -> Text:
     if stats.ended:
         return Text("the run has ended")
     if overview.drained:
-        return Text("stopped by `buffer drain`; `buffer drain --resume` goes on", style="bold yellow")
+        return Text("stopped by `buffer drain`; undo it with `buffer drain --resume`", style="bold yellow")
     return Text(f"open; horizon {stats.horizon:,} uses")
 
 
 def _memory(overview: Overview) -> str:
     memory = overview.memory
-    limit = f" of {human_bytes(memory.limit_bytes)}" if memory.limit_bytes else ", no limit"
-    return f"{human_bytes(memory.used_bytes)}{limit}, {memory.keys:,} keys"
+    limit = f" of {format_bytes(memory.limit_bytes)}" if memory.limit_bytes else ", no limit"
+    return f"{format_bytes(memory.used_bytes)}{limit}, {memory.keys:,} keys"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
 
 
-def _cells(group: GroupFacts, head_version: int) -> list[str]:
-    known_age = group.oldest_version is not None and group.state is not GroupState.KEPT
+def _group_cells(group: GroupFacts, head_version: int) -> list[str]:
+    age = "-"
+    if group.oldest_version is not None and group.state is not GroupState.KEPT:
+        age = str(max(0, head_version - group.oldest_version))
     return [
         f"{group.state} {group.seq}",
         str(group.attempt),
@@ -128,47 +137,61 @@ def _cells(group: GroupFacts, head_version: int) -> list[str]:
         str(group.uses or ""),
         figure(group.oldest_version, ""),
         figure(group.newest_version, ""),
-        str(max(0, head_version - (group.oldest_version or 0))) if known_age else "-",
+        age,
         figure(group.step, ""),
         figure(group.longest, ""),
-        human_bytes(group.size_bytes) if group.size_bytes else "-",
-        _lease(group) if group.state is GroupState.INFLIGHT else "",
+        format_bytes(group.size_bytes) if group.size_bytes else "-",
+        _lease_state(group) if group.state is GroupState.INFLIGHT else "",
     ]
 
 
-def _lease(group: GroupFacts) -> str:
+def _lease_state(group: GroupFacts) -> str:
     if group.lease_s is None:
         return "given back"
-    return f"expires in {group.lease_s:.1f} s" if group.lease_s > 0 else f"expired {-group.lease_s:.1f} s ago"
+    if group.lease_s > 0:
+        return f"expires in {group.lease_s:.1f} s"
+    return f"expired {-group.lease_s:.1f} s ago"
 
 
-def _grow(tree: Tree, value: object, characters: int) -> None:
-    """Add a branch for each field or element that has records in it, and a leaf for anything else."""
+def _add_branches(tree: Tree, value: object, max_characters: int) -> None:
+    """Add a branch per field or element that contains records, and a leaf for anything else."""
     if isinstance(value, list):
-        value = {f"[{number}]": each for number, each in enumerate(value)}
+        value = {f"[{index}]": element for index, element in enumerate(value)}
     if not isinstance(value, dict):
-        tree.add(_leaf(value, characters))
+        tree.add(_leaf(value, max_characters))
         return
-    for name, each in value.items():
+
+    for name, element in value.items():
         label = Text(escape_controls(str(name)), style=_KEY)
-        if isinstance(each, dict) or (isinstance(each, list) and any(isinstance(item, dict) for item in each)):
-            _grow(tree.add(label.append(f"  {len(each)}", style="dim")), each, characters)
+        if _contains_records(element):
+            branch = tree.add(label.append(f"  {len(element)}", style="dim"))
+            _add_branches(branch, element, max_characters)
         else:
-            tree.add(label.append("  ").append(_leaf(each, characters)))
+            tree.add(label.append("  ").append(_leaf(element, max_characters)))
 
 
-def _leaf(value: object, characters: int) -> Text:
+def _contains_records(value: object) -> TypeGuard[dict[object, object] | list[object]]:
+    if isinstance(value, list):
+        return any(isinstance(element, dict) for element in value)
+    return isinstance(value, dict)
+
+
+def _leaf(value: object, max_characters: int) -> Text:
     if isinstance(value, np.ndarray):
-        return Text(f"{value.dtype.name}[{len(value):,}] ", style="dim").append(_preview(value), style="default")
+        header = Text(f"{value.dtype.name}[{len(value):,}] ", style="dim")
+        return header.append(_array_preview(value), style="default")
     if isinstance(value, bytes):
-        shown = value[:PREVIEW].hex(" ") + (" ..." if len(value) > PREVIEW else "")
-        return Text(f"{len(value):,} bytes ", style="dim").append(shown, style="default")
-    return Text(escape_controls(str(value), characters), style="green" if isinstance(value, str) else "default")
+        preview = value[:PREVIEW].hex(" ")
+        if len(value) > PREVIEW:
+            preview += " ..."
+        return Text(f"{len(value):,} bytes ", style="dim").append(preview, style="default")
+    return Text(escape_controls(str(value), max_characters), style="green" if isinstance(value, str) else "default")
 
 
-def _preview(array: np.ndarray) -> str:
-    """The elements of an array; of a long one, those at its ends."""
-    shown = [f"{each:.4g}" if array.dtype.kind == "f" else str(each) for each in array.tolist()]
-    if len(shown) <= 2 * PREVIEW:
-        return ", ".join(shown)
-    return f"{', '.join(shown[:PREVIEW])}, ... {', '.join(shown[-PREVIEW // 2 :])}"
+def _array_preview(array: np.ndarray) -> str:
+    """All elements of a short array, or both ends of a long one."""
+    template = "{:.4g}" if array.dtype.kind == "f" else "{}"
+    elements = [template.format(element) for element in array.tolist()]
+    if len(elements) <= 2 * PREVIEW:
+        return ", ".join(elements)
+    return f"{', '.join(elements[:PREVIEW])}, ... {', '.join(elements[-PREVIEW // 2 :])}"

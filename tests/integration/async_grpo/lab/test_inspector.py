@@ -15,7 +15,7 @@ import pytest
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault, ConfigError, ServerLost, WaitTimeout, WireError
-from async_grpo.lab.inspector.export import EXPORTABLE, decode_untyped, export, wait_until_drained
+from async_grpo.lab.inspector.export import EXPORTABLE, decode_untyped, export_groups, wait_until_drained
 from async_grpo.staleness import RateLimit, ReplayPolicy
 from async_grpo.wire import ReleaseReason, encode, logprobs_to_bytes, tokens_to_bytes
 from buffer import RedisBuffer, connect, make_client
@@ -153,7 +153,7 @@ async def test_looking_changes_nothing(
     before = await everything_stored(redis_config, run)
     await inspector.overview()
     await inspector.records(4)
-    await export(inspector, await inspector.groups(EXPORTABLE), tmp_path / "all.jsonl", lambda: None)
+    await export_groups(inspector, await inspector.groups(EXPORTABLE), tmp_path / "all.jsonl", lambda: None)
     assert await everything_stored(redis_config, run) == before
 
 
@@ -307,7 +307,7 @@ async def exported(
 ) -> list[dict[str, Any]]:
     advanced: list[None] = []
     groups = await inspector.groups(states)
-    assert await export(inspector, groups, file, lambda: advanced.append(None)) == len(groups) == len(advanced)
+    assert await export_groups(inspector, groups, file, lambda: advanced.append(None)) == len(groups) == len(advanced)
     if file.suffix == ".jsonl":
         return [json.loads(line) for line in file.read_text().splitlines()]
     with file.open("rb") as stream:
@@ -338,7 +338,7 @@ async def test_groups_that_end_before_their_turn_are_counted(
     await buffer.release(await take(buffer, 1))
     await publish(buffer, 2)
     await buffer.commit_checkpoint(epoch=1, version=1)
-    assert len(groups) == 5 and await export(inspector, groups, tmp_path / "groups.jsonl", lambda: None) == 3
+    assert len(groups) == 5 and await export_groups(inspector, groups, tmp_path / "groups.jsonl", lambda: None) == 3
 
 
 async def test_an_export_overwrites_nothing_and_leaves_no_half_file(
@@ -348,14 +348,14 @@ async def test_an_export_overwrites_nothing_and_leaves_no_half_file(
     groups = await inspector.groups(EXPORTABLE)
     (tmp_path / "mine.jsonl").write_text("precious")
     with pytest.raises(ConfigError, match=r"mine\.jsonl .*overwritten"):
-        await export(inspector, groups, tmp_path / "mine.jsonl", lambda: None)
+        await export_groups(inspector, groups, tmp_path / "mine.jsonl", lambda: None)
     client: Any = make_client(redis_config, run)
     await client.set(RunKeys(run).group(1, 1), b"\xc1 garbage")
     await client.aclose()
     for name in ("broken.jsonl", "broken.msgpack"):
-        with pytest.raises(WireError, match="no MessagePack"):
-            await export(inspector, groups, tmp_path / name, lambda: None)
+        with pytest.raises(WireError, match="not valid MessagePack"):
+            await export_groups(inspector, groups, tmp_path / name, lambda: None)
     with pytest.raises(ConfigError, match=r"groups\.csv .*\.jsonl"):
-        await export(inspector, groups, tmp_path / "groups.csv", lambda: None)
+        await export_groups(inspector, groups, tmp_path / "groups.csv", lambda: None)
     assert [file.name for file in tmp_path.iterdir()] == ["mine.jsonl"]
     assert (tmp_path / "mine.jsonl").read_text() == "precious"

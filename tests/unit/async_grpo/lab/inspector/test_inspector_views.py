@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 
 from async_grpo.errors import WireError
 from async_grpo.lab.inspector.export import decode_untyped, to_jsonable
-from async_grpo.lab.inspector.views import groups_view, human_bytes, record_view
+from async_grpo.lab.inspector.views import format_bytes, render_groups, render_record
 from async_grpo.utils.text import escape_controls
 from async_grpo.wire import encode, logprobs_to_bytes, tokens_to_bytes
 from buffer.inspector import GroupFacts, GroupState
@@ -39,7 +39,7 @@ def test_unsafe_characters_are_spelled_out_and_a_long_text_is_cut() -> None:
 
 def test_nothing_that_a_model_wrote_reaches_the_terminal_as_a_command() -> None:
     record = {"text": HOSTILE, HOSTILE: [HOSTILE, {"deep": HOSTILE}]}
-    shown = printed(record_view(HOSTILE, record, 400))
+    shown = printed(render_record(HOSTILE, record, 400))
     assert not {"\x1b", "\x07", "\x9b", "\r", "\u202e"} & set(shown)
     assert "[bold red]shout[/] [/]" in shown
 
@@ -47,7 +47,7 @@ def test_nothing_that_a_model_wrote_reaches_the_terminal_as_a_command() -> None:
 def test_a_record_of_a_newer_format_is_read_with_its_unknown_fields() -> None:
     newer = {"kind": "group", "format": 99, "novelty": {"mood": "new"}, "tokens": tokens_to_bytes([1, 2, 3])}
     record = decode_untyped(msgpack.packb(newer))
-    shown = printed(record_view("group 0", record, 400))
+    shown = printed(render_record("group 0", record, 400))
     assert "novelty" in shown and "mood" in shown and "99" in shown
     assert "int32[3] 1, 2, 3" in shown
 
@@ -64,14 +64,14 @@ def test_arrays_are_read_by_the_names_of_their_fields() -> None:
 def test_bytes_of_unknown_meaning_stay_bytes() -> None:
     record = decode_untyped(msgpack.packb({"image": b"\x00\xff" * 20, "tokens": b"odd"}))
     assert record == {"image": b"\x00\xff" * 20, "tokens": b"odd"}
-    assert "40 bytes 00 ff 00 ff 00 ff 00 ff ..." in printed(record_view("x", record, 400))
-    shown = printed(record_view("x", {"tokens": np.arange(1000, dtype="<i4")}, 400))
+    assert "40 bytes 00 ff 00 ff 00 ff 00 ff ..." in printed(render_record("x", record, 400))
+    shown = printed(render_record("x", {"tokens": np.arange(1000, dtype="<i4")}, 400))
     assert "int32[1,000] 0, 1, 2, 3, 4, 5, 6, 7, ... 996, 997, 998, 999" in shown
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\xa1a", msgpack.packb({"a": 1}) + b"more"])
 def test_what_is_no_record_is_named_as_such(payload: bytes) -> None:
-    with pytest.raises(WireError, match="no MessagePack"):
+    with pytest.raises(WireError, match="not valid MessagePack"):
         decode_untyped(payload)
 
 
@@ -89,7 +89,7 @@ def test_every_record_becomes_strict_json() -> None:
 def test_groups_are_listed_by_state_and_the_rest_is_counted() -> None:
     ready = [GroupFacts(seq, GroupState.READY, attempt=1, oldest_version=1, size_bytes=2048) for seq in range(5)]
     inflight = GroupFacts(9, GroupState.INFLIGHT, attempt=2, strikes=1, lease_s=-1.5)
-    lines = printed(groups_view([*ready, inflight], head_version=3, limit=2)).splitlines()
+    lines = printed(render_groups([*ready, inflight], head_version=3, limit=2)).splitlines()
     first = [line for line in lines if "ready 0" in line]
     assert len(first) == 1 and "2.0 KiB" in first[0] and " 2 " in first[0]
     assert any("3 more" in line for line in lines)
@@ -99,4 +99,4 @@ def test_groups_are_listed_by_state_and_the_rest_is_counted() -> None:
 
 def test_sizes_are_readable() -> None:
     sizes = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 40: "5120.0 GiB"}
-    assert [human_bytes(count) for count in sizes] == list(sizes.values())
+    assert [format_bytes(count) for count in sizes] == list(sizes.values())
