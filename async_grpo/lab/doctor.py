@@ -1,6 +1,6 @@
 """`async-grpo doctor`: checks of the machine, then those of the trainer's platform and of the rollout servers' engine.
 
-The checks of a platform are `Platform.probes`, those of an engine `engine_probes`. None of them imports torch in this
+The checks of a platform are `Platform.probes`, those of an engine `engine_checks`. None of them imports torch in this
 process, so that the doctor works where nothing is installed. `checks_of_run` adds those of one configuration: what
 `async-grpo run` refuses before it starts (`plan.start_checks`), and what it would only find out later.
 """
@@ -35,7 +35,7 @@ from async_grpo.utils.memory_limit import available_memory
 from async_grpo.utils.requirements import Check, Finding, installed
 from async_grpo.utils.text import GIB, escape_controls, gib
 from buffer import knows_run
-from rollout_server.engines import engine_probes
+from rollout_server.engines import engine_checks
 from trainer.platform import select_platform
 from trainer.platform.memory import ELEMENT_BYTES
 
@@ -120,7 +120,7 @@ MACHINE: tuple[Check, ...] = (
 
 def checks_of(platform: str, engine: str = "vllm") -> tuple[Check, ...]:
     """The checks of machine, platform and engine, in the order in which to mend what they find. Raises ConfigError."""
-    return (*MACHINE, *select_platform(platform).probes(), *engine_probes(engine, platform))
+    return (*MACHINE, *select_platform(platform).probes(), *engine_checks(engine, platform))
 
 
 def checks_of_run(config: RunConfig) -> Iterator[Check]:

@@ -94,7 +94,7 @@ class ReplayEngine(ScriptedEngine):
         super().__init__(
             lambda request: longest[: lengths[(request.seed or 0) % len(lengths)]],
             tokens_per_s=1 / plan.token_s,
-            at_once=TOKENS_AT_ONCE,
+            chunk_tokens=TOKENS_AT_ONCE,
         )
         self.applied: list[tuple[int, float]] = []
         """Version, and `time.monotonic()` when the engine had it."""

@@ -1,6 +1,13 @@
-"""Inference engines behind one seam (`base`): vLLM, the servers of a live run over HTTP, and a scripted one.
+"""Inference engines behind one interface (`base`).
 
-The engine's own processes pass through this module, so it imports nothing before `make_engine` is called.
+- `base`          Sampler, Engine, requests, results, version spans, seeds
+- `vllm`          vLLM in this process
+- `http`          the rollout servers of a live run, over HTTP
+- `scripted`      an engine without a model, for tests and simulations
+- `proof`         startup proof of an engine's log-probabilities
+- `model_files`   facts read from a checkpoint folder
+
+vLLM's own processes import this module too, so it imports no engine until `make_engine` is called.
 """
 
 from __future__ import annotations
@@ -17,9 +24,10 @@ if TYPE_CHECKING:
 
 
 def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
-    """The engine that `rollout.engine` names, with the weights of a Hugging Face folder. The server's `name` seeds it.
+    """Create the engine that `rollout.engine` selects, for a Hugging Face checkpoint folder.
 
-    Its module, and its framework, are imported here and nowhere else. Raises ConfigError, DependencyError.
+    `name`: the server's name; each server gets its own engine seed from it. The engine's module and framework are
+    imported here and nowhere else. Raises ConfigError, DependencyError.
     """
     match config.rollout.engine:
         case "vllm":
@@ -39,18 +47,21 @@ def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
 
 
 def import_engine(config: RunConfig) -> None:
-    """Import the framework of the engine, in a process that has no thread yet; engines may need that to start fast."""
+    """Import the engine's framework. Call before the process has threads: vLLM forks its engine process from here."""
     if config.rollout.engine == "vllm":
         from rollout_server.engines.vllm.fork_server import import_and_fork
 
         import_and_fork(config.rollout.vllm)
 
 
-def engine_probes(engine: str, platform: str) -> Sequence[Check]:
-    """Checks of an engine's installation on a platform of the trainer for `async-grpo doctor`; () if none."""
+def engine_checks(engine: str, platform: str) -> Sequence[Check]:
+    """Installation checks of an engine for `async-grpo doctor`; empty if there are none.
+
+    `platform`: name of the trainer's platform.
+    """
     match engine:
         case "vllm":
-            from rollout_server.engines.vllm.platform import probes
+            from rollout_server.engines.vllm.platform import installation_checks
 
-            return probes(platform)
+            return installation_checks(platform)
     return ()

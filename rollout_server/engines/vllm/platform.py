@@ -158,7 +158,7 @@ def _can_compile() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.exists()
 
 
-def probes(platform: str) -> Sequence[Check]:
+def installation_checks(platform: str) -> Sequence[Check]:
     """Checks of the installed vLLM for `async-grpo doctor`; `platform` is one of the trainer's."""
     checks = tuple(build.check for build in BUILDS.values() if build.device == platform)
     fix = f"set rollout.vllm.platform to {' or '.join(BUILDS)}, on this machine or another"

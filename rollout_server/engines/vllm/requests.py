@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.errors import RequestRefused
-from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, from_labels, version_of_label
+from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, spans_from_labels, version_of_label
 
 
 class EngineRequest:
@@ -80,7 +80,7 @@ def generation_of(output: Any, active: EngineRequest) -> Generation:
     return Generation(
         tokens=tokens,
         logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
-        spans=from_labels(labels) if labels is not None else active.spans.spans(len(tokens)),
+        spans=spans_from_labels(labels) if labels is not None else active.spans.spans(len(tokens)),
         finish_reason=completion.finish_reason,
     )
 
@@ -172,7 +172,7 @@ def _labelled_spans(starts: Sequence[tuple[str, int]]) -> SpanLog | None:
         return None
     log = SpanLog(version_of_label(starts[0][0]))
     for label, start in starts[1:]:
-        log.update(start, version_of_label(label))
+        log.record_update(start, version_of_label(label))
     return log
 
 

@@ -70,7 +70,7 @@ async def test_the_same_seed_says_the_same(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_the_http_sampler_gets_what_the_engine_gives(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
-    afar = HttpSampler([str(client.base_url).removesuffix("/v1/")], at_once=8, patience_s=60.0)
+    afar = HttpSampler([str(client.base_url).removesuffix("/v1/")], max_concurrency=8, timeout_s=60.0)
     request = GenerationRequest("afar", prompt_of(10, 1), 40, seed=2**62 + 1)
     here, there = await untied_lab.engine.generate(request), await afar.generate(request)
     assert there.tokens.tolist() == here.tokens.tolist()

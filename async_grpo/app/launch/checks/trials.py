@@ -155,7 +155,7 @@ async def _play(config: RunConfig, workflow: Workflow, task: Task, prompt: list[
     def script(request: GenerationRequest) -> list[int]:
         return [*request.prefix, *turn]
 
-    engine = ScriptedEngine(script, tokens_per_s=1e6, at_once=1000)
+    engine = ScriptedEngine(script, tokens_per_s=1e6, chunk_tokens=1000)
     await engine.start()
     try:
         await engine.update_weights(HeldWeights.in_store(Path(), epoch=1, version=0), interruption="keep")

@@ -67,7 +67,7 @@ def written(name: str, text: str) -> Callable[[Path], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "weights that break off": (cut, "model.safetensors is not a whole safetensors file"),
+    "weights that break off": (cut, "model.safetensors is not a complete safetensors file"),
     "another shape": (
         change(intermediate_size=64),
         "has shape (128, 64), but config.json asks for (64, 64)",

@@ -1,4 +1,4 @@
-"""What the engine reads from a checkpoint folder, and the weights that it refuses."""
+"""Facts read from a checkpoint folder, and weights that do not match it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_shapes_are_read_from_every_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied_head", [True, False])
-def test_the_same_tensors_fit(tied_head: bool) -> None:
+def test_identical_tensors_match(tied_head: bool) -> None:
     check_layout(layout(SHAPES), SHAPES, tied_head=tied_head)
 
 
-def test_a_tied_head_may_be_left_out_on_either_side_and_any_other_may_not() -> None:
+def test_only_a_tied_head_may_be_missing_on_either_side() -> None:
     with_head = SHAPES | {"lm_head.weight": [4, 2]}
     check_layout(layout(with_head), SHAPES, tied_head=True)
     check_layout(layout(SHAPES), with_head, tied_head=True)
@@ -53,13 +53,13 @@ def test_a_tied_head_may_be_left_out_on_either_side_and_any_other_may_not() -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("shapes", "message"),
     [
         ({"embed.weight": [4, 2]}, r"'norm\.weight'.*missing"),
         (SHAPES | {"extra": [1]}, r"'extra'.*\[1\].*missing"),
         (SHAPES | {"norm.weight": [3]}, r"'norm\.weight'.*\[3\].*\[2\]"),
     ],
 )
-def test_other_tensors_are_refused_by_name(given: dict[str, list[int]], named: str) -> None:
-    with pytest.raises(WeightsCorrupt, match=named):
-        check_layout(layout(given), SHAPES, tied_head=False)
+def test_differing_tensors_are_refused_by_name(shapes: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(WeightsCorrupt, match=message):
+        check_layout(layout(shapes), SHAPES, tied_head=False)

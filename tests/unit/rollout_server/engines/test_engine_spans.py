@@ -1,4 +1,4 @@
-"""Version spans, as vLLM reports them and as they are kept here; how the scripted engine ends."""
+"""Version spans, reported by vLLM or derived here, and the completions of the scripted engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from async_grpo.config.rollout import RolloutConfig
 from async_grpo.wire import VersionSpan
-from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, from_labels
+from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, spans_from_labels
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script
 from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.engines.vllm.requests import EngineRequest, generated_so_far, next_piece
@@ -34,29 +34,29 @@ def test_spans_cover_the_tokens_in_order(
     updates: list[tuple[int, int]], tokens: int, expected: list[tuple[int, int, int]]
 ) -> None:
     log = SpanLog(3)
-    for have, version in updates:
-        log.update(have, version)
+    for token_count, version in updates:
+        log.record_update(token_count, version)
     assert log.spans(tokens) == [VersionSpan(*span) for span in expected]
 
 
-def test_labels_of_vllm_become_versions_and_its_default_label_is_the_checkpoint() -> None:
+def test_vllm_labels_become_versions_and_the_default_label_means_the_checkpoint() -> None:
     labels = [SimpleNamespace(version="default", start=0, end=2), SimpleNamespace(version="12", start=2, end=5)]
-    assert from_labels(labels) == [VersionSpan(-1, 0, 2), VersionSpan(12, 2, 5)]
+    assert spans_from_labels(labels) == [VersionSpan(-1, 0, 2), VersionSpan(12, 2, 5)]
 
 
-def test_spans_of_a_piece_count_from_its_start() -> None:
+def test_spans_of_a_stream_piece_count_from_its_start() -> None:
     log = SpanLog(1)
-    log.update(4, 2)
-    log.update(4, 3)
-    log.update(9, 4)
+    log.record_update(4, 2)
+    log.record_update(4, 3)
+    log.record_update(9, 4)
     assert log.spans(12, since=2) == [VersionSpan(1, 0, 2), VersionSpan(3, 2, 7), VersionSpan(4, 7, 10)]
     assert log.spans(12, since=9) == [VersionSpan(4, 0, 3)]
     assert log.spans(5, since=5) == []
 
 
-async def test_vllms_own_labels_are_used_for_streams_and_partial_completions() -> None:
+async def test_streams_and_partial_completions_use_vllms_labels() -> None:
     active = EngineRequest("a#1", 1, interruptible=True, streams=True)
-    active.spans.update(5, 2)  # derived from a front end that was behind
+    active.spans.record_update(5, 2)  # derived from a front end that was behind
     logprobs = SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-1.0] * 8))
     state = SimpleNamespace(
         request_id="a#1",
@@ -73,34 +73,34 @@ async def test_vllms_own_labels_are_used_for_streams_and_partial_completions() -
     assert next_piece(llm, piece_of(4), active).spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 4)]
 
 
-async def test_releases_of_vllm_without_labels_use_those_kept_here() -> None:
+async def test_vllm_releases_without_labels_use_derived_spans() -> None:
     active = EngineRequest("a#1", 1, interruptible=True, streams=True)
-    active.spans.update(3, 2)
+    active.spans.record_update(3, 2)
     llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
     assert next_piece(llm, piece_of(4), active).spans == [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4)]
 
 
-async def test_a_dispute_about_versions_is_counted_and_the_first_is_logged() -> None:
+async def test_disputed_spans_are_counted_and_the_first_is_logged() -> None:
     engine = VllmEngine(Path("unused"), RolloutConfig(), precision="float32")
     active = EngineRequest("a#1", 1, interruptible=True)
     labelled = Generation(np.zeros(3, np.int32), np.zeros(3, np.float32), [VersionSpan(2, 0, 3)], "length")
     with capture_logs() as lines:
         engine._compare_spans(labelled, active)
         engine._compare_spans(labelled, active)
-        active.spans.update(0, 2)
+        active.spans.record_update(0, 2)
         engine._compare_spans(labelled, active)
     assert [(line["log_level"], line["request"]) for line in lines] == [("warning", "a#1")]
     assert engine.load().disputed_spans == 2
 
 
 def piece_of(tokens: int) -> Any:
-    """An output of vLLM with as many tokens, of a request that goes on."""
+    """A vLLM output with `tokens` tokens of an unfinished request."""
     logprobs = SimpleNamespace(logprobs=[-1.0] * tokens)
     completion = SimpleNamespace(token_ids=[7] * tokens, logprobs=logprobs, finish_reason=None, weight_versions=None)
     return SimpleNamespace(outputs=[completion])
 
 
-async def test_of_vllm_a_stream_on_its_way_out_is_not_made_again() -> None:
+async def test_a_finishing_stream_is_not_resubmitted() -> None:
     engine = VllmEngine(Path("unused"), RolloutConfig(), precision="float32")
     aborted: list[list[str]] = []
 
@@ -118,7 +118,7 @@ async def test_of_vllm_a_stream_on_its_way_out_is_not_made_again() -> None:
     assert aborted == [[]]
 
 
-async def test_the_scripted_engine_says_why_it_ended_and_repeats_itself() -> None:
+async def test_the_scripted_engine_is_deterministic_and_reports_finish_reasons() -> None:
     engine = ScriptedEngine(hashed_script(10))
     await engine.start()
     whole = await engine.generate(GenerationRequest("a", [1, 2], 100, seed=4))
@@ -131,14 +131,15 @@ async def test_the_scripted_engine_says_why_it_ended_and_repeats_itself() -> Non
     ]
 
 
-async def test_the_scripted_engine_gives_the_same_tokens_in_pieces() -> None:
-    made = []
-    for at_once in (1, 3):
-        engine = ScriptedEngine(hashed_script(8), tokens_per_s=10_000, at_once=at_once)
+async def test_the_scripted_engine_streams_the_same_tokens_in_chunks() -> None:
+    completions = []
+    for chunk_tokens, expected_sizes in ((1, [1] * 7 + [0]), (3, [3, 3, 1, 0])):
+        engine = ScriptedEngine(hashed_script(8), tokens_per_s=10_000, chunk_tokens=chunk_tokens)
         await engine.start()
-        pieces = [len(piece.tokens) async for piece in engine.stream(GenerationRequest("a", [1], max_tokens=7, seed=2))]
-        assert pieces == ([1] * 7 if at_once == 1 else [3, 3, 1]) + [0]
-        made.append((await engine.generate(GenerationRequest("b", [1], max_tokens=7, seed=2))).tokens.tolist())
+        sizes = [len(piece.tokens) async for piece in engine.stream(GenerationRequest("a", [1], max_tokens=7, seed=2))]
+        assert sizes == expected_sizes
+        generation = await engine.generate(GenerationRequest("b", [1], max_tokens=7, seed=2))
+        completions.append(generation.tokens.tolist())
         load = engine.load()
         assert (load.generated_tokens, load.streamed_tokens) == (7, 7)
-    assert made[0] == made[1]
+    assert completions[0] == completions[1]

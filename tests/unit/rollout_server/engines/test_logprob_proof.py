@@ -27,7 +27,7 @@ Row = npt.NDArray[np.float64]
 
 @dataclass
 class TableEngine:
-    """Logits depend on the last token. `draws`, `reports`: the temperature of each, for one asked for."""
+    """Logits depend on the last token. `draws`, `reports`: map the requested temperature to the one really used."""
 
     scale: float = 3.0
     noise: float = 0.0
@@ -64,8 +64,8 @@ class TableEngine:
 
 
 def log_softmax(row: Row) -> Row:
-    found: Row = row - np.log(np.exp(row).sum())
-    return found
+    normalised: Row = row - np.log(np.exp(row).sum())
+    return normalised
 
 
 async def prove(engine: Any, temperature: float = 0.8, timeout_s: float = 5.0, **fields: Any) -> LogprobProof | None:
@@ -75,7 +75,7 @@ async def prove(engine: Any, temperature: float = 0.8, timeout_s: float = 5.0, *
 
 @pytest.mark.parametrize("scale", [20.0, 3.0, 0.3, 0.003])
 @pytest.mark.parametrize("temperature", [1.0, 0.8, 2.0])
-async def test_right_log_probabilities_are_proven_however_sharp_the_policy(scale: float, temperature: float) -> None:
+async def test_correct_logprobs_pass_at_any_sharpness(scale: float, temperature: float) -> None:
     proof = await prove(TableEngine(scale), temperature)
     assert proof is not None
     assert proof.temperatures[0] == temperature != proof.temperatures[1]
@@ -84,51 +84,49 @@ async def test_right_log_probabilities_are_proven_however_sharp_the_policy(scale
 
 @pytest.mark.parametrize("scale", [20.0, 3.0, 0.3, 0.003])
 @pytest.mark.parametrize("temperature", [1.0, 0.8, 2.0])
-async def test_those_of_temperature_1_are_not(scale: float, temperature: float) -> None:
+async def test_logprobs_of_temperature_1_are_refused(scale: float, temperature: float) -> None:
     with pytest.raises(LogprobsWrong, match="temperature 1"):
         await prove(TableEngine(scale, reports=lambda _: 1.0), temperature)
 
 
 @pytest.mark.parametrize(
     "fault",
-    [{"normalised": False}, {"reports": lambda asked: asked**2}, {"reports": lambda _: np.nan}],
+    [{"normalised": False}, {"reports": lambda temperature: temperature**2}, {"reports": lambda _: np.nan}],
     ids=["logits", "divided twice", "nan"],
 )
-async def test_other_log_probabilities_are_refused_with_what_was_found(fault: dict[str, Any]) -> None:
-    expected = r"rollout-0 \(table 1\.0\).*token \d+ .*log_softmax\(logits / "
+async def test_other_wrong_logprobs_are_refused_with_an_example(fault: dict[str, Any]) -> None:
+    expected = r"rollout-0 \(table 1\.0\).*token \d+, .*log_softmax\(logits / "
     with pytest.raises(LogprobsWrong, match=expected):
         await prove(TableEngine(**fault))
     assert LogprobsWrong in CONFIG_FAULTS, "such a server is not restarted"
 
 
-async def test_a_sampler_that_ignores_the_temperature_when_it_draws_is_found() -> None:
+async def test_a_sampler_that_draws_at_another_temperature_is_refused() -> None:
     with pytest.raises(LogprobsWrong, match=r"8 tokens .*0\.2 .*e\^\d+ .*temperature 1"):
         await prove(TableEngine(draws=lambda _: 1.0), 1.0)
 
 
-async def test_decoding_may_round_otherwise_than_reading_the_prompt_but_not_much() -> None:
+async def test_decoding_may_round_differently_from_prefill_within_limits() -> None:
     noisy = TableEngine(noise=0.1)
     assert await prove(noisy, precision="bfloat16")
     with pytest.raises(LogprobsWrong, match=r"allowed 0\.0125"):
         await prove(noisy)
 
 
-async def test_completions_may_end_at_the_first_token() -> None:
+async def test_completions_may_end_at_their_first_token() -> None:
     proof = await prove(TableEngine(length=1))
     assert proof is not None
     assert proof.tokens == 8
 
 
-async def test_a_script_has_nothing_to_prove_and_a_silent_engine_is_waited_for_in_vain() -> None:
+async def test_a_script_has_no_proof_and_a_silent_engine_times_out() -> None:
     assert await prove(ScriptedEngine()) is None
     with pytest.raises(WaitTimeout, match=r"0\.01 s .*rollout-0 \(table 1\.0\)"):
         await prove(TableEngine(delay_s=5.0), timeout_s=0.01)
 
 
 @pytest.mark.parametrize("right", [True, False])
-async def test_a_server_starts_with_an_engine_that_was_proven_at_the_runs_temperature(
-    monkeypatch: pytest.MonkeyPatch, right: bool
-) -> None:
+async def test_a_server_proves_its_engine_at_the_runs_temperature(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
     engine = TableEngine(reports=float if right else lambda _: 1.0)
     monkeypatch.setattr(assembly, "make_engine", lambda *_, **__: engine)
     monkeypatch.setattr(assembly, "vocabulary_size", lambda _: VOCABULARY)

@@ -1,9 +1,9 @@
-"""Completions of a live rollout server over its real HTTP: tokens, log-probabilities, versions, and what goes wrong."""
+"""Completions of a live rollout server over real HTTP: results, retries, failover and errors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -35,30 +35,31 @@ async def server(tmp_path: Path, engine: ScriptedEngine, *, version: int = 3, **
 
 
 @asynccontextmanager
-async def sampler(*addresses: str, at_once: int = 8, **options: Any) -> AsyncIterator[HttpSampler]:
-    made = HttpSampler(addresses, at_once=at_once, **{"patience_s": 10.0, **options})
-    yield made
-    await made.aclose()
+async def sampler(*addresses: str, max_concurrency: int = 8, **options: Any) -> AsyncIterator[HttpSampler]:
+    sampler = HttpSampler(addresses, max_concurrency=max_concurrency, **{"timeout_s": 10.0, **options})
+    yield sampler
+    await sampler.aclose()
 
 
 def request(**changes: Any) -> GenerationRequest:
     return GenerationRequest(**{"request_id": "r", "prompt": [1, 2], "max_tokens": 20, "seed": 2**62, **changes})
 
 
-async def test_it_is_the_request_that_an_engine_here_would_get(tmp_path: Path) -> None:
-    asked: list[GenerationRequest] = []
+async def test_the_server_gets_the_same_request_as_a_local_engine(tmp_path: Path) -> None:
+    received: list[GenerationRequest] = []
 
-    def script(given: GenerationRequest) -> list[int]:
-        asked.append(given)
+    def script(request: GenerationRequest) -> list[int]:
+        received.append(request)
         return HELLO
 
     async with server(tmp_path, await scripted(script)) as api, sampler(api.address) as live:
         await live.generate(request(temperature=0.5, prefix=[7]))
-    (given,) = asked
-    assert (list(given.prompt), given.temperature, given.seed, given.max_tokens) == ([1, 2, 7], 0.5, 2**62, 20)
+    (engine_request,) = received
+    assert list(engine_request.prompt) == [1, 2, 7]
+    assert (engine_request.temperature, engine_request.seed, engine_request.max_tokens) == (0.5, 2**62, 20)
 
 
-async def test_an_exam_over_http_gives_what_it_gives_beside_the_engine(tmp_path: Path) -> None:
+async def test_an_evaluation_over_http_equals_one_with_the_engine(tmp_path: Path) -> None:
     class Source:
         dropped: dict[str, int] = {}
 
@@ -68,44 +69,42 @@ async def test_an_exam_over_http_gives_what_it_gives_beside_the_engine(tmp_path:
         def held_out(self) -> list[Task]:
             return [make_task(index, f"p{index}", [4, index], "hello" if index % 2 else "no") for index in range(6)]
 
-    engine = await scripted(lambda given: [*str(given.seed)[-1:].encode(), 255] if given.temperature else HELLO)
+    engine = await scripted(lambda request: [*str(request.seed)[-1:].encode(), 255] if request.temperature else HELLO)
     config, plan = http_config(), EvalPlan(prompts=6, samples=3)
     pool = context_of(tmp_path, config, engine).pool
 
-    async def grades(hall: Callable[[Any], EvalContext], of: Any) -> Any:
-        found = await EvalRunner(hall(of)).grade(plan)
-        return [[answer.sample.text for answer in paper.sampled] for paper in found.prompts], found.figures
+    async def evaluate(policy: Any) -> Any:
+        context = EvalContext(config, "eval", policy, pool, SingleTurn(Letters()), Source())
+        evaluation = await EvalRunner(context).grade(plan)
+        return [[answer.sample.text for answer in prompt.sampled] for prompt in evaluation.prompts], evaluation.figures
 
-    def hall(of: Any) -> EvalContext:
-        return EvalContext(config, "eval", of, pool, SingleTurn(Letters()), Source())
-
-    async with server(tmp_path, engine) as api, sampler(api.address, at_once=2) as live:
-        assert await grades(hall, live) == await grades(hall, engine)
+    async with server(tmp_path, engine) as api, sampler(api.address, max_concurrency=2) as live:
+        assert await evaluate(live) == await evaluate(engine)
 
 
-async def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
+async def test_a_busy_server_is_retried(tmp_path: Path) -> None:
     engine = await scripted(says("hello" * 5), tokens_per_s=100.0)
-    async with server(tmp_path, engine, max_concurrency=1) as api, sampler(api.address, at_once=3) as live:
-        asked = [live.generate(request(request_id=f"r{number}")) for number in range(3)]
-        assert len(await asyncio.gather(*asked)) == 3
+    async with server(tmp_path, engine, max_concurrency=1) as api, sampler(api.address, max_concurrency=3) as live:
+        calls = [live.generate(request(request_id=f"r{number}")) for number in range(3)]
+        assert len(await asyncio.gather(*calls)) == 3
 
 
-async def test_the_requests_are_spread_over_the_servers_and_a_lost_one_is_left_out(tmp_path: Path) -> None:
+async def test_requests_are_spread_over_servers_and_a_lost_server_is_not_used_again(tmp_path: Path) -> None:
     engines = [await scripted(says("hello")) for _ in range(2)]
     async with (
-        server(tmp_path, engines[0]) as one,
-        server(tmp_path, engines[1], version=4) as other,
-        sampler(one.address, other.address) as live,
+        server(tmp_path, engines[0]) as first,
+        server(tmp_path, engines[1], version=4) as second,
+        sampler(first.address, second.address) as live,
     ):
         generations = await asyncio.gather(*(live.generate(request(request_id=f"r{n}")) for n in range(6)))
         assert {span.version for generation in generations for span in generation.spans} == {3, 4}
-        await one.detach()
-        await one.aclose()
+        await first.detach()
+        await first.aclose()
         assert (await live.generate(request())).spans[0].version == 4
-        assert live.addresses == [other.address]
+        assert live.addresses == [second.address]
 
 
-async def test_a_run_whose_servers_are_gone_is_an_error_that_says_so(tmp_path: Path) -> None:
+async def test_a_run_without_servers_raises_an_error(tmp_path: Path) -> None:
     async with server(tmp_path, await scripted(says("hello"))) as api:
         address = api.address
     async with sampler(address) as live:
@@ -113,13 +112,13 @@ async def test_a_run_whose_servers_are_gone_is_an_error_that_says_so(tmp_path: P
             await live.generate(request())
 
 
-async def test_a_refusal_is_passed_on(tmp_path: Path) -> None:
+async def test_a_refusal_is_reported_with_its_message(tmp_path: Path) -> None:
     async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
         with pytest.raises(EngineError, match=r"status 400.*max_model_len"):
             await live.generate(request(max_tokens=1000))
 
 
-async def test_an_idle_connection_is_left_before_the_server_closes_it(tmp_path: Path) -> None:
+async def test_idle_connections_are_closed_before_the_server_closes_them(tmp_path: Path) -> None:
     assert KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S
     async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
         await live.generate(request())
@@ -137,9 +136,9 @@ async def test_the_key_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 await stranger.generate(request())
 
 
-async def test_a_server_that_never_has_time_is_given_up_by_name(tmp_path: Path) -> None:
+async def test_a_server_that_stays_busy_times_out_by_name(tmp_path: Path) -> None:
     async with server(tmp_path, await scripted(says("hello"))) as api:
         await api.detach()
-        async with sampler(api.address, patience_s=0.2) as live:
+        async with sampler(api.address, timeout_s=0.2) as live:
             with pytest.raises(WaitTimeout, match=api.address):
                 await live.generate(request())
