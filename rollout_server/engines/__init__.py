@@ -41,7 +41,7 @@ def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
                 precision=config.model.precision,
                 seed=seed,
                 name=name,
-                sleeps=config.launch.share_devices == "sleep",
+                sleep_mode=config.launch.share_devices == "sleep",
                 lora=config.model.lora,
             )
 

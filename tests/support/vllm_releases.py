@@ -239,13 +239,14 @@ async def _use(engine: VllmEngine, llm: Any) -> None:
 
     llm.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
     llm.output_handler = asyncio.ensure_future(_take_outputs(llm.engine_core.outputs_queue))
-    await engine._transfer.start(llm)
+    await engine._transfer.initialize_workers(llm)
     await engine._replace_weights(HeldWeights.in_store(Path("store"), epoch=1, version=1), "keep")
     request = GenerationRequest("name", (1, 2), 4, temperature=0.8, seed=1)
-    for vocabulary in (False, True):
-        llm.generate.return_value, active = _outputs(), EngineRequest("name#1", 1, interruptible=True)
-        active.vocabulary = vocabulary
-        async for _ in engine._submit(request, active):
+    for wants_vocabulary in (False, True):
+        llm.generate.return_value = _outputs()
+        engine_request = EngineRequest("name#1", 1, interruptible=True)
+        engine_request.wants_vocabulary = wants_vocabulary
+        async for _ in engine._submit_request(request, engine_request):
             pass
     await engine.sleep()
     await engine.wake()
@@ -325,15 +326,15 @@ def unfinished_update(kind: str) -> list[str]:
     theirs = attribute(_PARTS[kind][0])
     bare = object.__new__(theirs)
     vars(bare).update(
-        weight_transfer_engine=make(**compat.accepted(make, **given)), _weight_update_active=False, rank=0,
+        weight_transfer_engine=make(**compat.accepted_arguments(make, **given)), _weight_update_active=False, rank=0,
         _weight_update_is_draft=False, _is_checkpoint_format=True, model_runner=MagicMock(model=model),
         vllm_config=vllm_config, model_config=vllm_config.model_config, device=torch.device("cpu"),
     )  # fmt: skip
     held = HeldWeights.in_store(Path("store"), epoch=1, version=7)
     bare.init_weight_transfer_engine({})
-    bare.start_weight_update(**compat.accepted(bare.start_weight_update, is_checkpoint_format=False))
+    bare.start_weight_update(**compat.accepted_arguments(bare.start_weight_update, is_checkpoint_format=False))
     bare.update_weights({"held": msgspec.json.encode(held).decode(), "dtype": "bfloat16"})
-    bare.finish_weight_update(**compat.accepted(bare.finish_weight_update, weight_version="7"))
+    bare.finish_weight_update(**compat.accepted_arguments(bare.finish_weight_update, weight_version="7"))
     return [] if loaded == [held] else [f"{theirs.__name__}.update_weights loaded {loaded}, not {held}"]
 
 
@@ -343,7 +344,7 @@ def unshared_device(kind: str, engine: VllmEngine) -> list[str]:
     from vllm.v1.engine.core import EngineCore
 
     os.environ.pop("PYTORCH_NPU_ALLOC_CONF", None)  # vllm-ascend sets it for engines that do not sleep
-    engine._sleeps, core = True, MagicMock()
+    engine._sleep_mode, core = True, MagicMock()
     config = engine_config(engine)
     sleeps = config.model_config.enable_sleep_mode
     found = [] if sleeps is (kind != "cpu") else [f"enable_sleep_mode is {sleeps}"]

@@ -48,7 +48,7 @@ def find_vllm_api() -> VllmCompat:
     )
 
 
-def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of the arguments that the function takes in this release."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -90,9 +90,11 @@ def quantization_arguments(kind: Quantization) -> dict[str, Any]:
     }
 
 
-def platform_arguments(config: VllmConfig, *, sleeps: bool = False) -> dict[str, Any]:
-    """Arguments for AsyncEngineArgs that depend on the platform and on the numbers that it multiplies. `sleeps`: the
-    engine's memory can be freed; a CPU engine, which has no such mode, only pauses."""
+def platform_arguments(config: VllmConfig, *, sleep_mode: bool = False) -> dict[str, Any]:
+    """Arguments for AsyncEngineArgs that depend on platform and quantization.
+
+    sleep_mode: the engine must be able to free its memory. A CPU engine has no such mode and only pauses.
+    """
     arguments = quantization_arguments(config.quantization)
     if config.platform == "cpu":
         # A prompt read in pieces makes vLLM 0.32 rewind the request's random generator, which a CPU generator
@@ -109,7 +111,7 @@ def platform_arguments(config: VllmConfig, *, sleeps: bool = False) -> dict[str,
         # vLLM then measures nothing. It would count what the trainer on the same device takes while it starts as its
         # own, and end with an error if the trainer gave something back.
         arguments["kv_cache_memory_bytes"] = config.cache_bytes
-    if sleeps:
+    if sleep_mode:
         if "expandable_segments:True" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", ""):
             raise EngineError(
                 "launch.share_devices is sleep, but PYTORCH_NPU_ALLOC_CONF has expandable_segments:True, from which "

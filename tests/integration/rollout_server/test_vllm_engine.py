@@ -212,7 +212,7 @@ async def test_an_engine_with_half_loaded_weights_never_generates_again(
     async def half_load(*_: object) -> None:
         raise WeightsCorrupt("overwritten while it was read")
 
-    monkeypatch.setattr(tied_lab.engine._transfer, "load", half_load)
+    monkeypatch.setattr(tied_lab.engine._transfer, "load_weights", half_load)
     with pytest.raises(EngineError, match="WeightsCorrupt: overwritten"):
         await tied_lab.update("keep")
     outcomes = await asyncio.gather(*running, return_exceptions=True)  # some came to a stop token before the update
@@ -245,11 +245,11 @@ async def more_tokens(lab: Lab, count: int) -> None:
 def record_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompt tokens that each request took from the prefix cache."""
     recorded: list[int] = []
-    original = requests.generation_of
+    original = requests.read_generation
 
-    def spy(output: Any, active: requests.EngineRequest) -> Generation:
+    def spy(output: Any, engine_request: requests.EngineRequest) -> Generation:
         recorded.append(output.num_cached_tokens)
-        return original(output, active)
+        return original(output, engine_request)
 
-    monkeypatch.setattr(engine, "generation_of", spy)
+    monkeypatch.setattr(engine, "read_generation", spy)
     return recorded

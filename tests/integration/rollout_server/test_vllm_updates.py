@@ -83,8 +83,8 @@ async def test_what_is_said_to_be_unchanged_is_not_loaded(lab: Lab) -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.5], ids=["a room for all", "a room for half"])
 async def test_staged_versions_are_loaded_bit_for_bit_from_where_they_were_staged(share: float, tmp_path: Path) -> None:
-    room_gib = share * 1.2 * MODEL_BYTES / (1 << 30)
-    async with started_lab(tmp_path, tied=False, staging_gib=room_gib) as lab:
+    staging_gib = share * 1.2 * MODEL_BYTES / (1 << 30)
+    async with started_lab(tmp_path, tied=False, staging_gib=staging_gib) as lab:
         running = asyncio.create_task(lab.generate(prompt_of(5, 9), 400))
         for moved in (None, [f"{MLP}.up_proj.weight"], None):
             version = await lab.update("keep", moved=moved, told=moved)
@@ -94,11 +94,11 @@ async def test_staged_versions_are_loaded_bit_for_bit_from_where_they_were_stage
         assert len((await running).tokens) == 400
         held = lab.publish(moved=None, told=None)
         transfer, llm = lab.engine._transfer, lab.engine.async_llm
-        await transfer.stage(llm, held)
+        await transfer.stage_weights(llm, held)
         assert_same(await engine_weights(lab), expected_weights(lab, version))  # staging alone leaves the model alone
         await llm.collective_rpc("clear_staged")
-        await transfer.announce(llm)
-        await transfer.load(llm, held)
+        await transfer.announce_update(llm)
+        await transfer.load_weights(llm, held)
         zeros = [name for name, weights in (await engine_weights(lab)).items() if not weights.any()]
         assert zeros  # what was staged is what was loaded
 

@@ -1,7 +1,7 @@
 """The bench of the rollout server on a real engine.
 
     one engine <-- the whole server   tickets from a real Valkey, rewards from real processes, groups back into it
-               <-- bare vLLM          the same requests from a plain loop (`rollout_server.engines.vllm.direct`)
+               <-- bare vLLM          the same requests from a plain loop (`bare_vllm`)
 
 - overhead   of the whole server: tokens a second beside bare vLLM, with a model that keeps the engine busy, and
              with one of the quickstart's size, whose tokens cost Python more than the engine

@@ -38,6 +38,7 @@ from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import WaitTimeout
 from async_grpo.lab.bench.measure import Stopwatch
 from async_grpo.lab.bench.rig import check_trained
+from async_grpo.lab.bench.rollout.bare_vllm import Loop, generate_continuously, generate_in_waves
 from async_grpo.lab.bench.rollout.workload import RolloutRound, RolloutWork, number_model
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.base import HeldWeights
@@ -49,7 +50,6 @@ from async_grpo.wire.board import Evaluation
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
 from rollout_server.engines.base import Generation, GenerationRequest
-from rollout_server.engines.vllm.direct import Loop, continuous, waves
 from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.server import RolloutServer
@@ -122,11 +122,11 @@ class RolloutSetup:
 
     async def bare(self, work: RolloutWork) -> RolloutRound:
         """A round of bare vLLM, its slots always full."""
-        return await self._plain(continuous, work)
+        return await self._plain(generate_continuously, work)
 
     async def waves(self, work: RolloutWork) -> RolloutRound:
         """A round of bare vLLM in waves."""
-        return await self._plain(waves, work)
+        return await self._plain(generate_in_waves, work)
 
     async def _plain(self, loop: Loop, work: RolloutWork) -> RolloutRound:
         requests = work.requests(self.vocabulary)

@@ -89,8 +89,8 @@ def test_concurrency_follows_the_engines_load(capacity: int, in_use: int, load: 
 
 def test_a_request_without_a_token_is_queued_only_after_a_while(tmp_path: Path) -> None:
     engine = VllmEngine(tmp_path, RolloutConfig(), precision="float32")
-    engine._active = {name: EngineRequest(name, 0, interruptible=True) for name in ("new", "old")}
-    engine._active["old"].submitted_s -= 10
+    engine._in_flight = {name: EngineRequest(name, 0, interruptible=True) for name in ("new", "old")}
+    engine._in_flight["old"].submitted_s -= 10
     load = engine.load()
     assert (load.running, load.waiting, load.queued) == (0, 2, 1)
 

@@ -110,8 +110,8 @@ def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_sh
     assert "OMP_NUM_THREADS" not in environment(config)
     config = VllmConfig(platform="cuda", gpu_memory_utilization=0.6)
     assert platform_arguments(config) == {"gpu_memory_utilization": 0.6}
-    assert platform_arguments(config, sleeps=True) == {"gpu_memory_utilization": 0.6, "enable_sleep_mode": True}
-    assert "enable_sleep_mode" not in platform_arguments(VllmConfig(), sleeps=True)
+    assert platform_arguments(config, sleep_mode=True) == {"gpu_memory_utilization": 0.6, "enable_sleep_mode": True}
+    assert "enable_sleep_mode" not in platform_arguments(VllmConfig(), sleep_mode=True)
     config = VllmConfig(platform="cuda", kv_cache_bytes=1 << 30)
     assert platform_arguments(config) == {"gpu_memory_utilization": 0.8, "kv_cache_memory_bytes": 1 << 30}
 
@@ -119,7 +119,7 @@ def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_sh
 def test_an_ascend_engine_cannot_sleep_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(EngineError, match="PYTORCH_NPU_ALLOC_CONF"):
-        platform_arguments(VllmConfig(platform="ascend"), sleeps=True)
+        platform_arguments(VllmConfig(platform="ascend"), sleep_mode=True)
 
 
 @pytest.mark.parametrize(

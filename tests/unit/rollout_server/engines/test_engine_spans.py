@@ -15,7 +15,7 @@ from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, spans_from_labels
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script
 from rollout_server.engines.vllm.engine import VllmEngine
-from rollout_server.engines.vllm.requests import EngineRequest, generated_so_far, next_piece
+from rollout_server.engines.vllm.requests import EngineRequest, read_partial, take_next_piece
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_spans_of_a_stream_piece_count_from_its_start() -> None:
 
 
 async def test_streams_and_partial_completions_use_vllms_labels() -> None:
-    active = EngineRequest("a#1", 1, interruptible=True, streams=True)
-    active.spans.record_update(5, 2)  # derived from a front end that was behind
+    request = EngineRequest("a#1", 1, interruptible=True, is_stream=True)
+    request.span_log.record_update(5, 2)  # derived from a front end that was behind
     logprobs = SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-1.0] * 8))
     state = SimpleNamespace(
         request_id="a#1",
@@ -65,30 +65,30 @@ async def test_streams_and_partial_completions_use_vllms_labels() -> None:
         weight_version_starts=[("1", 0), ("2", 6)],
     )
     llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={"a#1": state}))
-    partial = generated_so_far(llm, active)
+    partial = read_partial(llm, request)
     assert partial is not None
     assert partial.spans == [VersionSpan(1, 0, 6), VersionSpan(2, 6, 8)]
-    assert next_piece(llm, piece_of(4), active).spans == [VersionSpan(1, 0, 4)]
+    assert take_next_piece(llm, piece_of(4), request).spans == [VersionSpan(1, 0, 4)]
     llm.output_processor.request_states.clear()  # it has finished
-    assert next_piece(llm, piece_of(4), active).spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 4)]
+    assert take_next_piece(llm, piece_of(4), request).spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 4)]
 
 
 async def test_vllm_releases_without_labels_use_derived_spans() -> None:
-    active = EngineRequest("a#1", 1, interruptible=True, streams=True)
-    active.spans.record_update(3, 2)
+    request = EngineRequest("a#1", 1, interruptible=True, is_stream=True)
+    request.span_log.record_update(3, 2)
     llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
-    assert next_piece(llm, piece_of(4), active).spans == [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4)]
+    assert take_next_piece(llm, piece_of(4), request).spans == [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4)]
 
 
 async def test_disputed_spans_are_counted_and_the_first_is_logged() -> None:
     engine = VllmEngine(Path("unused"), RolloutConfig(), precision="float32")
-    active = EngineRequest("a#1", 1, interruptible=True)
+    request = EngineRequest("a#1", 1, interruptible=True)
     labelled = Generation(np.zeros(3, np.int32), np.zeros(3, np.float32), [VersionSpan(2, 0, 3)], "length")
     with capture_logs() as lines:
-        engine._compare_spans(labelled, active)
-        engine._compare_spans(labelled, active)
-        active.spans.record_update(0, 2)
-        engine._compare_spans(labelled, active)
+        engine._compare_spans(labelled, request)
+        engine._compare_spans(labelled, request)
+        request.span_log.record_update(0, 2)
+        engine._compare_spans(labelled, request)
     assert [(line["log_level"], line["request"]) for line in lines] == [("warning", "a#1")]
     assert engine.load().disputed_spans == 2
 
@@ -109,12 +109,12 @@ async def test_a_finishing_stream_is_not_resubmitted() -> None:
 
     processor = SimpleNamespace(request_states={})  # neither is known to vLLM's front end any more
     engine._llm = SimpleNamespace(output_processor=processor, abort=abort)
-    read, unread = (EngineRequest(name, 1, interruptible=False, streams=True) for name in ("read#1", "unread#2"))
-    read.passed_on = 5
-    engine._active = {"read": read, "unread": unread}
-    await engine._mark_active(2, "keep")
-    assert (read.resubmit, unread.resubmit) == (False, True)
-    assert read.spans.spans(7, since=5) == [VersionSpan(1, 0, 2)]
+    read, unread = (EngineRequest(name, 1, interruptible=False, is_stream=True) for name in ("read#1", "unread#2"))
+    read.yielded_tokens = 5
+    engine._in_flight = {"read": read, "unread": unread}
+    await engine._apply_interruption(2, "keep")
+    assert (read.must_resubmit, unread.must_resubmit) == (False, True)
+    assert read.span_log.spans(7, since=5) == [VersionSpan(1, 0, 2)]
     assert aborted == [[]]
 
 

@@ -17,7 +17,7 @@ from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import DependencyError
 from async_grpo.weights.base import HeldWeights
 from rollout_server.engines.vllm.adapters import EngineAdapters
-from rollout_server.engines.vllm.compat import accepted, find_vllm_api
+from rollout_server.engines.vllm.compat import accepted_arguments, find_vllm_api
 from rollout_server.engines.vllm.staging import StagingRoom
 from rollout_server.engines.vllm.transfer import WeightTransfer
 
@@ -164,9 +164,10 @@ def test_a_release_is_told_what_it_takes_of_the_reload_and_the_version() -> None
 
     def plain() -> None: ...
 
-    assert accepted(old_start, is_checkpoint_format=False, weight_version="7") == {"is_checkpoint_format": False}
-    assert accepted(new_finish, weight_version="7") == {"weight_version": "7"}
-    assert accepted(plain, weight_version="7") == {}
+    arguments: dict[str, Any] = {"is_checkpoint_format": False, "weight_version": "7"}
+    assert accepted_arguments(old_start, **arguments) == {"is_checkpoint_format": False}
+    assert accepted_arguments(new_finish, **arguments) == {"weight_version": "7"}
+    assert accepted_arguments(plain, **arguments) == {}
 
 
 def test_an_old_release_is_given_a_whole_update_in_receive_weights(
@@ -222,7 +223,7 @@ def test_registering_twice_keeps_the_first(new: FakeVllm) -> None:
 def test_workers_know_whether_graphs_are_captured(platform: str, enforce_eager: bool | None, captured: bool) -> None:
     config = VllmConfig.model_validate({"platform": platform, "enforce_eager": enforce_eager})
     transfer = WeightTransfer(config, "bfloat16", EngineAdapters(None, Path("unused"), "bfloat16"))
-    update = transfer._update(HeldWeights.in_store(Path("/x"), epoch=1, version=2))
+    update = transfer._update_info(HeldWeights.in_store(Path("/x"), epoch=1, version=2))
     assert update["captured_graphs"] is captured
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from async_grpo.errors import EngineError
+from async_grpo.lab.bench.rollout import bare_vllm
 from async_grpo.lab.bench.rollout.bench import dispatch, in_pairs, overhead
 from async_grpo.lab.bench.rollout.workload import LogNormal, RolloutRound, RolloutWork, Uniform
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.engines.vllm import direct
 
 WORK = RolloutWork(groups=6, group_size=4, groups_per_step=2, concurrency=3, lengths=Uniform(2, 9), prompt_tokens=5)
 
@@ -82,26 +82,28 @@ def test_the_ratio_is_the_median_of_the_pairs_and_its_spread_is_shown() -> None:
     assert "lognormal, median 32, sigma 1.2" in uneven[0].name
 
 
-@pytest.mark.parametrize(("loop", "beside"), [(direct.continuous, {0, 3}), (direct.waves, {0, 1})])
+@pytest.mark.parametrize(
+    ("loop", "overlapping"), [(bare_vllm.generate_continuously, {0, 3}), (bare_vllm.generate_in_waves, {0, 1})]
+)
 async def test_the_plain_loops_start_requests_as_slots_become_free_or_in_waves(
-    monkeypatch: pytest.MonkeyPatch, loop: direct.Loop, beside: set[int]
+    monkeypatch: pytest.MonkeyPatch, loop: bare_vllm.Loop, overlapping: set[int]
 ) -> None:
     running: set[int] = set()
-    seen: list[set[int]] = []
+    running_at_ends: list[set[int]] = []
 
     async def complete(_llm: None, request: GenerationRequest) -> int:
-        """A turn of the event loop for each token."""
+        """Take one turn of the event loop per token."""
         running.add(int(request.request_id))
         for _ in range(request.max_tokens):
             await asyncio.sleep(0)
-        seen.append(set(running))
+        running_at_ends.append(set(running))
         running.remove(int(request.request_id))
         return request.max_tokens
 
-    monkeypatch.setattr(direct, "complete", complete)
+    monkeypatch.setattr(bare_vllm, "complete", complete)
     lengths = [9, 1, 1, 1, 2, 3]
-    requests = [GenerationRequest(str(place), [1], max_tokens=length) for place, length in enumerate(lengths)]
+    requests = [GenerationRequest(str(index), [1], max_tokens=length) for index, length in enumerate(lengths)]
     assert await loop(None, requests, 2) == lengths
-    assert max(map(len, seen)) == 2 and beside in seen
-    if loop is direct.waves:
-        assert all(len({place // 2 for place in each}) == 1 for each in seen)
+    assert max(map(len, running_at_ends)) == 2 and overlapping in running_at_ends
+    if loop is bare_vllm.generate_in_waves:
+        assert all(len({index // 2 for index in indices}) == 1 for indices in running_at_ends)
