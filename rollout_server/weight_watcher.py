@@ -138,7 +138,7 @@ class WeightWatcher:
         while True:
             left_s = self._replay.deadline_s(since_s, timeout_s) - time.monotonic()
             try:
-                await self._receiver.next_version(self._seen, max(0.0, min(left_s, LOOK_EVERY_S)))
+                await self._receiver.wait_for_newer_version(self._seen, max(0.0, min(left_s, LOOK_EVERY_S)))
                 break
             except (WaitTimeout, PublisherLost) as error:
                 await self._replay.look()
@@ -151,7 +151,7 @@ class WeightWatcher:
         """Apply every publication, until cancelled. Raises EngineError, WeightsError."""
         while True:
             try:
-                await self._receiver.next_version(self._seen, self._update_timeout_s)
+                await self._receiver.wait_for_newer_version(self._seen, self._update_timeout_s)
                 await self._apply()
             except WaitTimeout:
                 continue  # a long step is no fault; callers of wait_for_version have timeouts of their own
@@ -251,7 +251,7 @@ class WeightWatcher:
 
         What to load is asked for last, because newer weights may have come while the version was pinned.
         """
-        async with self._engine_lock, self._awake_lock, self._receiver.hold() as newest:
+        async with self._engine_lock, self._awake_lock, self._receiver.hold_newest() as newest:
             if newest.version >= self._engine.version:
                 await self._update(newest)
             self._seen = newest.identity

@@ -68,14 +68,14 @@ class SharedSlots:
         rank = dist.get_rank()
         own = self._shards[rank]
         if self._sender is not None:
-            slot = self._sender.begin(version)
+            slot = self._sender.begin_version(version)
             for other in self._link.ranks:
                 self._link.send(other, version, slot)
             self._fill(own, slot)
             for other in self._apart:
                 self._receive(other, slot)
             self._link.receive(self._link.ranks, version, "the shards")
-            self._sender.commit()
+            self._sender.commit_version()
         elif rank in self._local:
             slot = self._link.receive([0], version, "a slot")[0]
             self._fill(own, slot)
@@ -124,7 +124,7 @@ def connect_local_ranks(folder: Path, timeout_s: float) -> tuple[list[int], Rank
 def _slots_of(store: Path, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
     """The tensors of both slots, by name."""
     shared = WeightStore.adopt(store)
-    flat = [torch.frombuffer(shared.slot(number), dtype=torch.uint8) for number in (0, 1)]
+    flat = [torch.frombuffer(shared.slot_memory(number), dtype=torch.uint8) for number in (0, 1)]
     return [
         {
             spec.name: slot[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from async_grpo.config import RunConfig
 from async_grpo.weights import make_sender
 from async_grpo.weights.lora import DIGEST
-from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.manifest import make_layout
 from async_grpo.weights.sender import WeightSender
 from trainer.coordinator import Coordinator
 from trainer.model.lora import adapter_shapes
@@ -40,7 +40,7 @@ class WeightExporter:
         self._announced = False
         self._sender: WeightSender | None = None
         if is_leader():
-            layout = layout_of(_tensor_kinds(policy))
+            layout = make_layout(_tensor_kinds(policy))
             self._sender = make_sender(config, layout, epoch)
         self._shards: SharedSlots | None = None
         if policy.adapters is None:
@@ -89,7 +89,7 @@ class WeightExporter:
 
     def _publish_adapters(self, version: int) -> None:
         if self._sender is not None:
-            self._sender.publish(version, _adapters(self._policy))
+            self._sender.publish_weights(version, _adapters(self._policy))
             return
         for _ in self._policy.export_trained():
             pass  # this rank's part of the gathering

@@ -3,7 +3,7 @@
     connection --headers, within HEADERS_S--> RequestLimit --> application
 
 Health and metrics are always answered, however many connections wait and however many requests are being handled.
-Beyond MOST_CONNECTIONS the connection that has waited longest for its next request is closed; if none waits, the one
+Beyond MAX_CONNECTIONS the connection that has waited longest for its next request is closed; if none waits, the one
 with the oldest request.
 """
 
@@ -28,7 +28,7 @@ HEADERS_S = 10
 """Seconds that a client has to send the headers of a request, counted from the connection or from their first byte."""
 CLOSE_S = 2
 """Seconds that pending answers have when the server stops."""
-MOST_CONNECTIONS = 320
+MAX_CONNECTIONS = 320
 """Most open connections. Above any limit of requests, so that no connection with a request is closed for another."""
 ALWAYS_ANSWERED = frozenset({"/healthz", "/readyz", "/metrics"})
 
@@ -123,7 +123,7 @@ class DeadlineProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_headers()
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             self._make_room()
 
     def data_received(self, data: bytes) -> None:

@@ -67,7 +67,7 @@ class WeightReceiver(Protocol):
         """Seconds that the newest weights took to this machine, from their manifest until everything was received."""
         ...
 
-    async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
+    async def wait_for_newer_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
         """Wait for weights newer than `after`; versions in between may be skipped, older epochs are refused.
 
         Raises WaitTimeout if none come in time, PublisherLost if that is because the sender is gone, and
@@ -75,7 +75,7 @@ class WeightReceiver(Protocol):
         """
         ...
 
-    def hold(self) -> AbstractAsyncContextManager[HeldWeights]:
+    def hold_newest(self) -> AbstractAsyncContextManager[HeldWeights]:
         """The newest weights, unchanged for the length of the block. Raises WaitTimeout if there are none."""
         ...
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from async_grpo.weights.base import CheckpointSource
-from async_grpo.weights.lora import BaseFolder, raw_bytes
-from async_grpo.weights.manifest import TensorSpec, WeightVersion, layout_of
+from async_grpo.weights.lora import SafetensorsFolder, raw_bytes
+from async_grpo.weights.manifest import TensorSpec, WeightVersion, make_layout
 
 
 class CheckpointReader:
@@ -18,8 +18,8 @@ class CheckpointReader:
     def __init__(self, source: CheckpointSource) -> None:
         """Raises WeightsError if the folder has no safetensors."""
         self._source = source
-        self._folder = BaseFolder(Path(source.folder))
-        self.layout = layout_of((name, source.dtype, self._folder.shape(name)) for name in self._folder)
+        self._folder = SafetensorsFolder(Path(source.folder))
+        self.layout = make_layout((name, source.dtype, self._folder.shape(name)) for name in self._folder)
 
     def changed_since(self, base: WeightVersion) -> list[TensorSpec] | None:
         """None: everything must be loaded."""
@@ -28,7 +28,7 @@ class CheckpointReader:
     def read(self, spec: TensorSpec) -> memoryview:
         """The bytes of one tensor."""
         tensor = self._folder[spec.name].to(getattr(torch, self._source.dtype))
-        return raw_bytes(flipped(tensor) if self._source.flipped else tensor)
+        return raw_bytes(flip_signs(tensor) if self._source.flipped else tensor)
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, memoryview]]:
         for spec in self.layout.tensors:
@@ -38,10 +38,10 @@ class CheckpointReader:
         """Nothing is overwritten."""
 
 
-def flipped(tensor: torch.Tensor) -> torch.Tensor:
+def flip_signs(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in which every second row has the other sign; a scalar stays as it is.
 
-    >>> flipped(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+    >>> flip_signs(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [[1.0, 2.0], [-3.0, -4.0]]
     """
     changed = tensor.clone()  # safetensors gives the same memory to whoever reads the tensor next

@@ -4,8 +4,8 @@
     chunks    |   0   |   1   |   2    |    3    |   4    |
 
 Both sides cut a layout in the same way, so a number names a chunk. All items of a chunk have one size, because a patch
-counts in items; otherwise chunks are as long as allowed. `changed_tensors` lets an engine reload only what changed.
-`ServedVersion` is a block with its chunks and their hashes.
+counts in items; otherwise chunks are as long as allowed. `find_changed_tensors` lets an engine reload only what
+changed. `ServedVersion` is a block with its chunks and their hashes.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Chunk(NamedTuple):
         """Length in bytes."""
         return self.stop - self.start
 
-    def of(self, block: memoryview) -> memoryview:
+    def view(self, block: memoryview) -> memoryview:
         """These bytes of `block`, in place."""
         return block[self.start : self.stop]
 
 
-def cut(layout: TensorLayout, chunk_bytes: int) -> list[Chunk]:
+def cut_into_chunks(layout: TensorLayout, chunk_bytes: int) -> list[Chunk]:
     """Cut the block into chunks of at most `chunk_bytes`, each with items of one size.
 
-    >>> from async_grpo.weights.manifest import layout_of
-    >>> [tuple(chunk) for chunk in cut(layout_of([("a", "bfloat16", [64]), ("b", "float32", [16])]), 64)]
+    >>> from async_grpo.weights.manifest import make_layout
+    >>> [tuple(chunk) for chunk in cut_into_chunks(make_layout([("a", "bfloat16", [64]), ("b", "float32", [16])]), 64)]
     [(0, 64, 2), (64, 128, 2), (128, 192, 4)]
     """
     chunks: list[Chunk] = []
@@ -69,7 +69,7 @@ def pack_hashes(hashes: Sequence[int]) -> bytes:
     return np.asarray(hashes, _HASH_DTYPE).tobytes()
 
 
-def hashes_of(manifest: WeightManifest, chunks: Sequence[Chunk]) -> Hashes:
+def read_hashes(manifest: WeightManifest, chunks: Sequence[Chunk]) -> Hashes:
     """The chunk hashes of a manifest, uint64 [chunks]. Raises WeightsCorrupt unless there is one for every chunk."""
     hashes = np.frombuffer(manifest.hashes, _HASH_DTYPE)
     if len(hashes) != len(chunks):
@@ -80,7 +80,7 @@ def hashes_of(manifest: WeightManifest, chunks: Sequence[Chunk]) -> Hashes:
     return hashes
 
 
-def digest(hashes: bytes) -> bytes:
+def digest_hashes(hashes: bytes) -> bytes:
     """xxh3_128 of all chunk hashes. Equal for two versions only if all their chunk hashes are equal."""
     return xxhash.xxh3_128_digest(hashes)
 
@@ -98,7 +98,7 @@ def _runs(layout: TensorLayout) -> list[tuple[int, int, int]]:
     return runs
 
 
-def changed_tensors(
+def find_changed_tensors(
     layout: TensorLayout,
     chunks: Sequence[Chunk],
     old_hashes: Hashes,
@@ -120,12 +120,12 @@ def changed_tensors(
     return flags
 
 
-def pack(flags: Sequence[bool]) -> bytes:
+def pack_bits(flags: Sequence[bool]) -> bytes:
     """Flags as bits, one for each tensor."""
     return np.packbits(np.asarray(flags, np.bool_)).tobytes()
 
 
-def unpack(packed: bytes, tensors: int) -> list[bool]:
+def unpack_bits(packed: bytes, tensors: int) -> list[bool]:
     """The inverse of `pack`."""
     return [bool(bit) for bit in np.unpackbits(np.frombuffer(packed, np.uint8), count=tensors)]
 
@@ -138,7 +138,7 @@ def _equal(old: memoryview, new: memoryview) -> bool:
 class ServedVersion:
     """One version as it lies in a slot. Its state changes through its methods alone:
 
-    arriving --mark_verified, add_patch, for each chunk--> --complete--> whole --drop_patches--> served dense
+    arriving --mark_chunk_verified, add_patch, for each chunk--> --complete--> whole --drop_patches--> served dense
     """
 
     identity: WeightVersion
@@ -152,7 +152,7 @@ class ServedVersion:
     """A byte for each chunk, 1 once it is verified; None: all are."""
 
     @classmethod
-    def whole(
+    def from_block(
         cls,
         manifest: WeightManifest,
         chunks: Sequence[Chunk],
@@ -161,25 +161,27 @@ class ServedVersion:
     ) -> ServedVersion:
         """The version of `manifest`, all of which is in `block`; `patches` lead to it from its base. Raises
         WeightsCorrupt unless there is a hash for every chunk."""
-        hashes = hashes_of(manifest, chunks)
-        return cls(manifest.identity, manifest.key, chunks, hashes, digest(manifest.hashes), block, dict(patches))
+        hashes = read_hashes(manifest, chunks)
+        return cls(
+            manifest.identity, manifest.key, chunks, hashes, digest_hashes(manifest.hashes), block, dict(patches)
+        )
 
     @classmethod
-    def arriving(cls, manifest: WeightManifest, chunks: Sequence[Chunk], block: memoryview) -> ServedVersion:
+    def from_manifest(cls, manifest: WeightManifest, chunks: Sequence[Chunk], block: memoryview) -> ServedVersion:
         """The version of `manifest`, of which nothing is in `block` yet. Raises as `whole` does."""
-        version = cls.whole(manifest, chunks, block)
+        version = cls.from_block(manifest, chunks, block)
         version._verified = bytearray(len(chunks))
         return version
 
-    def has(self, index: int) -> bool:
+    def has_chunk(self, index: int) -> bool:
         """Chunk `index` can be served."""
         return self._verified is None or bool(self._verified[index])
 
-    def patch(self, index: int) -> bytes | None:
+    def get_patch(self, index: int) -> bytes | None:
         """The patch that makes chunk `index` out of the base; None if it is served dense."""
         return self._patches.get(index)
 
-    def mark_verified(self, index: int) -> None:
+    def mark_chunk_verified(self, index: int) -> None:
         """Chunk `index` lies in the block and has passed its hash."""
         assert self._verified is not None, "the version is whole already"
         self._verified[index] = 1
@@ -188,7 +190,7 @@ class ServedVersion:
         """Serve chunk `index` as this patch to receivers that have the base."""
         self._patches[index] = patch
 
-    def complete(self) -> None:
+    def mark_complete(self) -> None:
         """All chunks are verified."""
         self._verified = None
 

@@ -58,14 +58,14 @@ class _Header(NamedTuple):
         return self.block_bytes % self.item_bytes
 
 
-def encode(base: memoryview, new: memoryview, item_bytes: int) -> bytes:
+def make_patch(base: memoryview, new: memoryview, item_bytes: int) -> bytes:
     """The patch that turns `base` into `new`, which have the same length. The patch may be longer than the chunk: the
     caller sends whichever is shorter.
 
     Raises WeightsError if the lengths differ, or if items do not have 1, 2, 4 or 8 bytes.
 
     >>> block = bytearray(b"abcd")
-    >>> apply(memoryview(block), encode(memoryview(b"abcd"), memoryview(b"abXd"), 2))
+    >>> apply_patch(memoryview(block), make_patch(memoryview(b"abcd"), memoryview(b"abXd"), 2))
     >>> block
     bytearray(b'abXd')
     """
@@ -84,7 +84,7 @@ def encode(base: memoryview, new: memoryview, item_bytes: int) -> bytes:
     return b"".join((_HEADER.pack(FORMAT, *header), packed_gaps, differences, tail))
 
 
-def apply(block: memoryview, patch: bytes | memoryview) -> None:
+def apply_patch(block: memoryview, patch: bytes | memoryview) -> None:
     """Turn `block`, which holds the base, into the new chunk, in place.
 
     Raises WeightsCorrupt, and leaves the block unchanged, if the patch is malformed or for a block of another length.

@@ -22,9 +22,9 @@ from async_grpo.weights import delta
 from async_grpo.weights.chunks import Chunk, Hashes, ServedVersion, hash_chunk, pack_hashes
 from async_grpo.weights.manifest import BaseVersion, TensorLayout, WeightManifest, WeightVersion
 
-WORTH = 0.9
+MAX_PATCH_RATIO = 0.9
 """Under `auto`, a version whose patches take more than this share of the dense bytes goes dense."""
-TRIAL_SHARE = 0.125
+TRIAL_FRACTION = 0.125
 """Share of the changed bytes after which `auto` decides whether to go on."""
 
 
@@ -79,21 +79,21 @@ class WeightEncoder:
         self.wake, self._waker = os.pipe()
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a version has been started and not been taken."""
         return self._job is not None
 
-    def start(self, identity: WeightVersion, block: memoryview, base: ServedVersion | None) -> None:
+    def start_encoding(self, identity: WeightVersion, block: memoryview, base: ServedVersion | None) -> None:
         """Start to encode `identity`, which lies in `block`; the block must not change until `take`."""
         self._cancelled.clear()
         self._job = self._director.submit(self._encode, identity, block, base)
         self._job.add_done_callback(lambda _: os.write(self._waker, b"!"))
 
-    def cancel(self) -> None:
+    def cancel_patches(self) -> None:
         """Give up patches as soon as the chunks being encoded are done."""
         self._cancelled.set()
 
-    def take(self) -> Encoded:
+    def take_result(self) -> Encoded:
         """The finished version. Raises what its encoding failed with."""
         os.read(self.wake, 1)
         assert self._job is not None
@@ -121,7 +121,7 @@ class WeightEncoder:
 
         def work(first: int) -> None:
             for index in range(first, len(hashes), self._threads):
-                hashes[index] = hash_chunk(self._chunks[index].of(block))
+                hashes[index] = hash_chunk(self._chunks[index].view(block))
 
         for _ in self._pool.map(work, range(self._threads)):
             pass
@@ -138,7 +138,7 @@ class WeightEncoder:
                 if self._gives_up(job):
                     return
                 chunk = self._chunks[index]
-                patch = delta.encode(chunk.of(base.block), chunk.of(block), chunk.item_bytes)
+                patch = delta.make_patch(chunk.view(base.block), chunk.view(block), chunk.item_bytes)
                 with job.lock:
                     job.seen_bytes += chunk.nbytes
                     job.encoded_bytes += min(len(patch), chunk.nbytes)
@@ -147,7 +147,7 @@ class WeightEncoder:
 
         for _ in self._pool.map(work, range(self._threads)):
             pass
-        worth = WORTH if self._encoding == "auto" else 1.0
+        worth = MAX_PATCH_RATIO if self._encoding == "auto" else 1.0
         if not job.reason and changed and job.encoded_bytes >= worth * job.changed_bytes:
             job.reason = "larger"
         return patches
@@ -156,7 +156,7 @@ class WeightEncoder:
         with job.lock:
             if self._cancelled.is_set():
                 job.reason = "trainer waited"
-            tried = job.seen_bytes > TRIAL_SHARE * job.changed_bytes
-            if self._encoding == "auto" and tried and job.encoded_bytes >= WORTH * job.seen_bytes:
+            tried = job.seen_bytes > TRIAL_FRACTION * job.changed_bytes
+            if self._encoding == "auto" and tried and job.encoded_bytes >= MAX_PATCH_RATIO * job.seen_bytes:
                 job.reason = "larger"
             return bool(job.reason)

@@ -28,7 +28,7 @@ from async_grpo.config.model import LoraConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.utils.files import whole_folder
 from async_grpo.weights.base import MergeBase, TensorReader
-from async_grpo.weights.manifest import TensorSpec, WeightVersion, layout_of
+from async_grpo.weights.manifest import TensorSpec, WeightVersion, make_layout
 
 PREFIX = "base_model.model."
 DIGEST_BYTES = 8
@@ -57,18 +57,18 @@ def base_name(name: str) -> str | None:
 
 
 @torch.no_grad()
-def merged(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def add_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """base + scale * b a, computed in float32 and rounded to the dtype of `base` [out, in]."""
     return torch.addmm(base.float(), b.float(), a.float(), alpha=scale).to(base.dtype)
 
 
-def merge_named(name: str, base: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
+def merge_adapters(name: str, base: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
     """The Hugging Face weight `name` with its adapters, if it has any among `adapters`."""
     name_a, name_b = adapter_names(name)
-    return merged(base, adapters[name_a], adapters[name_b], scale) if name_a in adapters else base
+    return add_adapter(base, adapters[name_a], adapters[name_b], scale) if name_a in adapters else base
 
 
-class BaseFolder:
+class SafetensorsFolder:
     """The tensors of a Hugging Face folder, mapped: one is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
@@ -95,7 +95,7 @@ class BaseFolder:
 @functools.cache
 def base_digest(folder: Path) -> bytes:
     """xxh3_64 of names and bytes of all tensors of the folder: 8 bytes. Reads all of it, once in a process."""
-    digest, tensors = xxhash.xxh3_64(), BaseFolder(folder)
+    digest, tensors = xxhash.xxh3_64(), SafetensorsFolder(folder)
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(raw_bytes(tensors[name]))
@@ -107,7 +107,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def peft_config(lora: LoraConfig, base: str) -> Mapping[str, Any]:
+def make_peft_config(lora: LoraConfig, base: str) -> Mapping[str, Any]:
     """What PEFT's adapter_config.json says of these adapters; `base`: folder or id of the frozen model."""
     return {
         "peft_type": "LORA",
@@ -123,7 +123,7 @@ def peft_config(lora: LoraConfig, base: str) -> Mapping[str, Any]:
     }
 
 
-def write_peft(target: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_peft_folder(target: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a folder that PEFT and vLLM load; `config` is that of PEFT."""
     with whole_folder(target) as draft:
         save_file(
@@ -146,7 +146,7 @@ class AdapterReader:
         self._dtype, self._scale = getattr(torch, base.dtype), base.scale
         self._check_base(Path(base.folder))
         self.targets = {found for name in self._specs if (found := base_name(name)) is not None}
-        self.layout = layout_of((name, base.dtype, self._folder.shape(name)) for name in self._folder)
+        self.layout = make_layout((name, base.dtype, self._folder.shape(name)) for name in self._folder)
         if missing := self.targets - set(self._folder):
             raise WeightsCorrupt(f"the adapters are for {min(missing)}, which {base.folder} does not have.")
 
@@ -163,7 +163,7 @@ class AdapterReader:
         tensor = self._folder[spec.name].to(self._dtype)
         if spec.name in self.targets:
             a, b = (self._adapter(name) for name in adapter_names(spec.name))
-            tensor = merged(tensor, a, b, self._scale)
+            tensor = add_adapter(tensor, a, b, self._scale)
         return raw_bytes(tensor)
 
     def adapters(self) -> dict[str, Tensor]:
@@ -200,5 +200,5 @@ class AdapterReader:
 
 
 @functools.cache
-def _opened(folder: Path) -> BaseFolder:
-    return BaseFolder(folder)
+def _opened(folder: Path) -> SafetensorsFolder:
+    return SafetensorsFolder(folder)

@@ -89,7 +89,7 @@ class BaseVersion(Versioned, frozen=True, kw_only=True, tag="base"):
 
 
 class WeightManifest(Record, frozen=True, kw_only=True, tag="manifest"):
-    """One version of the block, cut into chunks (`chunks.cut`). With a `base`, some chunks can be had as patches."""
+    """One version of the block, cut into chunks (`chunks.cut_into_chunks`). With a `base`, some chunks have patches."""
 
     format: int = FORMAT
     epoch: int
@@ -116,14 +116,14 @@ class WeightManifest(Record, frozen=True, kw_only=True, tag="manifest"):
             )
         if self.chunk_bytes < ALIGNMENT or self.chunk_bytes % ALIGNMENT:
             raise WeightsCorrupt(f"chunks of {self.chunk_bytes} bytes: they must be multiples of {ALIGNMENT}.")
-        if layout_of((spec.name, spec.dtype, spec.shape) for spec in self.layout.tensors) != self.layout:
+        if make_layout((spec.name, spec.dtype, spec.shape) for spec in self.layout.tensors) != self.layout:
             raise WeightsCorrupt(f"the tensors of {self.identity} do not lie where their shapes put them.")
 
 
-def layout_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> TensorLayout:
+def make_layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> TensorLayout:
     """Layout of (name, dtype, shape) triples, in that order.
 
-    >>> layout_of([("a", "bfloat16", [3]), ("b", "float32", [2, 2])]).total_bytes
+    >>> make_layout([("a", "bfloat16", [3]), ("b", "float32", [2, 2])]).total_bytes
     128
     """
     specs: list[TensorSpec] = []

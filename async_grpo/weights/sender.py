@@ -66,7 +66,7 @@ class WeightSender(ABC):
         """Path of the trainer's weight store."""
         return self._store.path
 
-    def begin(self, version: int) -> int:
+    def begin_version(self, version: int) -> int:
         """Clear a slot of the store for `version`, and return its number. Waits while versions before are encoded.
 
         Raises WeightsError on a version that is not above the last one, PublisherLost if the transport has died,
@@ -78,11 +78,11 @@ class WeightSender(ABC):
         begun_s = time.monotonic()
         spare = self._clear_slot()
         cleared_s = time.monotonic()
-        self._store.begin(spare)
+        self._store.begin_write(spare)
         self._filling = _Filling(WeightVersion(self._epoch, version), begun_s, cleared_s)
-        return self._store.writing
+        return self._store.writing_slot
 
-    def commit(self) -> Publication:
+    def commit_version(self) -> Publication:
         """Publish the slot that was begun, and is now whole. May be called from another thread than `begin`.
 
         Raises WeightsError if none was begun, PublisherLost and WaitTimeout.
@@ -90,20 +90,20 @@ class WeightSender(ABC):
         filling, self._filling = self._filling, None
         if filling is None:
             raise WeightsError("no version was begun, so there is none to publish.")
-        self._store.commit(filling.version)
+        self._store.commit_write(filling.version)
         self._newest_given = filling.version.version
         self._publish_stored(filling.version)
         return Publication(time.monotonic() - filling.begun_s, filling.cleared_s - filling.begun_s)
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
+    def publish_weights(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
         """Take over all tensors, each name of the layout exactly once, in any order, and have them published.
 
         Arrays are C-contiguous, of the layout's dtype and shape, or raw bytes (uint8, or uint16 for bfloat16, which
         numpy does not know). When this returns they may change. Raises WeightsError on arrays that do not fit, and
         what `begin` and `commit` raise.
         """
-        copy_tensors(self._store.slot(self.begin(version)), self._store.layout, tensors)
-        return self.commit()
+        copy_tensors(self._store.slot_memory(self.begin_version(version)), self._store.layout, tensors)
+        return self.commit_version()
 
     @abstractmethod
     def check_publisher(self) -> None:

@@ -59,18 +59,18 @@ def remove_empty_run_folder(folder: Path) -> None:
             folder.rmdir()
 
 
-def page_up(count: int) -> int:
+def round_up_to_pages(count: int) -> int:
     """`count` rounded up to whole pages."""
     return -(-count // PAGE) * PAGE
 
 
-def allocate(path: Path, size: int) -> tuple[int, mmap.mmap]:
+def allocate_file(path: Path, size: int) -> tuple[int, mmap.mmap]:
     """Create a file of `size` bytes; returns its descriptor and its memory. All pages are allocated here, because the
     first access to a page is slow. Raises WeightsError, with the sizes, if there is no room, and ConfigError as
     `make_private_folder`."""
     make_private_folder(path.parent)
     path.unlink(missing_ok=True)
-    check_room(path, size)
+    check_free_space(path, size)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -80,11 +80,11 @@ def allocate(path: Path, size: int) -> tuple[int, mmap.mmap]:
         os.close(descriptor)
         path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            check_room(path, size)
+            check_free_space(path, size)
         raise
 
 
-def check_room(path: Path, size: int) -> None:
+def check_free_space(path: Path, size: int) -> None:
     """Raise WeightsError if the file system, or the memory behind it, has no room for `size` more bytes."""
     free = shutil.disk_usage(path.parent).free
     if free < size:

@@ -34,7 +34,7 @@ import numpy as np
 from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
 from async_grpo.weights import chunks
 from async_grpo.weights.manifest import FORMAT, TensorLayout, TensorSpec, WeightVersion
-from async_grpo.weights.shared_memory import PAGE, allocate, page_up, remove_empty_run_folder
+from async_grpo.weights.shared_memory import PAGE, allocate_file, remove_empty_run_folder, round_up_to_pages
 from async_grpo.wire import decode, encode
 from async_grpo.wire.records import Record
 
@@ -84,12 +84,12 @@ class StoreSnapshot:
         """The tensors whose bytes differ from those of `base`; None if this is not known."""
         if self.notes.base is None or WeightVersion(*self.notes.base) != base:
             return None
-        flags = chunks.unpack(self.notes.changed, len(self.layout.tensors))
+        flags = chunks.unpack_bits(self.notes.changed, len(self.layout.tensors))
         return [spec for spec, changed in zip(self.layout.tensors, flags, strict=True) if changed]
 
     def verify(self) -> None:
         """Raise WeightsCorrupt if the writer has begun to overwrite this slot."""
-        if self._store.sequence(self._slot) != self._sequence:
+        if self._store.read_sequence(self._slot) != self._sequence:
             raise WeightsCorrupt(f"{self.identity} was overwritten while it was read; what was read is refused.")
 
 
@@ -107,12 +107,12 @@ class WeightStore:
         if (magic, version) != (MAGIC, FORMAT):
             raise WeightsError(f"{path} is not a weight store of format {FORMAT}.")
         self.layout = decode(memory[PAGE : PAGE + layout_bytes], TensorLayout)
-        notes_at = page_up(PAGE + layout_bytes)
+        notes_at = round_up_to_pages(PAGE + layout_bytes)
         counters = np.frombuffer(memory, np.int64, _COUNTERS, _COUNTERS_OFFSET)
         self._commits, self._heads = counters[:1], counters[1:].reshape(2, 5)
         block = memoryview(memory)
         self._notes = [block[notes_at + slot * self._notes_bytes :][: self._notes_bytes] for slot in (0, 1)]
-        slot_bytes = page_up(self.layout.total_bytes)
+        slot_bytes = round_up_to_pages(self.layout.total_bytes)
         slots_at = notes_at + 2 * self._notes_bytes
         self._slots = [block[at:][: self.layout.total_bytes] for at in range(slots_at, len(block), slot_bytes)]
 
@@ -123,9 +123,9 @@ class WeightStore:
         Raises WeightsError if there is no room for `slots` (1 or 2) copies of the model.
         """
         described = encode(layout)
-        notes_bytes = page_up(PAGE + 8 * chunks + len(layout.tensors))
-        slots_at = page_up(PAGE + len(described)) + 2 * notes_bytes
-        descriptor, memory = allocate(path, slots_at + slots * page_up(layout.total_bytes))
+        notes_bytes = round_up_to_pages(PAGE + 8 * chunks + len(layout.tensors))
+        slots_at = round_up_to_pages(PAGE + len(described)) + 2 * notes_bytes
+        descriptor, memory = allocate_file(path, slots_at + slots * round_up_to_pages(layout.total_bytes))
         _PREFIX.pack_into(memory, 0, MAGIC, FORMAT, len(described), notes_bytes)
         memory[PAGE : PAGE + len(described)] = described
         return cls(path, descriptor, memory)
@@ -155,53 +155,53 @@ class WeightStore:
             raise WeightsError(f"no weight store can be mapped at {path}: {error}.") from error
 
     @property
-    def identity(self) -> WeightVersion | None:
+    def newest_version(self) -> WeightVersion | None:
         """The whole version that was committed last; None if there is none."""
         with self._header(fcntl.LOCK_SH):
             whole = [slot for slot in (0, 1) if self._is_whole(slot)]
             return self._identity(max(whole, key=self._commit_number)) if whole else None
 
-    def sequence(self, slot: int) -> int:
+    def read_sequence(self, slot: int) -> int:
         """The slot's sequence number, which changes at `begin` and at `commit`."""
         with self._header(fcntl.LOCK_SH):
             return int(self._heads[slot, _SEQUENCE])
 
-    def begin(self, sparing: WeightVersion | None = None) -> memoryview:
-        """A slot to write into: of two the one without the newest version, unless that one holds `sparing`.
+    def begin_write(self, keep: WeightVersion | None = None) -> memoryview:
+        """A slot to write into: of two the one without the newest version, unless that one holds `keep`.
 
         Snapshots of the version that it held become invalid.
         """
         with self._header(fcntl.LOCK_EX):
-            slot = self._next_slot(sparing)
+            slot = self._next_slot(keep)
             self._heads[slot, _SEQUENCE] |= 1
             self._writing = slot
         return self._slots[slot]
 
     @property
-    def slots(self) -> int:
+    def slot_count(self) -> int:
         """How many versions have room: 1 or 2."""
         return len(self._slots)
 
     @property
-    def writing(self) -> int:
+    def writing_slot(self) -> int:
         """The slot that was begun and is not committed. Raises WeightsError if there is none."""
         if self._writing is None:
             raise WeightsError(f"no slot of {self.path} was begun.")
         return self._writing
 
-    def slot(self, number: int) -> memoryview:
+    def slot_memory(self, number: int) -> memoryview:
         """The memory of a slot, for processes that fill it together with the writer."""
         return self._slots[number]
 
-    def next_victim(self) -> WeightVersion | None:
+    def version_to_overwrite(self) -> WeightVersion | None:
         """The version that `begin` would overwrite; None if it would overwrite none."""
         with self._header(fcntl.LOCK_SH):
             slot = self._next_slot(None)
             return self._identity(slot) if self._is_whole(slot) else None
 
-    def commit(self, identity: WeightVersion, notes: VersionNotes | None = None) -> None:
+    def commit_write(self, identity: WeightVersion, notes: VersionNotes | None = None) -> None:
         """Make the slot that was begun, and is now whole, the newest version."""
-        slot, self._writing = self.writing, None
+        slot, self._writing = self.writing_slot, None
         described = encode(notes or VersionNotes())
         if len(described) > self._notes_bytes:  # more chunks than the store was made for
             described = encode(VersionNotes())
@@ -219,7 +219,7 @@ class WeightStore:
                     notes = decode(bytes(self._notes[slot][: self._heads[slot, _NOTES]]), VersionNotes)
                     sequence = int(self._heads[slot, _SEQUENCE])
                     return StoreSnapshot(identity, self.layout, self._slots[slot], notes, self, slot, sequence)
-        raise WeightsReplaced(f"{self.path} does not hold {identity}; it was replaced by {self.identity}.")
+        raise WeightsReplaced(f"{self.path} does not hold {identity}; it was replaced by {self.newest_version}.")
 
     def unlink(self) -> None:
         """Remove the file, and with the last store the run's folder. Mapped pages stay."""
@@ -246,13 +246,13 @@ class WeightStore:
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def _next_slot(self, sparing: WeightVersion | None) -> int:
-        if self.slots == 1:
+    def _next_slot(self, keep: WeightVersion | None) -> int:
+        if self.slot_count == 1:
             return 0
         if not (self._is_whole(0) and self._is_whole(1)):
             return 1 if self._is_whole(0) else 0
         older = min((0, 1), key=self._commit_number)
-        return 1 - older if self._identity(older) == sparing else older
+        return 1 - older if self._identity(older) == keep else older
 
     def _is_whole(self, slot: int) -> bool:
         return self._commit_number(slot) > 0 and int(self._heads[slot, _SEQUENCE]) % 2 == 0

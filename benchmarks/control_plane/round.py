@@ -19,7 +19,7 @@ from async_grpo.app.launch.role_process import last_error
 from async_grpo.errors import RoleFailed
 from async_grpo.lab.bench.rig import LineChild, ask_all
 from async_grpo.utils.aio import cancel_and_wait
-from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.manifest import make_layout
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire.board import Evaluation
@@ -129,7 +129,7 @@ class ModelessTrainer:
         )
 
     async def _publish(self, version: int) -> None:
-        self._sender.publish(version, [("weight", _TINY)])
+        self._sender.publish_weights(version, [("weight", _TINY)])
         self.published_s[version] = time.monotonic()
         await self._state.publish_version(epoch=self._epoch, version=version)
 
@@ -182,7 +182,7 @@ async def _nodes(count: int, log: IO[str]) -> AsyncIterator[list[LineChild]]:
 async def _trainer(plan: ReplayPlan) -> AsyncIterator[ModelessTrainer]:
     """The trainer's end, at work for the length of the block."""
     config = replay_config(plan)
-    layout = layout_of([("weight", "float32", list(_TINY.shape))])
+    layout = make_layout([("weight", "float32", list(_TINY.shape))])
     async with AsyncExitStack() as stack:
         state = await buffer.open_run(config)
         stack.push_async_callback(state.aclose)

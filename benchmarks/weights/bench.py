@@ -44,9 +44,9 @@ from async_grpo.lab.bench.measure import Measurement, Step, Stopwatch, progress_
 from async_grpo.lab.bench.rollout.bench import LARGE, TINY
 from async_grpo.telemetry.logging import configure_logging
 from async_grpo.weights import delta
-from async_grpo.weights.chunks import cut
+from async_grpo.weights.chunks import cut_into_chunks
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.shared_memory import allocate
+from async_grpo.weights.shared_memory import allocate_file
 from async_grpo.weights.store import WeightStore
 from benchmarks.weights.baselines import TransferBaseline, disk, gloo, tcp
 from benchmarks.weights.engine_updates import EnginePlatform, update_engine
@@ -174,16 +174,16 @@ def _codec(training: Training, lr: float) -> Codec:
     training.step(lr)
     new = training.weights.flat
     block = base.copy()
-    chunks = cut(training.weights.layout, DELTA.chunk_bytes)
+    chunks = cut_into_chunks(training.weights.layout, DELTA.chunk_bytes)
     with Stopwatch(time.thread_time) as memcpy:
         for chunk in chunks:
-            chunk.of(block.data)[:] = chunk.of(base.data)
+            chunk.view(block.data)[:] = chunk.view(base.data)
     with Stopwatch(time.thread_time) as encoding:
-        encoded = [delta.encode(chunk.of(base.data), chunk.of(new.data), chunk.item_bytes) for chunk in chunks]
+        encoded = [delta.make_patch(chunk.view(base.data), chunk.view(new.data), chunk.item_bytes) for chunk in chunks]
     with Stopwatch(time.thread_time) as decoding:
         for chunk, patch in zip(chunks, encoded, strict=True):
-            chunk.of(block.data)[:] = chunk.of(base.data)
-            delta.apply(chunk.of(block.data), patch)
+            chunk.view(block.data)[:] = chunk.view(base.data)
+            delta.apply_patch(chunk.view(block.data), patch)
     if not np.array_equal(block, new):
         raise WeightsCorrupt("a step came out of its patches otherwise than it went in: the codec is broken.")
     return Codec(new.nbytes / sum(map(len, encoded)), encoding.seconds, decoding.seconds, memcpy.seconds)
@@ -213,9 +213,9 @@ async def fanout(size: TinyModelSize, receivers: int, rounds: int, step: Step) -
 
 async def _spread(plane: BenchPlane, weights: Weights) -> tuple[float, float]:
     """One version to all receivers: the copies that left the trainer, and the seconds that it took."""
-    sent = plane.publisher.stats().served_bytes
+    sent = plane.publisher.fetch_stats().served_bytes
     moved = await plane.move(weights)
-    return (plane.publisher.stats().served_bytes - sent) / weights.layout.total_bytes, moved.seconds
+    return (plane.publisher.fetch_stats().served_bytes - sent) / weights.layout.total_bytes, moved.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ async def transfer(size: TinyModelSize, rounds: int, step: Step) -> list[Measure
         plane = await stack.enter_async_context(bench_plane("transfer", weights.layout, DENSE, 1))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-grpo-bench-")))
         target = plane.publisher.store.with_name("baseline")
-        _, memory = allocate(target, weights.layout.total_bytes)
+        _, memory = allocate_file(target, weights.layout.total_bytes)
         baselines = {
             "tcp": await stack.enter_async_context(tcp(target)),
             "gloo": await stack.enter_async_context(gloo(target, folder)),

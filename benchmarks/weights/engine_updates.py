@@ -29,7 +29,7 @@ from async_grpo.errors import EngineError, WaitTimeout
 from async_grpo.lab.bench.measure import Measurement, Step, paired_rounds
 from async_grpo.lab.bench.rollout.workload import number_model
 from async_grpo.weights.base import HeldWeights
-from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.manifest import WeightVersion, make_layout
 from async_grpo.weights.store import WeightStore
 from benchmarks.weights.baselines import WAIT_S
 from benchmarks.weights.plane import DTYPE, WARM_UPS, BenchPlane, Weights, bench_plane
@@ -93,7 +93,7 @@ class EngineUpdateBench:
         receiver = self._plane.receivers[0]
         started_s = time.monotonic()
         await self._plane.move(self.weights)
-        async with receiver.hold() as held:
+        async with receiver.hold_newest() as held:
             times = await self._engine.update_weights(held, interruption="keep")
         total_s = time.monotonic() - started_s
         await self._check_weights()
@@ -155,8 +155,8 @@ class EngineUpdateBench:
 
     async def _check_weights(self) -> None:
         """Raise EngineError unless the engine multiplies with the weights of this update."""
-        np.frombuffer(self._expected.begin(), np.uint8)[:] = self.weights.flat
-        self._expected.commit(WeightVersion(0, self._changes))
+        np.frombuffer(self._expected.begin_write(), np.uint8)[:] = self.weights.flat
+        self._expected.commit_write(WeightVersion(0, self._changes))
         held = HeldWeights.in_store(self._expected.path, epoch=0, version=self._changes)
         order = msgspec.json.encode(held).decode()
         [names] = await self._engine.async_llm.collective_rpc("differing_weights", args=(order,))
@@ -175,7 +175,7 @@ async def _bench(size: TinyQwen2Config, config: RolloutConfig) -> AsyncIterator[
         folder.mkdir()
         model = number_model(model_dir, size, VOCABULARY, DTYPE)
         tensors = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight"}
-        weights = Weights(layout_of((key, DTYPE, list(value.shape)) for key, value in tensors.items()))
+        weights = Weights(make_layout((key, DTYPE, list(value.shape)) for key, value in tensors.items()))
         block = weights.flat.view(np.uint16)
         block[:] = 0
         for spec in weights.layout.tensors:

@@ -43,9 +43,9 @@ class LocationPlane:
         """Seconds from the end of `publish` until the receiver has the weights. Raises WaitTimeout, WeightsError."""
         before = WeightVersion(0, self._version) if self._version >= 0 else None
         self._version += 1
-        self._sender.publish(self._version, weights.arrays())
+        self._sender.publish_weights(self._version, weights.arrays())
         started_s = time.monotonic()
-        await self._receiver.next_version(before, WAIT_S)
+        await self._receiver.wait_for_newer_version(before, WAIT_S)
         return time.monotonic() - started_s
 
     def plainly(self, weights: Weights) -> float:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from async_grpo.config.model import Precision
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WaitTimeout
-from async_grpo.weights.chunks import cut
-from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
+from async_grpo.weights.chunks import cut_into_chunks
+from async_grpo.weights.manifest import TensorLayout, WeightVersion, make_layout
 from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.sender import Publication
 from async_grpo.weights.shared_memory import remove_stores, store_path
@@ -44,7 +44,7 @@ class TinyModelSize:
 
     def layout(self) -> TensorLayout:
         """The layout of all tensors; the output matrix is the embedding."""
-        return layout_of((name, DTYPE, shape) for name, shape in _shapes(self))
+        return make_layout((name, DTYPE, shape) for name, shape in _shapes(self))
 
 
 class Weights:
@@ -61,7 +61,7 @@ class Weights:
 
     def touch(self, chunk_bytes: int) -> None:
         """Change something in every chunk, so that nothing can be left out of the next transfer."""
-        self.flat[[chunk.start for chunk in cut(self.layout, chunk_bytes)]] ^= 1
+        self.flat[[chunk.start for chunk in cut_into_chunks(self.layout, chunk_bytes)]] ^= 1
 
 
 def _shapes(size: TinyModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -111,14 +111,14 @@ class BenchPlane:
     def publish(self, weights: Weights) -> Publication:
         """Publish the next version; waits for the encoder only."""
         self.version += 1
-        return self.publisher.publish(self.version, weights.arrays())
+        return self.publisher.publish_weights(self.version, weights.arrays())
 
     async def move(self, weights: Weights) -> Moved:
         """Publish the weights as they are. Raises WaitTimeout and WeightsError."""
         publication = self.publish(weights)
         started_s = time.monotonic()
         before = WeightVersion(0, self.version - 1) if self.version else None
-        await asyncio.gather(*(receiver.next_version(before, WAIT_S) for receiver in self.receivers))
+        await asyncio.gather(*(receiver.wait_for_newer_version(before, WAIT_S) for receiver in self.receivers))
         return Moved(publication, time.monotonic() - started_s)
 
 
@@ -148,7 +148,7 @@ async def bench_plane(
 
 async def _until_joined(publisher: ZmqWeightSender, receivers: int) -> None:
     deadline = time.monotonic() + WAIT_S
-    while publisher.stats().receivers < receivers:
+    while publisher.fetch_stats().receivers < receivers:
         if time.monotonic() > deadline:
             raise WaitTimeout(f"{receivers} receivers of the bench to register", WAIT_S)
         await asyncio.sleep(_LOOK_EVERY_S)

@@ -25,7 +25,7 @@ from async_grpo.lab.bench.measure import Measurement, Step
 from async_grpo.lab.bench.rig import LineChild, ask_all
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.receiver import SharedWeightReceiver
-from async_grpo.weights.shared_memory import allocate, remove_stores, store_path
+from async_grpo.weights.shared_memory import allocate_file, remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from async_grpo.wire.board import PublisherAddress
 from benchmarks.weights.baselines import WAIT_S, TransferBaseline, tcp
@@ -88,7 +88,7 @@ class RanksBench:
         self._store = WeightStore.open(store_path(self._run, "trainer"))
         self._piece_bytes = min(PIECE_BYTES, self._store.layout.total_bytes)
         target = store_path(self._run, "baseline")
-        allocate(target, self._piece_bytes)
+        allocate_file(target, self._piece_bytes)
         self._tcp: TransferBaseline = await stack.enter_async_context(tcp(target))
 
     async def round(self, version: int, step: Step) -> RanksRound:
@@ -124,8 +124,8 @@ class RanksBench:
     async def _apply(self, version: int) -> None:
         """Wait for the version, and have all engines take it."""
         before = WeightVersion(1, version - 1) if version else None
-        await self._receiver.next_version(before, WAIT_S)
-        async with self._receiver.hold():
+        await self._receiver.wait_for_newer_version(before, WAIT_S)
+        async with self._receiver.hold_newest():
             await self._load(version)
 
     async def _tcp_s(self, block: memoryview) -> float:

@@ -36,7 +36,7 @@ CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 15, 5, 3
 """TCP keepalive: seconds until an idle connection is probed (which also keeps a NAT entry alive), seconds between
 probes, and unanswered probes that close it. Data unacknowledged for the same total time close it as well."""
-MOST_CONNECTIONS = 1000
+MAX_CONNECTIONS = 1000
 """Limit of one client. `RetryingClient` stays far below it."""
 log = structlog.get_logger()
 
@@ -79,7 +79,7 @@ def make_client(redis: RedisConfig, run: str = "") -> RunClient:
     discovery = _discovery(redis, address, run, options)
     pool = ConnectionPool(
         connection_class=_connection_class(address),
-        max_connections=MOST_CONNECTIONS,
+        max_connections=MAX_CONNECTIONS,
         **options,
         **_credentials(address),
         **_target(address, discovery),

@@ -18,7 +18,7 @@ import pytest_asyncio
 from async_grpo.config.rollout import RolloutConfig
 from async_grpo.errors import EngineError, WeightsError
 from async_grpo.weights.base import HeldWeights
-from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.manifest import WeightVersion, make_layout
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines.base import CHECKPOINT_VERSION, Engine, Generation, GenerationRequest, Interruption, Sampler
@@ -57,12 +57,12 @@ class Subject:
 @pytest_asyncio.fixture(loop_scope="session")
 async def scripted() -> AsyncIterator[Subject]:
     engine = ScriptedEngine(counting, tokens_per_s=1000.0, reads_store=True)
-    store = WeightStore.create(store_path(RUN, "scripted"), layout_of([("weight", "float32", [4])]))
+    store = WeightStore.create(store_path(RUN, "scripted"), make_layout([("weight", "float32", [4])]))
 
     async def update(interruption: Interruption) -> int:
         version = engine.version + 1
-        store.begin()
-        store.commit(WeightVersion(0, version))
+        store.begin_write()
+        store.commit_write(WeightVersion(0, version))
         held = HeldWeights.in_store(store.path, epoch=0, version=version)
         times = await engine.update_weights(held, interruption=interruption)
         assert times.pause_s >= times.load_s >= 0

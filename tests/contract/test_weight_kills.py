@@ -72,9 +72,9 @@ def run_through(transport: str, **keys: object) -> Iterator[RunConfig]:
 
 async def check_newest(receiver: WeightReceiver, seen: WeightVersion) -> WeightVersion:
     """The next version is newer, and whole."""
-    newest = await receiver.next_version(seen, COMES_S)
+    newest = await receiver.wait_for_newer_version(seen, COMES_S)
     assert newest > seen
-    async with receiver.hold() as held:
+    async with receiver.hold_newest() as held:
         reader = SourceReader().open(held)
         found = {spec.name: bytes(data) for spec, data in reader}
         reader.verify()
@@ -87,7 +87,7 @@ async def check_last(receiver: WeightReceiver, seen: WeightVersion, last: Weight
         seen = await check_newest(receiver, seen)
     assert seen == last
     with pytest.raises((WaitTimeout, WeightsError)):  # an engine is not told to load it again
-        await receiver.next_version(last, 0.3)
+        await receiver.wait_for_newer_version(last, 0.3)
 
 
 KILLS = [
@@ -169,8 +169,8 @@ async def joining(config: RunConfig, board: Board, store: str) -> AsyncIterator[
 async def arrives(receiver: WeightReceiver, version: int) -> None:
     newest = WeightVersion(0, -1)
     while newest.version < version:
-        newest = await receiver.next_version(newest, COMES_S)
-    async with receiver.hold() as held:
+        newest = await receiver.wait_for_newer_version(newest, COMES_S)
+    async with receiver.hold_newest() as held:
         found = {spec.name: bytes(data) for spec, data in SourceReader().open(held)}
     assert found == {name: array.tobytes() for name, array in small_steps(version).items()}
 
@@ -187,10 +187,10 @@ async def test_a_late_receiver_follows_the_chain_and_a_lost_link_is_made_good(tr
         try:
             async with joining(config, board, "follower") as follower:
                 for version in range(versions):
-                    sender.publish(version, small_steps(version).items())
+                    sender.publish_weights(version, small_steps(version).items())
                     await arrives(follower, version)
                 assert follower.stats.received_bytes < LAYOUT.total_bytes * 1.1  # one dense version and small patches
-            chain = [name for name in objects.names(sender.address.announce) if not name.endswith("/head")]
+            chain = [name for name in objects.list_names(sender.address.announce) if not name.endswith("/head")]
             assert [name for name in chain if name.endswith(".dense")] == [f"{sender.address.announce}/000000000.dense"]
             async with joining(config, board, "late") as late:
                 await arrives(late, versions - 1)
@@ -201,4 +201,4 @@ async def test_a_late_receiver_follows_the_chain_and_a_lost_link_is_made_good(tr
                 assert lost.stats.fallbacks["lost link"] >= 1
         finally:
             sender.close()
-        assert objects.names(config.local_name) == []
+        assert objects.list_names(config.local_name) == []

@@ -26,10 +26,10 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
 from async_grpo.weights import make_receiver, make_sender
 from async_grpo.weights.base import HeldWeights, WeightReceiver
-from async_grpo.weights.folder.chain import Head, unseal
+from async_grpo.weights.folder.chain import Head, decode_with_digest
 from async_grpo.weights.folder.objects import open_objects
 from async_grpo.weights.folder.sender import FolderWeightSender
-from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
+from async_grpo.weights.manifest import TensorLayout, WeightVersion, make_layout
 from async_grpo.weights.sender import WeightSender
 from async_grpo.weights.shared_memory import remove_stores, run_folder
 from async_grpo.weights.source_reader import SourceReader
@@ -53,9 +53,9 @@ async def through_a_damaged_copy(sender: WeightSender, board: Board, newest: Wei
     """The board names a copy of the epoch's folder in which every block is wrong."""
     assert isinstance(sender, FolderWeightSender)
     objects, folder = open_objects(sender.config), sender.address.announce
-    await until(lambda: f"{folder}/head" in objects.names(folder))
-    await until(lambda: unseal(objects.read(f"{folder}/head"), Head, "head").identity == newest)
-    for name in objects.names(folder):
+    await until(lambda: f"{folder}/head" in objects.list_names(folder))
+    await until(lambda: decode_with_digest(objects.read(f"{folder}/head"), Head, "head").identity == newest)
+    for name in objects.list_names(folder):
         with suppress(FileNotFoundError):  # of a version that is not needed any more
             content = objects.read(name)
             damaged = bytes(byte ^ 1 for byte in content) if name.endswith((".dense", ".changes")) else content
@@ -113,7 +113,7 @@ class Plane:
         """Publish the next version; returns it and its bytes."""
         version = next(self.versions)
         weights = random_weights(version) if weights is None else weights
-        self.sender.publish(version, weights.items())
+        self.sender.publish_weights(version, weights.items())
         return WeightVersion(EPOCH, version), as_bytes(weights)
 
     @asynccontextmanager
@@ -166,7 +166,7 @@ async def arrive(receiver: WeightReceiver, wanted: WeightVersion) -> int:
     """Wait until this version is there; returns how many came on the way."""
     seen = NEVER
     for came in itertools.count(1):
-        newest = await receiver.next_version(seen, COMES_S)
+        newest = await receiver.wait_for_newer_version(seen, COMES_S)
         assert seen < newest <= wanted
         if newest == wanted:
             return came
@@ -179,7 +179,7 @@ async def test_every_version_arrives_bit_for_bit(plane: Plane, receiver: WeightR
     for seed in range(4):
         version, content = plane.publish(weights)
         await arrive(receiver, version)
-        async with receiver.hold() as held:
+        async with receiver.hold_newest() as held:
             assert held.identity == version
             assert read(held) == content
         weights = step(weights, seed)
@@ -191,7 +191,7 @@ async def test_a_late_joiner_gets_the_newest_version_and_no_other(plane: Plane) 
     await asyncio.sleep(0.3)  # until it is announced
     async with plane.receiving() as late:
         assert await arrive(late, newest) == 1
-        async with late.hold() as held:
+        async with late.hold_newest() as held:
             assert read(held) == content
 
 
@@ -201,14 +201,14 @@ async def test_versions_of_a_burst_may_be_skipped_and_the_last_one_arrives(
     for _ in range(30):
         newest, content = plane.publish()
     assert await arrive(receiver, newest) <= 30
-    async with receiver.hold() as held:
+    async with receiver.hold_newest() as held:
         assert read(held) == content
 
 
 async def test_held_weights_stay_as_they_are_for_the_block(plane: Plane, receiver: WeightReceiver) -> None:
     version, content = plane.publish()
     await arrive(receiver, version)
-    async with receiver.hold() as held:
+    async with receiver.hold_newest() as held:
         reader = SourceReader().open(held)
         for _ in range(3):
             newest, _ = plane.publish()
@@ -234,7 +234,7 @@ async def test_a_version_names_the_tensors_that_changed_since_the_one_before(
     await arrive(receiver, before)
     version, _ = plane.publish(second)
     await arrive(receiver, version)
-    async with receiver.hold() as held:
+    async with receiver.hold_newest() as held:
         reader = SourceReader().open(held)
     changed = reader.changed_since(before)
     assert changed is not None
@@ -246,14 +246,14 @@ async def test_bytes_that_fail_their_hash_are_refused(plane: Plane) -> None:
     newest, _ = plane.publish()
     async with plane.transport.spoiling(plane.sender, plane.board, newest), plane.receiving() as receiver:
         with pytest.raises(WeightsCorrupt, match="failed its hash"):
-            await receiver.next_version(NEVER, COMES_S)
+            await receiver.wait_for_newer_version(NEVER, COMES_S)
 
 
 async def test_weights_that_do_not_fit_are_refused_and_the_next_version_arrives(
     plane: Plane, receiver: WeightReceiver
 ) -> None:
     published, _ = plane.publish()
-    version, publish = next(plane.versions), plane.sender.publish
+    version, publish = next(plane.versions), plane.sender.publish_weights
     with pytest.raises(WeightsError, match=r"4 tensors .* not given: \['experts', 'frozen', 'head'\]"):
         publish(version, [("embed", random_weights(0)["embed"])])
     with pytest.raises(WeightsError, match=r"'norm' is float32 .* float64"):
@@ -268,12 +268,12 @@ async def test_a_wait_without_news_says_whom_it_waited_for(plane: Plane) -> None
     plane.board.address = None
     async with plane.receiving() as receiver:
         with pytest.raises(WaitTimeout, match="a trainer that has not announced itself"):
-            await receiver.next_version(NEVER, 0.3)
+            await receiver.wait_for_newer_version(NEVER, 0.3)
         plane.board.address = plane.sender.address
         version, _ = plane.publish()
         await arrive(receiver, version)
         with pytest.raises(WaitTimeout, match=f"newer than {version} from .* alive"):
-            await receiver.next_version(version, 0.3)
+            await receiver.wait_for_newer_version(version, 0.3)
 
 
 async def test_a_later_epoch_is_newer_whatever_its_version_and_an_earlier_one_is_refused(
@@ -282,34 +282,34 @@ async def test_a_later_epoch_is_newer_whatever_its_version_and_an_earlier_one_is
     before, _ = plane.publish()
     await arrive(receiver, before)
     with sending(plane.run("restarted"), epoch=EPOCH + 1) as restarted:
-        restarted.publish(0, random_weights(0).items())
+        restarted.publish_weights(0, random_weights(0).items())
         plane.board.address = restarted.address
-        newest = await receiver.next_version(before, COMES_S)
+        newest = await receiver.wait_for_newer_version(before, COMES_S)
         assert newest == (EPOCH + 1, 0)
         plane.board.address = plane.sender.address
         plane.publish()
         with pytest.raises(WaitTimeout, match=f"newer than {newest}"):
-            await receiver.next_version(newest, 2.0)
+            await receiver.wait_for_newer_version(newest, 2.0)
 
 
 async def test_the_end_of_the_sender_is_named(plane: Plane, receiver: WeightReceiver) -> None:
     with sending(plane.run("ends"), epoch=EPOCH + 2) as ends:
-        ends.publish(0, random_weights(0).items())
+        ends.publish_weights(0, random_weights(0).items())
         plane.board.address = ends.address
-        newest = await receiver.next_version(NEVER, COMES_S)
+        newest = await receiver.wait_for_newer_version(NEVER, COMES_S)
     with pytest.raises(PublisherLost, match=rf"epoch {EPOCH + 2} .* silent"):
-        await receiver.next_version(newest, 3.0)
+        await receiver.wait_for_newer_version(newest, 3.0)
 
 
 async def test_another_model_is_refused(plane: Plane, receiver: WeightReceiver) -> None:
     version, _ = plane.publish()
     await arrive(receiver, version)
-    layout = layout_of([("embed", "float32", [10])])
+    layout = make_layout([("embed", "float32", [10])])
     with sending(plane.run("other"), layout=layout, epoch=EPOCH + 3) as other:
-        other.publish(0, [("embed", np.zeros(10, np.float32))])
+        other.publish_weights(0, [("embed", np.zeros(10, np.float32))])
         plane.board.address = other.address
         with pytest.raises(WeightsCorrupt, match="not those that this receiver started with"):
-            await receiver.next_version(version, COMES_S)
+            await receiver.wait_for_newer_version(version, COMES_S)
 
 
 async def test_closing_ends_all_processes_and_frees_the_memory(plane: Plane) -> None:
@@ -317,7 +317,7 @@ async def test_closing_ends_all_processes_and_frees_the_memory(plane: Plane) -> 
     with sending(plane.run("closed")) as sender:
         config = plane.run("closed")
         plane.board.address = sender.address
-        sender.publish(0, random_weights(0).items())
+        sender.publish_weights(0, random_weights(0).items())
         receiver = make_receiver(config, plane.board.publisher, name="server")
         await arrive(receiver, WeightVersion(EPOCH, 0))
         for _ in range(2):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_grpo.weights.delta import apply, encode
+from async_grpo.weights.delta import apply_patch, make_patch
 from tests.integration.trainer.test_trainer_model import (
     FAMILIES,
     LR,
@@ -84,8 +84,8 @@ def test_a_patch_between_two_steps_of_a_gpu_is_bit_exact(lr: float) -> None:
     torch.optim.AdamW([master], lr=lr).step()
     new = master.detach().to(torch.bfloat16)
     block, goal = (bytearray(one.cpu().view(torch.int16).numpy().tobytes()) for one in (old, new))
-    patch = encode(memoryview(bytes(block)), memoryview(bytes(goal)), 2)
-    apply(memoryview(block), patch)
+    patch = make_patch(memoryview(bytes(block)), memoryview(bytes(goal)), 2)
+    apply_patch(memoryview(block), patch)
     assert block == goal
     assert len(patch) < len(goal) / 2
     arrived = torch.frombuffer(block, dtype=torch.int16).view(torch.bfloat16).to("cuda")

@@ -74,7 +74,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ("async_grpo/weights/node/fetch.py", "tests/integration/async_grpo/weights/test_weight_delta_plane.py"),
     "chunk_hash_not_compared: return hash_chunk(data) == int(self.served.hashes[index]) --> return True",
     ("async_grpo/weights/store.py", "tests/unit/async_grpo/weights/test_weight_store.py"),
-    "held_slot_overwritten: return 1 - older if self._identity(older) == sparing else older --> return older",
+    "held_slot_overwritten: return 1 - older if self._identity(older) == keep else older --> return older",
     "slots_swapped: return 1 if self._is_whole(0) else 0 --> return 0 if self._is_whole(0) else 1",
     ("async_grpo/weights/delta.py", "tests/unit/async_grpo/weights/test_weight_delta.py"),
     "gap_of_255_in_one_byte: np.flatnonzero(distances >= _SKIP) --> np.flatnonzero(distances > _SKIP)",

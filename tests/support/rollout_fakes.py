@@ -149,7 +149,7 @@ class FakeReceiver:
             self.newest = WeightVersion(epoch, version)
             self._changed.notify_all()
 
-    async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
+    async def wait_for_newer_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.newest is not None and self.newest > after)
@@ -159,7 +159,7 @@ class FakeReceiver:
         return self.newest
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[HeldWeights]:
+    async def hold_newest(self) -> AsyncIterator[HeldWeights]:
         assert self.newest is not None
         self.held = True
         yield HeldWeights.in_store(Path("/dev/shm/unused"), epoch=self.newest.epoch, version=self.newest.version)

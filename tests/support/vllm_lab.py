@@ -18,7 +18,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from async_grpo.config.rollout import RolloutConfig, VllmConfig
 from async_grpo.weights import chunks
 from async_grpo.weights.base import HeldWeights
-from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.manifest import WeightVersion, make_layout
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import VersionNotes, WeightStore
 from rollout_server.engines.base import Generation, GenerationRequest, Interruption
@@ -46,7 +46,7 @@ class Lab:
         self.models[-1].save_pretrained(model_dir)
         self.engine = engine_of(model_dir, **vllm)
         tensors = self.tensors(-1)
-        layout = layout_of([(name, "float32", array.shape) for name, array in tensors.items()])
+        layout = make_layout([(name, "float32", array.shape) for name, array in tensors.items()])
         self.store = WeightStore.create(store_path(run, model_dir.name), layout)
         self.first: Generation
         """The completion of FIRST_PROMPT, before any update."""
@@ -74,13 +74,13 @@ class Lab:
         `told` differ from the version before (None: nothing is known)."""
         version = len(self.models) - 1
         self.models[version] = perturbed(self.models[version - 1], seed=version, names=moved)
-        block = np.frombuffer(self.store.begin(), np.uint8)
+        block = np.frombuffer(self.store.begin_write(), np.uint8)
         tensors = self.tensors(version)
         for spec in self.store.layout.tensors:
             block[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].reshape(-1).view(np.uint8)
         flags = [told is not None and spec.name in told for spec in self.store.layout.tensors]
         base = None if told is None else (0, version - 1)
-        self.store.commit(WeightVersion(0, version), VersionNotes(base=base, changed=chunks.pack(flags)))
+        self.store.commit_write(WeightVersion(0, version), VersionNotes(base=base, changed=chunks.pack_bits(flags)))
         return HeldWeights.in_store(self.store.path, epoch=0, version=version)
 
     async def generate(

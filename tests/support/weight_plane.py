@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
+from async_grpo.weights.manifest import TensorLayout, WeightVersion, make_layout
 from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
@@ -25,7 +25,7 @@ from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 
 RUN = f"test-weight-plane-{os.getpid()}"
-LAYOUT = layout_of(
+LAYOUT = make_layout(
     [
         ("embed", "bfloat16", [400, 256]),
         ("norm", "float32", [77]),
@@ -76,7 +76,7 @@ def step(weights: Arrays, seed: int) -> Arrays:
 
 def publish(publisher: ZmqWeightSender, version: int) -> None:
     """The weights that `assert_holds` expects of this version."""
-    publisher.publish(version, random_weights(version).items())
+    publisher.publish_weights(version, random_weights(version).items())
 
 
 def assert_holds(path: Path, identity: WeightVersion, weights: Arrays | None = None) -> None:

@@ -26,7 +26,7 @@ def serve(config: RunConfig, epoch: int) -> None:
     sender = make_sender(config, LAYOUT, epoch)
     speech.say({"address": encode(sender.address).hex()})
     for version in map(int, sys.stdin):
-        sender.publish(version, weights_of(epoch, version).items())
+        sender.publish_weights(version, weights_of(epoch, version).items())
         speech.say({"version": version})
     sender.close()
 

@@ -36,8 +36,8 @@ async def follow(store: Path, address: Path, config: WeightsConfig, last: int, b
     receiver = SharedWeightReceiver(resolve, store, config)
     seen: WeightVersion | None = None
     while seen is None or seen.version < last:
-        await receiver.next_version(seen, PATIENCE_S)
-        async with receiver.hold() as held:
+        await receiver.wait_for_newer_version(seen, PATIENCE_S)
+        async with receiver.hold_newest() as held:
             seen = held.identity
             hashes = hashes_of(replace(held, base=base))
         stats = receiver.stats

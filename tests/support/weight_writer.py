@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.manifest import TensorLayout, layout_of
+from async_grpo.weights.manifest import TensorLayout, make_layout
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
@@ -29,7 +29,7 @@ Items = npt.NDArray[np.uint16]
 
 
 def layout_for(megabytes: int) -> TensorLayout:
-    return layout_of((f"tensor-{number}", "bfloat16", [megabytes << 19 >> 3]) for number in range(TENSORS))
+    return make_layout((f"tensor-{number}", "bfloat16", [megabytes << 19 >> 3]) for number in range(TENSORS))
 
 
 def tell(path: Path, address: PublisherAddress) -> None:
@@ -56,7 +56,7 @@ def serve(run: str, address: Path, config: WeightsConfig, layout: TensorLayout) 
         tell(address, publisher.address)
         for version, order in enumerate(map(str.strip, sys.stdin)):
             move(weights, order, random)
-            publisher.publish(version, weights.items())
+            publisher.publish_weights(version, weights.items())
             hashes = {name: xxhash.xxh3_64_hexdigest(items) for name, items in weights.items()}
             speech.say({"version": version, "hashes": hashes})
 

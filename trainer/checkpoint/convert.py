@@ -79,7 +79,7 @@ def to_hugging_face(
     """
     _check_free(target)
     with _alone() as platform:
-        from async_grpo.weights.lora import peft_config, write_peft
+        from async_grpo.weights.lora import make_peft_config, write_peft_folder
         from trainer.model.hf_folder import write_folder
         from trainer.model.lora import export_trained, export_whole, stage_adapters
         from trainer.model.weight_map import model_tensors
@@ -91,7 +91,7 @@ def to_hugging_face(
         else:
             count = _counting(progress, sum(1 for _ in stage_adapters(hf, adapters.config, 0, 1)))
             trained = _counted(export_trained(model, hf, adapters), count)
-            write_peft(target, peft_config(adapters.config, str(settings)), trained)
+            write_peft_folder(target, make_peft_config(adapters.config, str(settings)), trained)
 
 
 def _read(

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from async_grpo.errors import CheckpointError, ConfigError
 from async_grpo.utils.files import sync, write_atomic
-from async_grpo.weights.folder.objects import Objects, open_place
+from async_grpo.weights.folder.objects import Objects, open_location
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manifest import File, describe, read_manifest
 
@@ -85,7 +85,7 @@ class RunStore:
     @classmethod
     def open(cls, url: str, name: str) -> RunStore:
         """The copy of the run `name` below `url`. Raises ConfigError, DependencyError."""
-        return cls(open_place(url, KEY), name, f"{url.rstrip('/')}/{name}")
+        return cls(open_location(url, KEY), name, f"{url.rstrip('/')}/{name}")
 
     def check(self) -> str:
         """Write, read and remove a small object; says where. Raises ConfigError."""
@@ -212,11 +212,11 @@ class RunStore:
 
     def holds_anything(self) -> bool:
         """True if there is any object of a run of this name, also of a torn copy. Raises OSError."""
-        return bool(self.objects.names(self.name))
+        return bool(self.objects.list_names(self.name))
 
     def remove(self) -> None:
         """Remove the whole copy, its markers first. Raises OSError."""
-        names = self.objects.names(self.name)
+        names = self.objects.list_names(self.name)
         self.objects.remove([name for name in names if f"/{LATEST}-" in name])
         self.objects.remove(names)
 
@@ -268,7 +268,7 @@ class RunStore:
             )
 
     def _names(self, below: str) -> list[str]:
-        return self.objects.names(f"{self.name}/{below}")
+        return self.objects.list_names(f"{self.name}/{below}")
 
     def _at(self, found: StoredCheckpoint, file: str) -> str:
         return f"{self.name}/checkpoints/{found.folder}/{file}"
@@ -279,7 +279,7 @@ class RunStore:
 
 def runs_at(url: str) -> list[str]:
     """Names of the runs below `url`. Raises ConfigError, DependencyError, OSError."""
-    names = open_place(url, "URL").names("")
+    names = open_location(url, "URL").list_names("")
     return sorted({name.partition("/")[0] for name in names if name.endswith("/run/config.yaml")})
 
 

@@ -35,7 +35,7 @@ from transformers import PretrainedConfig
 
 from async_grpo.config.model import LoraConfig
 from async_grpo.models.shapes import shape_of
-from async_grpo.weights.lora import DIGEST_BYTES, adapter_names, base_digest, merge_named
+from async_grpo.weights.lora import DIGEST_BYTES, adapter_names, base_digest, merge_adapters
 from trainer.model.hf_weights import export_hf, gathered
 from trainer.model.shards import RankShard
 from trainer.model.weight_map import ShardRule, WeightRule, stage_weights
@@ -217,7 +217,7 @@ def export_whole(model: GPTModel, hf: PretrainedConfig, adapters: Adapters | Non
     found = {} if adapters is None else dict(export_trained(model, hf, adapters))
     scale = 1.0 if adapters is None else adapters.config.scale
     for name, tensor in export_hf(model, hf):
-        yield name, merge_named(name, tensor.cpu(), found, scale)
+        yield name, merge_adapters(name, tensor.cpu(), found, scale)
 
 
 def adapter_shapes(hf: PretrainedConfig, lora: LoraConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -104,9 +104,9 @@ class EngineSide:
             self._receiver = make_receiver(self._config, self._resolve, name=NAME)
             self._stack.push_async_callback(self._receiver.close)
         started_s = time.monotonic()
-        await self._receiver.next_version(self._seen, UPDATE_TIMEOUT_S)
+        await self._receiver.wait_for_newer_version(self._seen, UPDATE_TIMEOUT_S)
         held_s = time.monotonic() - started_s
-        async with self._receiver.hold() as held:
+        async with self._receiver.hold_newest() as held:
             times = await self._engine.update_weights(held, interruption="keep")
             self._seen = held.identity
         seconds = time.monotonic() - started_s
@@ -120,7 +120,7 @@ class EngineSide:
 
     async def answer_weights(self) -> dict[str, Any]:
         """The digest of every tensor as it arrived, and the tensors with which the engine does not multiply."""
-        async with self._receiver.hold() as held:
+        async with self._receiver.hold_newest() as held:
             arrived = {spec.name: xxhash.xxh3_64_hexdigest(data) for spec, data in SourceReader().open(held)}
             order = msgspec.json.encode(held).decode()
             differing = await self._engine.async_llm.collective_rpc("differing_weights", args=(order,))

@@ -31,7 +31,7 @@ from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.wire import decode, encode
 from async_grpo.wire.records import Record
 
-KINDS = ("version", "changes", "dense")
+OBJECT_KINDS = ("version", "changes", "dense")
 _DIGEST_BYTES = 16
 _CHUNKS_IN_A_WINDOW = 4
 
@@ -71,24 +71,24 @@ class VersionRecord(Record, frozen=True, kw_only=True, tag="folder_version"):
     """Whether there is a dense object."""
 
 
-def folder_of(run: str, epoch: int) -> str:
+def epoch_folder(run: str, epoch: int) -> str:
     """The folder of one epoch."""
     return f"{run}/epoch-{epoch:06d}"
 
 
 def object_name(folder: str, version: int, kind: str) -> str:
-    """The name of a version's object; `kind` is one of KINDS."""
+    """The name of a version's object; `kind` is one of OBJECT_KINDS."""
     return f"{folder}/{version:09d}.{kind}"
 
 
-def seal(record: Record) -> bytes:
+def encode_with_digest(record: Record) -> bytes:
     """The record with its digest (xxh3_128), which tells a damaged one."""
     packed = encode(record)
     return xxhash.xxh3_128_digest(packed) + packed
 
 
-def unseal(sealed: bytes, kind: type[R], name: str) -> R:
-    """The inverse of `seal`. Raises WeightsCorrupt."""
+def decode_with_digest(sealed: bytes, kind: type[R], name: str) -> R:
+    """The inverse of `encode_with_digest`. Raises WeightsCorrupt."""
     packed = sealed[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(packed) != sealed[:_DIGEST_BYTES]:
         raise WeightsCorrupt(f"{name} failed its hash: it is damaged or cut short ({len(sealed)} bytes).")
@@ -101,14 +101,14 @@ def unseal(sealed: bytes, kind: type[R], name: str) -> R:
 class Chain:
     """The links from one version back to one that a receiver holds, or to a dense one."""
 
-    def __init__(self, objects: Objects, folder: str, links: Sequence[VersionRecord], *, reaches_held: bool) -> None:
-        """`links`: newest first; `reaches_held`: the last one builds on the version that the receiver holds. Objects
+    def __init__(self, objects: Objects, folder: str, links: Sequence[VersionRecord], *, reaches_base: bool) -> None:
+        """`links`: newest first; `reaches_base`: the last one builds on the version that the receiver holds. Objects
         are read in pieces, each of which serves many patches."""
         self.newest = links[0]
         self._objects = objects
         self._folder = folder
         self._links = links
-        self.reaches_held = reaches_held
+        self.reaches_base = reaches_base
         self._window_bytes = _CHUNKS_IN_A_WINDOW * self.newest.manifest.chunk_bytes
         self._windows: dict[tuple[str, int], Future[bytes]] = {}
         self._kept = 2 * len(links) + 16
@@ -116,22 +116,22 @@ class Chain:
         self.read_bytes = 0
 
     @classmethod
-    def read(cls, objects: Objects, folder: str, newest: WeightVersion, held: WeightVersion | None) -> Chain:
+    def read_links(cls, objects: Objects, folder: str, newest: WeightVersion, held: WeightVersion | None) -> Chain:
         """Read the records. Raises FileNotFoundError if a link was removed, WeightsCorrupt if one is damaged."""
         links: list[VersionRecord] = []
         version: int | None = newest.version
-        reaches_held = False
+        reaches_base = False
         while version is not None:
             name = object_name(folder, version, "version")
-            link = unseal(objects.read(name), VersionRecord, name)
+            link = decode_with_digest(objects.read(name), VersionRecord, name)
             if link.manifest.identity != (newest.epoch, version):
                 raise WeightsCorrupt(f"{name} failed its hash: it describes {link.manifest.identity}.")
             links.append(link)
-            reaches_held = held is not None and held == (newest.epoch, link.before)
-            version = None if reaches_held or link.dense else link.before
-        return cls(objects, folder, links, reaches_held=reaches_held)
+            reaches_base = held is not None and held == (newest.epoch, link.before)
+            version = None if reaches_base or link.dense else link.before
+        return cls(objects, folder, links, reaches_base=reaches_base)
 
-    def chunk(self, index: int, place: Chunk, held: Callable[[], bytearray] | None) -> bytearray:
+    def read_chunk(self, index: int, place: Chunk, held: Callable[[], bytearray] | None) -> bytearray:
         """Chunk `index`, to be checked by its hash. `held` gives it as in the version that the receiver holds; None:
         make it of what is in the folder alone.
 
@@ -155,7 +155,7 @@ class Chain:
     @staticmethod
     def _patched(block: bytearray, patches: list[bytes]) -> bytearray:
         for patch in reversed(patches):
-            delta.apply(memoryview(block), patch)
+            delta.apply_patch(memoryview(block), patch)
         return block
 
     def _entry(self, link: VersionRecord, entry: Entry) -> bytes:

@@ -34,7 +34,7 @@ class Objects(Protocol):
         """Create or replace the object, atomically. Raises OSError."""
         ...
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         """Names of all objects below the folder `prefix`. Raises OSError."""
         ...
 
@@ -63,8 +63,8 @@ class FolderObjects:
             for part in parts:
                 file.write(part)
 
-    def names(self, prefix: str) -> list[str]:
-        """See `Objects.names`; drafts are left out."""
+    def list_names(self, prefix: str) -> list[str]:
+        """See `Objects.list_names`; drafts are left out."""
         found = (path for path in (self._root / prefix).rglob("*") if not path.name.startswith("."))
         return [path.relative_to(self._root).as_posix() for path in found if path.is_file()]
 
@@ -113,8 +113,8 @@ class BucketObjects:
         with _as_os_errors(name):
             self._obstore.put(self._store, name, _joined(parts), chunk_size=PART_BYTES)
 
-    def names(self, prefix: str) -> list[str]:
-        """See `Objects.names`."""
+    def list_names(self, prefix: str) -> list[str]:
+        """See `Objects.list_names`."""
         with _as_os_errors(prefix):
             listed = self._obstore.list(self._store, prefix=prefix)
             return [entry["path"] for page in listed for entry in page]
@@ -130,10 +130,10 @@ class BucketObjects:
 def open_objects(config: WeightsConfig) -> Objects:
     """The place that `weights.location` names. Raises ConfigError, DependencyError."""
     assert config.location is not None  # the configuration has been checked
-    return open_place(config.location, "weights.location")
+    return open_location(config.location, "weights.location")
 
 
-def open_place(location: str, key: str) -> Objects:
+def open_location(location: str, key: str) -> Objects:
     """A folder (a path, or a file:// URL) or a bucket, which `key` of the configuration names. Raises ConfigError,
     DependencyError."""
     path = location.removeprefix("file://")

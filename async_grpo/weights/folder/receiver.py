@@ -1,6 +1,6 @@
 """The receiver process of a machine that reads versions out of the folder into the store that engines map.
 
-    head --every heartbeat--> news? --`Chain.read`--> Fetch --chunks, `credits` at a time--> back slot --> engines
+    head --every heartbeat--> news? --`Chain.read_links`--> Fetch --chunks, `credits` at a time--> back slot --> engines
     rollout servers <--Unix socket-- LocalClients <---------------------------"version v"---------+
 
 `ReceiverProcess` has the states. Reads are jobs of a thread pool; the result of a job is dropped if the fetch or the
@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights.chunks import ServedVersion
-from async_grpo.weights.folder.chain import Chain, Head, unseal
+from async_grpo.weights.folder.chain import Chain, Head, decode_with_digest
 from async_grpo.weights.folder.objects import open_objects
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.fetch import MAX_ATTEMPTS, Fetch
@@ -40,18 +40,18 @@ from async_grpo.wire.board import PublisherAddress
 log = structlog.get_logger()
 
 
-class KeptVersions(dict[WeightVersion, ServedVersion]):
+class StoreVersions(dict[WeightVersion, ServedVersion]):
     """The versions in the store; no other machine fetches them from here."""
 
-    def offer(self, served: ServedVersion) -> None:
+    def offer_version(self, served: ServedVersion) -> None:
         """Keep this version as the base of the next."""
         self[served.identity] = served
 
-    def withdraw(self, identity: WeightVersion) -> None:
+    def withdraw_version(self, identity: WeightVersion) -> None:
         """Forget a version that will be overwritten."""
         self.pop(identity, None)
 
-    def served(self, identity: WeightVersion | None) -> ServedVersion | None:
+    def get_version(self, identity: WeightVersion | None) -> ServedVersion | None:
         """The version, if it is in the store."""
         return self.get(identity) if identity is not None else None
 
@@ -66,8 +66,8 @@ class FolderReceiver(ReceiverProcess):
     def __init__(self, paths: ReceiverPaths, config: WeightsConfig) -> None:
         """Bind the socket of the machine's servers. Raises ConfigError, DependencyError."""
         self._objects = open_objects(config)
-        self._kept = KeptVersions()
-        super().__init__(paths, config, self._kept)
+        self._versions = StoreVersions()
+        super().__init__(paths, config, self._versions)
         self._pool = ThreadPoolExecutor(config.credits + 1, "read")
         self._done, self._waker = os.pipe()
         os.set_blocking(self._done, False)
@@ -95,7 +95,7 @@ class FolderReceiver(ReceiverProcess):
             return
         self._looking = False
         try:
-            head = unseal(job.result(), Head, "head")
+            head = decode_with_digest(job.result(), Head, "head")
         except FileNotFoundError:
             return  # not written yet, or removed at the end of the run
         except (OSError, WeightsCorrupt) as error:
@@ -109,9 +109,10 @@ class FolderReceiver(ReceiverProcess):
 
     def _request_manifest(self, newest: WeightVersion) -> None:
         self._next_request_s = math.inf  # until `_take_chain`
-        held = self._slots.newest if self._trusts_held and self._kept.served(self._slots.newest) else None
+        held = self._slots.newest if self._trusts_held and self._versions.get_version(self._slots.newest) else None
         self._submit(
-            partial(Chain.read, self._objects, self._folder, newest, held), partial(self._take_chain, self._folder)
+            partial(Chain.read_links, self._objects, self._folder, newest, held),
+            partial(self._take_chain, self._folder),
         )
 
     def _take_chain(self, folder: str, job: Future[Chain]) -> None:
@@ -128,16 +129,16 @@ class FolderReceiver(ReceiverProcess):
             self._chain, self._refused = chain, set()
 
     def _fetch_chunks(self, fetch: Fetch, copied: list[int]) -> None:
-        for index, _ in fetch.schedule.take(time.monotonic()):
+        for index, _ in fetch.schedule.take_requests(time.monotonic()):
             self._submit(self._chunk_reader(fetch, index), partial(self._take_chunk, fetch, index))
 
     def _chunk_reader(self, fetch: Fetch, index: int) -> Callable[[], bytearray]:
         """A job. What it reads of the store is not overwritten before its own chunk is taken."""
         chain, before, place = self._chain, fetch.before, fetch.served.chunks[index]
         assert chain is not None
-        if before is None or not chain.reaches_held or index in self._refused:
-            return partial(chain.chunk, index, place, None)
-        return partial(chain.chunk, index, place, lambda: bytearray(place.of(before.block)))
+        if before is None or not chain.reaches_base or index in self._refused:
+            return partial(chain.read_chunk, index, place, None)
+        return partial(chain.read_chunk, index, place, lambda: bytearray(place.view(before.block)))
 
     def _take_chunk(self, fetch: Fetch, index: int, job: Future[bytearray]) -> None:
         if fetch is not self._fetch:
@@ -154,7 +155,7 @@ class FolderReceiver(ReceiverProcess):
             self._interrupt(str(error))
             return
         try:
-            if not fetch.accept(index, memoryview(chunk), patch=False):
+            if not fetch.accept_chunk(index, memoryview(chunk), patch=False):
                 self._refused.add(index)
         except WeightsCorrupt as error:
             self._lose_link(error)
@@ -202,7 +203,7 @@ class FolderReceiver(ReceiverProcess):
             for job in [job for job in self._jobs if job.done()]:
                 self._jobs.pop(job)(job)
         for descriptor in ready:
-            self._servers.handle(descriptor)
+            self._servers.handle_readable(descriptor)
 
     def _close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

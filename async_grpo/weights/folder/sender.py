@@ -26,9 +26,17 @@ from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout
-from async_grpo.weights.chunks import ServedVersion, cut
+from async_grpo.weights.chunks import ServedVersion, cut_into_chunks
 from async_grpo.weights.encoder import Encoded, WeightEncoder
-from async_grpo.weights.folder.chain import KINDS, Entry, Head, VersionRecord, folder_of, object_name, seal
+from async_grpo.weights.folder.chain import (
+    OBJECT_KINDS,
+    Entry,
+    Head,
+    VersionRecord,
+    encode_with_digest,
+    epoch_folder,
+    object_name,
+)
 from async_grpo.weights.folder.objects import open_objects
 from async_grpo.weights.manifest import TensorLayout, WeightVersion
 from async_grpo.weights.sender import WeightSender
@@ -44,11 +52,11 @@ class FolderWeightSender(WeightSender):
 
     def __init__(self, layout: TensorLayout, run: str, epoch: int, config: WeightsConfig) -> None:
         """Allocate the store and start the threads. Raises WeightsError, ConfigError, DependencyError."""
-        self.address = PublisherAddress(epoch=epoch, announce=folder_of(run, epoch), requests="")
+        self.address = PublisherAddress(epoch=epoch, announce=epoch_folder(run, epoch), requests="")
         self._objects = open_objects(config)
         super().__init__(layout, run, epoch, config)
         self._run = run
-        self._chunks = cut(layout, config.chunk_bytes)
+        self._chunks = cut_into_chunks(layout, config.chunk_bytes)
         self._encoder = WeightEncoder(self._chunks, config.encoding, config.encode_threads)
         self._changed = threading.Condition()
         self._encoding = False
@@ -84,7 +92,7 @@ class FolderWeightSender(WeightSender):
         for thread in self._threads:
             thread.join(_STOP_TIMEOUT_S)
         try:
-            self._objects.remove(self._objects.names(self.address.announce))
+            self._objects.remove(self._objects.list_names(self.address.announce))
         except OSError as error:
             log.warning("weights of this run are left in weights.location", folder=self._run, error=str(error))
         self._store.unlink()
@@ -94,7 +102,7 @@ class FolderWeightSender(WeightSender):
         with self._changed:
             self._pending = None
             if not self._changed.wait_for(self._is_free, self.config.encode_wait_s):
-                self._encoder.cancel()
+                self._encoder.cancel_patches()
             if not self._changed.wait_for(self._is_free, self.config.update_timeout_s):
                 raise WaitTimeout("the version before to be encoded", self.config.update_timeout_s)
         self.check_publisher()
@@ -123,8 +131,8 @@ class FolderWeightSender(WeightSender):
             try:
                 block = self._store.snapshot(identity).block
                 base = self._base()
-                self._encoder.start(identity, block, base)
-                encoded = self._encoder.take()
+                self._encoder.start_encoding(identity, block, base)
+                encoded = self._encoder.take_result()
             finally:
                 with self._changed:
                     self._encoding, self._spared = False, identity
@@ -168,7 +176,7 @@ class FolderWeightSender(WeightSender):
         if self._newest is None or self.config.encoding == "dense":
             return None
         manifest = self._newest.manifest
-        return ServedVersion.whole(manifest, self._chunks, self._store.snapshot(manifest.identity).block)
+        return ServedVersion.from_block(manifest, self._chunks, self._store.snapshot(manifest.identity).block)
 
     def _plan_version(
         self, encoded: Encoded, block: memoryview, base: ServedVersion | None
@@ -187,9 +195,9 @@ class FolderWeightSender(WeightSender):
         if parts:
             self._objects.write(object_name(folder, version, "changes"), parts)
         if record.dense:
-            pieces = (chunk.of(block) for chunk in self._chunks)
+            pieces = (chunk.view(block) for chunk in self._chunks)
             self._objects.write(object_name(folder, version, "dense"), pieces)
-        self._objects.write(object_name(folder, version, "version"), [seal(record)])
+        self._objects.write(object_name(folder, version, "version"), [encode_with_digest(record)])
 
     def _note_written(self, record: VersionRecord, changed_bytes: int) -> None:
         """Announce a version whose objects are written, and remove what it makes needless."""
@@ -212,7 +220,7 @@ class FolderWeightSender(WeightSender):
         parts: list[bytes | memoryview] = []
         at = 0
         for index in np.flatnonzero(hashes != base.hashes).tolist():
-            part = encoded.patches.get(index) or self._chunks[index].of(block)
+            part = encoded.patches.get(index) or self._chunks[index].view(block)
             entries[index] = Entry(at, at + len(part), index in encoded.patches)
             parts.append(part)
             at += len(part)
@@ -240,13 +248,13 @@ class FolderWeightSender(WeightSender):
         """
         oldest = object_name(self.address.announce, version, "")
         try:
-            names = self._objects.names(self.address.announce)
-            self._objects.remove([name for name in names if name < oldest and name.rpartition(".")[2] in KINDS])
+            names = self._objects.list_names(self.address.announce)
+            self._objects.remove([name for name in names if name < oldest and name.rpartition(".")[2] in OBJECT_KINDS])
         except OSError as error:
             log.warning("old versions stay in weights.location for now", below=version, error=str(error))
 
     def _remove_earlier_epochs(self) -> None:
-        names = self._objects.names(self._run)
+        names = self._objects.list_names(self._run)
         self._objects.remove([name for name in names if f"{self._run}/epoch-" <= name < self.address.announce])
 
     def _beat(self) -> None:
@@ -259,8 +267,8 @@ class FolderWeightSender(WeightSender):
             version = newest.manifest.version if newest is not None else None
             head = Head(epoch=self._epoch, version=version, beat=beat)
             try:
-                self._objects.write(f"{self.address.announce}/head", [seal(head)])
-                wanted = self._objects.names(f"{self.address.announce}/wanted")
+                self._objects.write(f"{self.address.announce}/head", [encode_with_digest(head)])
+                wanted = self._objects.list_names(f"{self.address.announce}/wanted")
                 self._objects.remove(wanted)
             except OSError as error:
                 log.warning("weights.location cannot be written to; trying again", error=str(error))

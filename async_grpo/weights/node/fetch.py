@@ -20,7 +20,7 @@ import numpy as np
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks, delta
-from async_grpo.weights.chunks import Chunk, ServedVersion, cut, hash_chunk
+from async_grpo.weights.chunks import Chunk, ServedVersion, cut_into_chunks, hash_chunk
 from async_grpo.weights.manifest import WeightManifest
 from async_grpo.weights.node.stats import ReceiverStats
 from async_grpo.weights.store import VersionNotes
@@ -42,9 +42,9 @@ class ChunkSchedule:
     """The chunks of one version that have to come over the network.
 
     >>> schedule = ChunkSchedule([7, 8, 9], patched=True, credits=2, timeout_s=5.0)
-    >>> schedule.take(now_s=0.0)
+    >>> schedule.take_requests(now_s=0.0)
     [(7, True), (8, True)]
-    >>> schedule.settle(7); schedule.take(now_s=1.0)
+    >>> schedule.mark_arrived(7); schedule.take_requests(now_s=1.0)
     [(9, True)]
     """
 
@@ -64,15 +64,15 @@ class ChunkSchedule:
         self._connections = connections
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Every chunk has arrived."""
         return not self._todo and not self._deadlines
 
-    def awaits(self, index: int) -> bool:
+    def is_requested(self, index: int) -> bool:
         """The chunk was requested and has not arrived."""
         return index in self._deadlines
 
-    def take(self, now_s: float) -> list[tuple[int, bool]]:
+    def take_requests(self, now_s: float) -> list[tuple[int, bool]]:
         """Chunks to request now, and whether as a patch."""
         free = self._credits - len(self._deadlines)
         asked = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]
@@ -80,7 +80,7 @@ class ChunkSchedule:
             self._deadlines[index] = now_s + self._timeout_s
         return [(index, self._patched and index not in self._dense) for index in asked]
 
-    def settle(self, index: int) -> None:
+    def mark_arrived(self, index: int) -> None:
         """Record that the chunk has arrived. Chunks requested before it over the same connection that have not are
         marked as passed over."""
         for earlier in self._deadlines:  # in the order of the requests
@@ -90,11 +90,11 @@ class ChunkSchedule:
                 self._passed_over.add(earlier)
         self._forget(index)
 
-    def add(self, index: int) -> None:
+    def add_chunk(self, index: int) -> None:
         """Add a chunk to fetch."""
         self._todo.append(index)
 
-    def expire(self, now_s: float, heard_s: float) -> list[int]:
+    def put_back_late(self, now_s: float, heard_s: float) -> list[int]:
         """Put late chunks back, to be requested again; `heard_s` is when the other side was last heard.
 
         Answers of a connection come in the order of the requests. On a slow link a chunk may have a long queue before
@@ -112,7 +112,7 @@ class ChunkSchedule:
             self._put_back(index)
         return late
 
-    def refuse(self, index: int, *, patch: bool) -> None:
+    def put_back_corrupt(self, index: int, *, patch: bool) -> None:
         """What arrived fails its hash: request it again, as a dense chunk if it was a patch.
 
         Raises WeightsCorrupt if a dense chunk keeps failing.
@@ -128,7 +128,7 @@ class ChunkSchedule:
                 )
         self._put_back(index)
 
-    def restart(self) -> None:
+    def put_back_all(self) -> None:
         """Put back everything that was requested: another parent will be asked."""
         for index in sorted(self._deadlines, reverse=True):
             self._put_back(index)
@@ -163,11 +163,11 @@ class Fetch:
         torn: bool = False,
     ) -> None:
         """Raises WeightsCorrupt if the manifest does not have one hash for every chunk of its layout."""
-        chunks = cut(manifest.layout, manifest.chunk_bytes)
+        chunks = cut_into_chunks(manifest.layout, manifest.chunk_bytes)
         self.manifest = manifest
         self.identity = manifest.identity
         self.started_s = time.monotonic()
-        self.served = ServedVersion.arriving(manifest, chunks, block)
+        self.served = ServedVersion.from_manifest(manifest, chunks, block)
         self._stats = stats
         self.before = before if before is not None and list(before.chunks) == chunks else None
         """The version whose chunks may be used; None if there is none."""
@@ -184,12 +184,12 @@ class Fetch:
         )
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Every chunk is there and verified."""
-        return self.schedule.done and not self._unchanged
+        return self.schedule.is_done and not self._unchanged
 
     @property
-    def has_copies(self) -> bool:
+    def has_chunks_to_copy(self) -> bool:
         """Whether chunks are left to copy from the version before."""
         return bool(self._unchanged)
 
@@ -201,42 +201,42 @@ class Fetch:
             index = self._unchanged.popleft()
             chunk = self.served.chunks[index]
             self._copy_base(chunk)
-            if self._is_right(index, chunk.of(self.served.block)):
+            if self._is_right(index, chunk.view(self.served.block)):
                 copied.append(index)
-                self.served.mark_verified(index)
+                self.served.mark_chunk_verified(index)
                 self._stats.unchanged_chunks += 1
             else:
-                self.schedule.add(index)
+                self.schedule.add_chunk(index)
                 if self.before is not None:
                     self._stats.count_fallback("base damaged")
         return copied
 
-    def accept(self, index: int, payload: memoryview, *, patch: bool) -> bool:
+    def accept_chunk(self, index: int, payload: memoryview, *, patch: bool) -> bool:
         """Store the chunk or apply the patch that arrived; False if it was not requested or fails its hash.
 
         Raises WeightsCorrupt if a chunk keeps failing its hash.
         """
-        if not self.schedule.awaits(index):
+        if not self.schedule.is_requested(index):
             return False
         right = self._apply_patch(index, payload) if patch else self._store_dense(index, payload)
         if not right:
             self._stats.rerequests += 1
-            self.schedule.refuse(index, patch=patch)
+            self.schedule.put_back_corrupt(index, patch=patch)
             return False
-        self.served.mark_verified(index)
-        self.schedule.settle(index)
+        self.served.mark_chunk_verified(index)
+        self.schedule.mark_arrived(index)
         return True
 
-    def notes(self) -> VersionNotes:
+    def make_notes(self) -> VersionNotes:
         """Notes to commit with the version: hashes for the next base, and which tensors changed."""
         served, before, manifest = self.served, self.before, self.manifest
         changed = b""
         if before is not None:
             old = None if self._in_place else before.block
-            flags = chunks.changed_tensors(
+            flags = chunks.find_changed_tensors(
                 manifest.layout, served.chunks, before.hashes, served.hashes, old, served.block
             )
-            changed = chunks.pack(flags)
+            changed = chunks.pack_bits(flags)
         return VersionNotes(
             base=before.identity if before is not None else None,
             changed=changed,
@@ -264,7 +264,7 @@ class Fetch:
         chunk = self.served.chunks[index]
         if len(payload) != chunk.nbytes or not self._is_right(index, payload):
             return False
-        chunk.of(self.served.block)[:] = payload
+        chunk.view(self.served.block)[:] = payload
         self._stats.dense_chunks += 1
         return True
 
@@ -272,10 +272,10 @@ class Fetch:
         if self.before is None:
             return False
         chunk = self.served.chunks[index]
-        target = chunk.of(self.served.block)
+        target = chunk.view(self.served.block)
         self._copy_base(chunk)
         try:
-            delta.apply(target, patch)
+            delta.apply_patch(target, patch)
         except WeightsCorrupt:
             self._stats.count_fallback("malformed patch")
             return False
@@ -288,7 +288,7 @@ class Fetch:
 
     def _copy_base(self, chunk: Chunk) -> None:
         if self.before is not None and not self._in_place:
-            chunk.of(self.served.block)[:] = chunk.of(self.before.block)
+            chunk.view(self.served.block)[:] = chunk.view(self.before.block)
 
     def _is_right(self, index: int, data: memoryview) -> bool:
         return hash_chunk(data) == int(self.served.hashes[index])

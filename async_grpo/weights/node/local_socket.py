@@ -106,7 +106,7 @@ ToServer = ReceiverState | Held | Failed
 _messages = msgspec.msgpack.Decoder(ToReceiver)
 
 
-def frame(message: Record) -> bytes:
+def pack_message(message: Record) -> bytes:
     """The message as a frame. Raises ValueError above MAX_FRAME_BYTES."""
     return pack_frame(encode(message), MAX_FRAME_BYTES)
 
@@ -131,7 +131,7 @@ class LocalClients:
         """Bind the socket, replacing that of a dead receiver; the caller holds the receiver's lock."""
         self.newest: WeightVersion | None = None
         self.address: PublisherAddress | None = None
-        self.store_is_used = False
+        self.store_in_use = False
         self.had_servers = False
         self.path = path
         self._longest_hold_s = longest_hold_s
@@ -151,24 +151,24 @@ class LocalClients:
         """File descriptors to poll for reading."""
         return [self._listener.fileno(), *self._servers]
 
-    def handle(self, descriptor: int) -> None:
+    def handle_readable(self, descriptor: int) -> None:
         """Handle a readable descriptor: a new server, a message, or the end of a connection."""
         if descriptor == self._listener.fileno():
             self._accept()
         elif descriptor in self._servers:
             self._read(self._servers[descriptor])
 
-    def holds(self, identity: WeightVersion | None) -> bool:
+    def is_held(self, identity: WeightVersion | None) -> bool:
         """Whether an engine is loading this version, and has not taken longer than `longest_hold_s`."""
         oldest = time.monotonic() - self._longest_hold_s
         return any(server.held == identity and server.held_s > oldest for server in self._servers.values())
 
     @property
-    def await_newest(self) -> bool:
+    def has_outdated_server(self) -> bool:
         """Whether a server has not yet taken the newest version."""
         return any(server.taken != self.newest for server in self._servers.values())
 
-    def tell_all(self, message: ReceiverState | Failed) -> None:
+    def broadcast(self, message: ReceiverState | Failed) -> None:
         """Send to all servers. One that has not read its last state is left out: states replace each other."""
         for server in list(self._servers.values()):
             if not server.outgoing or isinstance(message, Failed):
@@ -217,7 +217,7 @@ class LocalClients:
             case ServerHello():
                 server.name = message.name
                 server.taken = WeightVersion(*message.has) if message.has else None
-                self.store_is_used |= message.has is not None
+                self.store_in_use |= message.has is not None
                 self._hold(server, WeightVersion(*message.holding) if message.holding else None)
             case FollowPublisher(address=address):
                 if self.address is None or address.epoch >= self.address.epoch:
@@ -233,7 +233,7 @@ class LocalClients:
         server.taken = identity or server.taken
 
     def _send(self, server: _Server, message: Record) -> None:
-        server.outgoing += frame(message)
+        server.outgoing += pack_message(message)
         self._flush(server)
 
     def _flush(self, server: _Server) -> None:

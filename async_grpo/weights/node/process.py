@@ -74,7 +74,7 @@ class ReceiverProcess(ABC):
                 self._advance()
                 self._wait()
         except AsyncGrpoError as error:
-            self._servers.tell_all(Failed(message=str(error), corrupt=isinstance(error, WeightsCorrupt)))
+            self._servers.broadcast(Failed(message=str(error), corrupt=isinstance(error, WeightsCorrupt)))
             raise
         finally:
             self._servers.close()
@@ -116,20 +116,20 @@ class ReceiverProcess(ABC):
     def _begin_fetch(self, manifest: WeightManifest, connections: int = 1) -> bool:
         """Fetch this version over that number of connections. False if it is here, or if its slot is in use now."""
         manifest.validate()
-        self._slots.open(manifest)
+        self._slots.open_store(manifest)
         self._heard_s = time.monotonic()  # making a store takes seconds, and nothing was read meanwhile
-        if not self._slots.is_news(manifest.identity):  # the store of an earlier receiver has this version
-            self._tell_servers()
+        if not self._slots.is_newer(manifest.identity):  # the store of an earlier receiver has this version
+            self._send_state()
             return False
-        if self._slots.slot_in_use():
+        if self._slots.is_next_slot_in_use():
             self._next_request_s = 0.0
             return False
-        self._fetch = self._slots.begin(manifest, connections)
+        self._fetch = self._slots.begin_fetch(manifest, connections)
         return True
 
     def _commit(self, fetch: Fetch) -> None:
-        before, took_s = self._slots.last, time.monotonic() - fetch.started_s
-        self._slots.commit(fetch)
+        before, took_s = self._slots.last_complete, time.monotonic() - fetch.started_s
+        self._slots.commit_fetch(fetch)
         self._fetch = None
         self._next_request_s = 0.0
         stats, (epoch, version) = self._stats, fetch.identity
@@ -138,7 +138,7 @@ class ReceiverProcess(ABC):
         stats.last_transfer_s = took_s
         if before is not None and before.epoch == epoch:
             stats.skipped += version - before.version - 1
-        self._tell_servers()
+        self._send_state()
 
     def _interrupt(self, reason: str) -> None:
         """Give the fetch up, and begin again with the newest version."""
@@ -147,7 +147,7 @@ class ReceiverProcess(ABC):
 
     def _drop_fetch(self) -> None:
         if self._fetch is not None:
-            self._slots.abandon(self._fetch)
+            self._slots.abandon_fetch(self._fetch)
             self._fetch = None
             self._stats.interrupted += 1
         self._next_request_s = 0.0
@@ -155,15 +155,15 @@ class ReceiverProcess(ABC):
     def _describe_publisher(self, address: PublisherAddress) -> str:
         return address.announce
 
-    def _tell_servers(self) -> None:
+    def _send_state(self) -> None:
         state = ReceiverState(newest=self._slots.newest, servers=len(self._servers), stats=self._stats)
         if (address := self._address) is not None:
             publisher, silent_s = self._describe_publisher(address), time.monotonic() - self._heard_s
             state = replace(state, publisher=publisher, epoch=address.epoch, silent_s=silent_s)
-        self._servers.tell_all(state)
+        self._servers.broadcast(state)
 
     def _wait_s(self) -> float:
-        if self._fetch is not None and self._fetch.has_copies:
+        if self._fetch is not None and self._fetch.has_chunks_to_copy:
             return 0.0
         return max(0.001, self._next_heartbeat_s - time.monotonic())
 
@@ -186,7 +186,7 @@ class ReceiverProcess(ABC):
         if now >= self._next_heartbeat_s:
             self._next_heartbeat_s = now + self._config.heartbeat_s
             self._send_heartbeat()
-            self._tell_servers()
+            self._send_state()
 
     def _advance(self) -> None:
         """Do one step of the work that needs no waiting."""
@@ -197,7 +197,7 @@ class ReceiverProcess(ABC):
             newest = self._find_newest()
             if newest is None or now < self._next_request_s:
                 return
-            if self._slots.is_news(newest) and not self._slots.slot_in_use():
+            if self._slots.is_newer(newest) and not self._slots.is_next_slot_in_use():
                 self._request_manifest(newest)
             return
         try:
@@ -207,7 +207,7 @@ class ReceiverProcess(ABC):
                     "weights.update_timeout_s if this repeats."
                 )
             self._fetch_chunks(fetch, fetch.copy_unchanged())
-            if fetch.done:
+            if fetch.is_done:
                 self._commit(fetch)
         except FetchInterrupted as error:
             self._interrupt(str(error))

@@ -2,11 +2,11 @@
 
     run board --address--> _follow --Follow-->  receiver process (one a machine, shared)
                    _keep_connected <--State---         |
-    next_version, hold <------+                        +--> store --mmap--> this server's engine
+    wait_for_newer_version, hold <------+                        +--> store --mmap--> this server's engine
 
 Two tasks run: `_follow` looks the publisher up every few heartbeats and passes its address on; `_keep_connected` starts
-the process if there is none and reads what it sends. `next_version` waits for a state with newer weights; `hold` keeps
-them in the store while an engine loads them.
+the process if there is none and reads what it sends. `wait_for_newer_version` waits for a state with newer
+weights; `hold_newest` keeps them in the store while an engine loads them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from async_grpo.weights.node.local_socket import (
     Release,
     ServerHello,
     ToServer,
-    frame,
     is_abandoned,
+    pack_message,
     remove_abandoned_files,
     start_receiver,
 )
@@ -101,7 +101,9 @@ class SharedWeightReceiver:
         """Seconds that the newest weights took to this machine, from their manifest until everything was received."""
         return self.stats.last_transfer_s
 
-    async def next_version(self, after: WeightVersion | tuple[int, int] | None, timeout_s: float) -> WeightVersion:
+    async def wait_for_newer_version(
+        self, after: WeightVersion | tuple[int, int] | None, timeout_s: float
+    ) -> WeightVersion:
         """Wait for weights newer than `after`; they, or newer ones, lie in the store when this returns.
 
         Raises WaitTimeout if there are none in time, PublisherLost if that is because the publisher has fallen silent,
@@ -119,7 +121,7 @@ class SharedWeightReceiver:
         return self._newest
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[HeldWeights]:
+    async def hold_newest(self) -> AsyncIterator[HeldWeights]:
         """The newest weights; they stay in the store for the length of the block, at most update_timeout_s.
 
         Raises WaitTimeout if the receiver does not answer, or has no weights yet.
@@ -207,10 +209,10 @@ class SharedWeightReceiver:
         except* Exception as failures:
             cause = root_cause(failures)
             if isinstance(cause, WaitTimeout | PublisherLost):
-                # Of these, `next_version` says that weights may still come. Now none will: this task has ended.
+                # These two mean that weights may still come. Now none will, because this task has ended.
                 cause = WeightsError(f"no weights are received any more: {cause}")
             self._failure = cause
-            await self._notify()  # next_version raises it
+            await self._notify()  # wait_for_newer_version raises it
 
     async def _follow(self) -> None:
         while True:
@@ -281,4 +283,4 @@ class SharedWeightReceiver:
     def _send(self, message: Record) -> None:
         """Send if connected; everything that matters is sent again after a reconnect."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame(message))
+            self._writer.write(pack_message(message))

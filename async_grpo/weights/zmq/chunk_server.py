@@ -43,29 +43,29 @@ class _Use:
 class ChunkServer:
     """Answers requests for the versions that it was given, and counts what it sends."""
 
-    def __init__(self, router: Socket, clock: Callable[[], float], *, idle_s: float, longest_s: float) -> None:
-        """A receiver that requests nothing for `idle_s`, or fetches for `longest_s`, no longer protects a version."""
+    def __init__(self, router: Socket, clock: Callable[[], float], *, idle_s: float, max_fetch_s: float) -> None:
+        """A receiver that requests nothing for `idle_s`, or fetches for `max_fetch_s`, no longer protects a version."""
         self.served_bytes = self.served_chunks = self.served_patches = self.unsigned = 0
         self._router = router
         self._clock = clock
-        self._idle_s, self._longest_s = idle_s, longest_s
+        self._idle_s, self._max_fetch_s = idle_s, max_fetch_s
         self._versions: dict[WeightVersion, ServedVersion] = {}
         self._parked: dict[tuple[WeightVersion, int], dict[bytes, ChunkRequest]] = {}
         self._uses: dict[WeightVersion, dict[bytes, _Use]] = {}
 
-    def offer(self, served: ServedVersion) -> None:
+    def offer_version(self, served: ServedVersion) -> None:
         """Serve this version from now on, as far as it has arrived."""
         self._versions[served.identity] = served
         for identity, index in list(self._parked):
             if identity == served.identity or self._is_gone(identity):
                 self._answer_parked(identity, index)
 
-    def arrived(self, identity: WeightVersion, index: int) -> None:
+    def answer_waiting(self, identity: WeightVersion, index: int) -> None:
         """The chunk is verified: answer the requests that wait for it."""
         if (identity, index) in self._parked:
             self._answer_parked(identity, index)
 
-    def withdraw(self, identity: WeightVersion) -> None:
+    def withdraw_version(self, identity: WeightVersion) -> None:
         """Stop serving this version: its slot is about to be overwritten."""
         self._versions.pop(identity, None)
         self._uses.pop(identity, None)
@@ -74,12 +74,12 @@ class ChunkServer:
                 for peer in self._parked.pop((parked, index)):
                     self._send_gone(peer, identity)
 
-    def reassure(self) -> None:
+    def send_pending(self) -> None:
         """Tell receivers that wait that this server is alive; called every heartbeat."""
         for peer in {peer for waiting in self._parked.values() for peer in waiting}:
             self._router.send_multipart([peer, encode(ChunkPending())])
 
-    def served(self, identity: WeightVersion | None) -> ServedVersion | None:
+    def get_version(self, identity: WeightVersion | None) -> ServedVersion | None:
         """The version that is served as `identity`; None if it is not served."""
         return self._versions.get(identity) if identity is not None else None
 
@@ -88,13 +88,13 @@ class ChunkServer:
         now, uses = self._clock(), self._uses.get(identity, {}) if identity is not None else {}
         return min((use.since_s for use in uses.values() if self._is_live(use, now)), default=None)
 
-    def serve(self) -> None:
+    def serve_requests(self) -> None:
         """Answer some of the requests that the socket has."""
         with suppress(zmq.Again):
             for _ in range(_SERVED_AT_ONCE):
-                self.handle(self._router.recv_multipart(zmq.DONTWAIT))
+                self.handle_message(self._router.recv_multipart(zmq.DONTWAIT))
 
-    def handle(self, frames: Sequence[bytes]) -> None:
+    def handle_message(self, frames: Sequence[bytes]) -> None:
         """Answer one message from the socket."""
         peer, payload = frames[0], frames[-1]
         try:
@@ -120,15 +120,15 @@ class ChunkServer:
         else:
             now = self._clock()
             self._uses.setdefault(identity, {}).setdefault(peer, _Use(now, now)).last_s = now
-            if served.has(request.index):
+            if served.has_chunk(request.index):
                 self._send(peer, served, request)
             else:
                 self._park(peer, request)
 
     def _send(self, peer: bytes, served: ServedVersion, request: ChunkRequest) -> None:
         index = request.index
-        patch = served.patch(index) if request.patch else None
-        data = served.chunks[index].of(served.block) if patch is None else patch
+        patch = served.get_patch(index) if request.patch else None
+        data = served.chunks[index].view(served.block) if patch is None else patch
         reply = ChunkReply(**served.identity._asdict(), index=index, patch=patch is not None)
         self._router.send_multipart([peer, encode(reply), data], flags=zmq.DONTWAIT, copy=False)
         self.served_bytes += len(data)
@@ -153,4 +153,4 @@ class ChunkServer:
             self._handle_request(peer, request)
 
     def _is_live(self, use: _Use, now: float) -> bool:
-        return now - use.last_s < self._idle_s and now - use.since_s < self._longest_s
+        return now - use.last_s < self._idle_s and now - use.since_s < self._max_fetch_s

@@ -25,7 +25,7 @@ import structlog
 import zmq
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.chunks import ServedVersion, cut
+from async_grpo.weights.chunks import ServedVersion, cut_into_chunks
 from async_grpo.weights.encoder import Encoded, WeightEncoder
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.store import WeightStore
@@ -47,7 +47,7 @@ from async_grpo.weights.zmq.sockets import (
     Context,
     CurveGuard,
     CurveKeys,
-    connections,
+    connection_count,
     is_loopback,
     keys_for,
     listen,
@@ -69,13 +69,13 @@ class PublisherProcess:
         self._store = store
         self._epoch = epoch
         self._config = config
-        self._chunks = cut(store.layout, config.chunk_bytes)
+        self._chunks = cut_into_chunks(store.layout, config.chunk_bytes)
         self._stats = PublisherStats()
         self._newest: ServedVersion | None = None
         self._manifests: dict[WeightVersion, WeightManifest] = {}
         self._encoder = WeightEncoder(self._chunks, config.encoding, config.encode_threads)
         self._prepare_since_s: float | None = None
-        self._bind(Context(connections(config)), control, keys)
+        self._bind(Context(connection_count(config)), control, keys)
 
     def _bind(self, context: Context, control: str, keys: CurveKeys | None) -> None:
         bind, heartbeat_s = self._config.bind, self._config.heartbeat_s
@@ -86,7 +86,7 @@ class PublisherProcess:
         self._announce = context.socket(zmq.PUB)
         requests, chunks = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
         for listener in (self._announce, requests, chunks):
-            self._guard.watch(listener)
+            self._guard.watch_listener(listener)
             listener.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         told = self._config.advertise
         announce, control_endpoint = listen(self._announce, bind, 0, keys, told), listen(requests, bind, 1, keys, told)
@@ -96,7 +96,7 @@ class PublisherProcess:
             chunks,
             time.monotonic,
             idle_s=self._config.request_timeout_s,
-            longest_s=self._config.update_timeout_s,
+            max_fetch_s=self._config.update_timeout_s,
         )
         self._requests, self._chunk_requests = requests, chunks
         self._control.connect(control)
@@ -118,14 +118,14 @@ class PublisherProcess:
             if self._control in events:
                 self._on_order(_orders.decode(self._control.recv()))
             if self._encoder.wake in events:
-                self._serve(self._encoder.take())
+                self._serve(self._encoder.take_result())
             if self._chunk_requests in events:
-                self._server.serve()
+                self._server.serve_requests()
             if self._requests in events:
-                self._tracker.handle(self._requests.recv_multipart(), self._newest_manifest)
+                self._tracker.handle_request(self._requests.recv_multipart(), self._newest_manifest)
             for guarded in self._guard.sockets:
                 if guarded in events:
-                    self._guard.handle(guarded)
+                    self._guard.handle_event(guarded)
             self._clear_slot()
 
     def _on_order(self, order: TrainerOrder) -> None:
@@ -135,7 +135,7 @@ class PublisherProcess:
             case Publish():
                 self._control.send(encode(Published(**order.identity._asdict())))
                 block = self._store.snapshot(order.identity).block
-                self._encoder.start(order.identity, block, self._newest)
+                self._encoder.start_encoding(order.identity, block, self._newest)
             case StatsRequest():
                 self._control.send(encode(self._count()))
 
@@ -144,9 +144,9 @@ class PublisherProcess:
         if self._prepare_since_s is None:
             return
         waited_s = time.monotonic() - self._prepare_since_s
-        if self._encoder.busy:
+        if self._encoder.is_busy:
             if waited_s >= self._config.encode_wait_s:
-                self._encoder.cancel()
+                self._encoder.cancel_patches()
             return
         self._prepare_since_s = None
         self._stats.waited_s += waited_s
@@ -154,29 +154,29 @@ class PublisherProcess:
 
     def _withdraw_one(self) -> WeightVersion | None:
         """Stop serving the version that will be overwritten; returns the other one if it must be spared."""
-        victim, spare = self._store.next_victim(), None
+        victim, spare = self._store.version_to_overwrite(), None
         newest = self._newest
         if victim is not None and newest is not None and victim != newest.identity:
             older_s, newer_s = self._server.in_use_since(victim), self._server.in_use_since(newest.identity)
             if older_s is not None and (newer_s is None or older_s <= newer_s):
                 victim, spare = newest.identity, victim
         if victim is not None:
-            self._server.withdraw(victim)
+            self._server.withdraw_version(victim)
             self._manifests.pop(victim, None)
             if newest is not None and victim == newest.identity:
-                self._newest = self._server.served(spare)
+                self._newest = self._server.get_version(spare)
         return spare
 
     def _serve(self, encoded: Encoded) -> None:
         layout, chunk_bytes = self._store.layout, self._config.chunk_bytes
         manifest = encoded.make_manifest(layout, chunk_bytes, encoded.base, key=os.urandom(KEY_BYTES))
         block = self._store.snapshot(encoded.identity).block
-        served = ServedVersion.whole(manifest, self._chunks, block, encoded.patches)
+        served = ServedVersion.from_block(manifest, self._chunks, block, encoded.patches)
         if self._newest is not None:
             self._newest.drop_patches()
         self._newest = served
         self._manifests[served.identity] = manifest
-        self._server.offer(served)
+        self._server.offer_version(served)
         self._note(encoded)
         self._announce_newest()
 
@@ -199,8 +199,8 @@ class PublisherProcess:
         return ManifestReply(manifest=self._manifests[self._newest.identity] if self._newest else None)
 
     def _heartbeat(self) -> None:
-        self._tracker.forget_silent()
-        self._server.reassure()
+        self._tracker.remove_silent_receivers()
+        self._server.send_pending()
         self._announce_newest()
 
     def _announce_newest(self) -> None:

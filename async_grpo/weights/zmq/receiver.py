@@ -37,11 +37,11 @@ from async_grpo.weights.zmq.sockets import (
     Context,
     CurveGuard,
     Socket,
-    as_seen_from,
-    connections,
+    connection_count,
     is_loopback,
     keys_for,
     listen,
+    reachable_endpoint,
 )
 from async_grpo.weights.zmq.upstream import ParentConnection, PeerUnreadable, PublisherConnection
 from async_grpo.wire.board import PublisherAddress
@@ -59,15 +59,15 @@ class ZmqReceiver(ReceiverProcess):
         """Bind the relay and the socket of the machine's servers. Raises ConfigError."""
         self._control_keys = keys_for(config)
         self._chunk_keys = self._control_keys if config.encrypt == "all" else None
-        self._connections = connections(config)
+        self._connections = connection_count(config)
         self._context = Context(self._connections)
         self._guard = CurveGuard(self._context, self._chunk_keys)
         self._relay: Socket = self._context.socket(zmq.ROUTER)
         self._relay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        self._guard.watch(self._relay)
+        self._guard.watch_listener(self._relay)
         self._relay_endpoint = listen(self._relay, config.relay_bind, 0, self._chunk_keys, config.relay_advertise)
         self._server = ChunkServer(
-            self._relay, time.monotonic, idle_s=config.request_timeout_s, longest_s=config.update_timeout_s
+            self._relay, time.monotonic, idle_s=config.request_timeout_s, max_fetch_s=config.update_timeout_s
         )
         super().__init__(paths, config, self._server)
         self._publisher: PublisherConnection | None = None
@@ -79,7 +79,7 @@ class ZmqReceiver(ReceiverProcess):
             self._publisher.close()
             self._leave_parent()
         if self._config.relay_advertise is None:
-            self._relay_endpoint = as_seen_from(address.requests, self._relay_endpoint, self._config.relay_bind)
+            self._relay_endpoint = reachable_endpoint(address.requests, self._relay_endpoint, self._config.relay_bind)
         if self._config.fanout and is_loopback(self._relay_endpoint) and not is_loopback(address.requests):
             log.warning(
                 "the trainer is on another machine, but this receiver relays on the loopback only: every machine "
@@ -90,7 +90,7 @@ class ZmqReceiver(ReceiverProcess):
 
     def _send_heartbeat(self) -> None:
         self._report()
-        self._server.reassure()
+        self._server.send_pending()
 
     def _report(self, suspect: str = "") -> None:
         """Send the publisher a heartbeat with the address of this relay, and the relay that failed (`suspect`)."""
@@ -109,7 +109,7 @@ class ZmqReceiver(ReceiverProcess):
     def _take_manifest(self, publisher: PublisherConnection, reply: ManifestReply) -> None:
         manifest = reply.manifest
         self._next_request_s = time.monotonic() + self._config.heartbeat_s
-        if self._fetch is not None or manifest is None or not self._slots.is_news(manifest.identity):
+        if self._fetch is not None or manifest is None or not self._slots.is_newer(manifest.identity):
             return
         if not self._begin_fetch(manifest, self._connections):
             return
@@ -122,7 +122,7 @@ class ZmqReceiver(ReceiverProcess):
 
     def _fetch_chunks(self, fetch: Fetch, copied: list[int]) -> None:
         for index in copied:
-            self._server.arrived(fetch.identity, index)
+            self._server.answer_waiting(fetch.identity, index)
         publisher, parent = self._publisher, self._parent
         if parent is None and publisher is not None and publisher.assignment is not None:
             chunk_bytes = fetch.manifest.chunk_bytes
@@ -141,11 +141,11 @@ class ZmqReceiver(ReceiverProcess):
             return
         if parent.broken:  # the publisher: ZMQ connects again by itself
             parent.broken = False
-            fetch.schedule.restart()
+            fetch.schedule.put_back_all()
         silent_s = now - self._heard_s
         if not parent.is_relay and silent_s > HEARTBEATS_OF_SILENCE * self._config.heartbeat_s:
             raise FetchInterrupted(f"the publisher has been silent for {silent_s:.1f} s.")
-        late = fetch.schedule.expire(now, parent.heard_s)
+        late = fetch.schedule.put_back_late(now, parent.heard_s)
         self._stats.rerequests += len(late)
         if late and parent.is_relay and now - parent.heard_s > self._config.request_timeout_s:
             self._lose_parent(parent, f"it has been silent for {now - parent.heard_s:.1f} s")
@@ -163,7 +163,7 @@ class ZmqReceiver(ReceiverProcess):
         self._stats.parents_lost += 1
         self._leave_parent()
         if self._fetch is not None:
-            self._fetch.schedule.restart()
+            self._fetch.schedule.put_back_all()
         if self._publisher is not None:
             self._publisher.assignment = None
         self._report(suspect=parent.endpoint)
@@ -176,12 +176,12 @@ class ZmqReceiver(ReceiverProcess):
     def _commit(self, fetch: Fetch) -> None:
         super()._commit(fetch)
         if self._parent is not None:
-            self._parent.end(fetch.identity)
+            self._parent.finish_version(fetch.identity)
         self._report()
 
-    def _tell_servers(self) -> None:
+    def _send_state(self) -> None:
         self._stats.relayed_bytes, self._stats.refused = self._server.served_bytes, self._guard.refused
-        super()._tell_servers()
+        super()._send_state()
 
     def _wait(self) -> None:
         poller = zmq.Poller()
@@ -198,25 +198,25 @@ class ZmqReceiver(ReceiverProcess):
                     self._take_chunks(parent, dealer)
 
         if self._relay in events:
-            self._server.serve()
+            self._server.serve_requests()
         if self._publisher is not None:
             self._hear_publisher(self._publisher, events)
         for guarded in self._guard.sockets:
             if guarded in events:
-                self._guard.handle(guarded)
+                self._guard.handle_event(guarded)
         for descriptor in self._servers.descriptors:
             if descriptor in events:
-                self._servers.handle(descriptor)
+                self._servers.handle_readable(descriptor)
 
     def _hear_publisher(self, publisher: PublisherConnection, events: dict[object, int]) -> None:
         if publisher.announcements in events:
             before = publisher.announced
-            publisher.hear()
+            publisher.receive_announcement()
             self._heard_s = time.monotonic()
             if publisher.announced != before:
                 self._next_request_s = 0.0
         if publisher.requests in events:
-            reply = publisher.receive()
+            reply = publisher.receive_reply()
             self._heard_s = time.monotonic()
             if reply is not None:
                 self._take_manifest(publisher, reply)
@@ -225,7 +225,7 @@ class ZmqReceiver(ReceiverProcess):
         for _ in range(_DRAIN):
             fetch = self._fetch
             try:
-                received = parent.receive(dealer)
+                received = parent.receive_answer(dealer)
             except PeerUnreadable as error:
                 if not parent.is_relay:
                     raise
@@ -244,8 +244,8 @@ class ZmqReceiver(ReceiverProcess):
                 continue
             self._stats.received_bytes += len(payload)
             try:
-                if reply.identity == fetch.identity and fetch.accept(reply.index, payload, patch=reply.patch):
-                    self._server.arrived(fetch.identity, reply.index)
+                if reply.identity == fetch.identity and fetch.accept_chunk(reply.index, payload, patch=reply.patch):
+                    self._server.answer_waiting(fetch.identity, reply.index)
             except WeightsCorrupt:
                 if not parent.is_relay:
                     raise

@@ -61,26 +61,26 @@ class RelayTree:
     def __contains__(self, node: str) -> bool:
         return node in self._members
 
-    def join(self, node: str, host: str, relay: str) -> None:
+    def add_receiver(self, node: str, host: str, relay: str) -> None:
         """Add a receiver. One that is known by another relay endpoint was restarted: it leaves and joins again."""
         known = self._members.get(node)
         if known is not None and known.relay == relay:
             return
         if known is not None:
-            self.leave(node)
+            self.remove_receiver(node)
         member = RelayNode(node, host, relay)
         self._members[node] = member
         self._children[node] = []
         self._place(member)
 
-    def leave(self, node: str) -> None:
+    def remove_receiver(self, node: str) -> None:
         """Remove a receiver; its children get other parents."""
         member = self._members.pop(node)
         self._children[member.parent].remove(node)
         for orphan in self._children.pop(node):
             self._place(self._members[orphan])
 
-    def suspect(self, node: str, relay: str) -> None:
+    def report_failed_relay(self, node: str, relay: str) -> None:
         """`node` could not fetch from `relay`: if that is still its parent, it gets another parent."""
         member = self._members[node]
         parent = self._members.get(member.parent)
@@ -89,7 +89,7 @@ class RelayTree:
             self._children[member.parent].remove(node)
             self._place(member)
 
-    def parent_of(self, node: str) -> str:
+    def parent_relay(self, node: str) -> str:
         """Relay endpoint of the node's parent; `ROOT` if that is the publisher."""
         parent = self._members.get(self._members[node].parent)
         return parent.relay if parent is not None else ROOT
@@ -134,7 +134,7 @@ class RelayTracker:
         """Number of receivers, and of those that fetch from the publisher itself."""
         return len(self._tree), len(self._tree.children_of(ROOT))
 
-    def handle(self, frames: Sequence[bytes], newest_manifest: Callable[[], ManifestReply]) -> None:
+    def handle_request(self, frames: Sequence[bytes], newest_manifest: Callable[[], ManifestReply]) -> None:
         """Answer one request. A request for the manifest is answered with `newest_manifest()`."""
         peer, payload = frames[0], frames[-1]
         try:
@@ -149,7 +149,7 @@ class RelayTracker:
             case ManifestRequest():
                 self._send(peer, newest_manifest())
 
-    def forget_silent(self) -> None:
+    def remove_silent_receivers(self) -> None:
         """Forget receivers that have been silent for too long; called every heartbeat."""
         now = time.monotonic()
         for node, heard_s in list(self._heard_s.items()):
@@ -161,13 +161,13 @@ class RelayTracker:
 
     def _register(self, heartbeat: ReceiverHeartbeat) -> ParentAssignment:
         self._heard_s[heartbeat.node] = time.monotonic()
-        self._tree.join(heartbeat.node, heartbeat.host, heartbeat.relay)
+        self._tree.add_receiver(heartbeat.node, heartbeat.host, heartbeat.relay)
         if heartbeat.suspect:
-            self._tree.suspect(heartbeat.node, heartbeat.suspect)
-        relay = self._tree.parent_of(heartbeat.node)
+            self._tree.report_failed_relay(heartbeat.node, heartbeat.suspect)
+        relay = self._tree.parent_relay(heartbeat.node)
         return ParentAssignment(parent=relay or self._own_chunks, relay=bool(relay))
 
     def _forget(self, node: str) -> None:
         if node in self._tree:
-            self._tree.leave(node)
+            self._tree.remove_receiver(node)
             del self._heard_s[node]

@@ -80,7 +80,7 @@ class ZmqWeightSender(WeightSender):
                 "log. Restart the trainer."
             )
 
-    def stats(self) -> PublisherStats:
+    def fetch_stats(self) -> PublisherStats:
         """The publisher's counters. Raises PublisherLost, WaitTimeout."""
         return self._ask(StatsRequest(), PublisherStats, "the publisher's counters")
 

@@ -37,8 +37,8 @@ Context = zmq.Context[Socket]
 
 SECRET_VARIABLE = "ASYNC_GRPO_WEIGHTS_SECRET"
 MIN_SECRET_CHARACTERS = 16
-MOST_CONNECTIONS = 4
-PROCESSORS_EACH = 8
+MAX_CONNECTIONS = 4
+CORES_PER_CONNECTION = 8
 HEARTBEATS_OF_SILENCE = 4
 """A peer that was not heard for this many heartbeats is considered lost."""
 REPORT_EVERY_S = 10.0
@@ -88,9 +88,9 @@ def derive_keys(secret: str) -> CurveKeys:
     return CurveKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
-def connections(config: WeightsConfig) -> int:
+def connection_count(config: WeightsConfig) -> int:
     """How many connections, and threads of ZMQ, this end has for chunks (`weights.connections`)."""
-    return config.connections or max(1, min(MOST_CONNECTIONS, len(os.sched_getaffinity(0)) // PROCESSORS_EACH))
+    return config.connections or max(1, min(MAX_CONNECTIONS, len(os.sched_getaffinity(0)) // CORES_PER_CONNECTION))
 
 
 def listen(listener: Socket, bind: str, port_offset: int, keys: CurveKeys | None, advertise: str | None = None) -> str:
@@ -109,7 +109,7 @@ def listen(listener: Socket, bind: str, port_offset: int, keys: CurveKeys | None
     return f"tcp://{advertise or (socket.gethostname() if host in _WILDCARDS else host)}:{real_port}"
 
 
-def as_seen_from(peer: str, endpoint: str, bind: str) -> str:
+def reachable_endpoint(peer: str, endpoint: str, bind: str) -> str:
     """`endpoint`; if `bind` is a wildcard, with the address from which this machine reaches `peer` as its host.
 
     Unlike the machine's name, that address needs no resolver. The name stays if there is no route, or if the address
@@ -154,7 +154,7 @@ class CurveGuard:
             self._zap = context.socket(zmq.REP)
             self._zap.bind(_ZAP_ENDPOINT)
 
-    def watch(self, listener: Socket) -> None:
+    def watch_listener(self, listener: Socket) -> None:
         """Count failed handshakes of this socket."""
         if self._zap is not None:
             self._monitors.append(listener.get_monitor_socket(_REFUSALS))
@@ -164,7 +164,7 @@ class CurveGuard:
         """Sockets to poll; pass those that are readable to `handle`."""
         return [*self._monitors, *([self._zap] if self._zap is not None else [])]
 
-    def handle(self, ready: Socket) -> None:
+    def handle_event(self, ready: Socket) -> None:
         """Answer one authentication request, or count one failed handshake."""
         if ready is self._zap:
             self._authenticate(ready)

@@ -83,17 +83,17 @@ class ParentConnection:
 
     def request_chunks(self, fetch: Fetch) -> None:
         """Request the chunks that are due. A request is dropped if nothing can be sent, because it is repeated."""
-        for index, patch in fetch.schedule.take(time.monotonic()):
+        for index, patch in fetch.schedule.take_requests(time.monotonic()):
             signature = sign(fetch.manifest.key, fetch.identity, index, patch)
             request = ChunkRequest(**fetch.identity._asdict(), index=index, patch=patch, signature=signature)
             self._send(self.dealers[index % len(self.dealers)], request)
 
-    def end(self, identity: WeightVersion) -> None:
+    def finish_version(self, identity: WeightVersion) -> None:
         """Tell the parent that this version is fetched."""
         for dealer in self.dealers:
             self._send(dealer, FetchDone(**identity._asdict()))
 
-    def receive(self, dealer: Socket) -> tuple[ChunkReply | VersionGone | ChunkPending, memoryview] | None:
+    def receive_answer(self, dealer: Socket) -> tuple[ChunkReply | VersionGone | ChunkPending, memoryview] | None:
         """The next answer of one of the sockets and its payload; None if there is none. Raises PeerUnreadable."""
         try:
             frames = dealer.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -145,14 +145,14 @@ class PublisherConnection:
         """Sockets to poll for reading."""
         return [self.announcements, self.requests]
 
-    def hear(self) -> None:
+    def receive_announcement(self) -> None:
         """Take the announcement that has come. Raises PeerUnreadable."""
         try:
             self.announced = decode(self.announcements.recv(), Announcement).identity
         except WireError as error:
             raise PeerUnreadable(self.address.announce, error) from error
 
-    def receive(self) -> ManifestReply | None:
+    def receive_reply(self) -> ManifestReply | None:
         """Take the reply that has come, and return it unless it is the assignment. Raises PeerUnreadable."""
         try:
             reply = _replies.decode(self.requests.recv())

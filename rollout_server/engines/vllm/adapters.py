@@ -22,7 +22,14 @@ from msgspec.structs import replace
 from async_grpo.config.model import LoraConfig
 from async_grpo.errors import EngineError
 from async_grpo.weights.base import HeldWeights, MergeBase
-from async_grpo.weights.lora import AdapterReader, BaseFolder, adapter_names, base_digest, peft_config, write_peft
+from async_grpo.weights.lora import (
+    AdapterReader,
+    SafetensorsFolder,
+    adapter_names,
+    base_digest,
+    make_peft_config,
+    write_peft_folder,
+)
 from async_grpo.weights.source_reader import SourceReader
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -63,7 +70,7 @@ class EngineAdapters:
         if self._lora is None or not self.applied_by_vllm:
             return
         suffixes = tuple(f".{target}.weight" for target in self._lora.targets)
-        checkpoint = BaseFolder(self._model_dir)
+        checkpoint = SafetensorsFolder(self._model_dir)
         zeros: dict[str, torch.Tensor] = {}
         for name in checkpoint:
             if name.endswith(suffixes):
@@ -100,8 +107,8 @@ class EngineAdapters:
     async def _write_and_load(self, llm: Any, adapters: dict[str, torch.Tensor]) -> None:
         assert self._folder is not None and self._lora is not None
         adapter_folder = self._folder / ADAPTER_NAME
-        config = peft_config(self._lora, str(self._model_dir))
-        await asyncio.to_thread(write_peft, adapter_folder, config, adapters.items())
+        config = make_peft_config(self._lora, str(self._model_dir))
+        await asyncio.to_thread(write_peft_folder, adapter_folder, config, adapters.items())
         if not await llm.add_lora(self._lora_request(in_place=True)):
             raise EngineError(f"vLLM did not load the adapters in {adapter_folder}. See vLLM's log for the reason.")
 

@@ -18,7 +18,7 @@ from async_grpo.config.rollout import RolloutConfig, VllmConfig
 from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights.base import HeldWeights, MergeBase
 from async_grpo.weights.lora import DIGEST, adapter_names, base_digest
-from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.manifest import WeightVersion, make_layout
 from async_grpo.weights.sender import copy_tensors
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
@@ -52,8 +52,8 @@ def drawn(model: torch.nn.Module, seed: int) -> Tensors:
 
 def publish(store: WeightStore, version: int, adapters: Tensors, digest: bytes) -> HeldWeights:
     arrays = {name: tensor.numpy() for name, tensor in adapters.items()}
-    copy_tensors(store.begin(), store.layout, {DIGEST: np.frombuffer(digest, np.uint8), **arrays}.items())
-    store.commit(WeightVersion(1, version))
+    copy_tensors(store.begin_write(), store.layout, {DIGEST: np.frombuffer(digest, np.uint8), **arrays}.items())
+    store.commit_write(WeightVersion(1, version))
     return HeldWeights.in_store(store.path, epoch=1, version=version)
 
 
@@ -68,7 +68,7 @@ async def test_the_engine_follows_adapters_through_updates_and_skipped_versions(
     model = random_model(tied=True, stop_tokens=None)
     model.save_pretrained(tmp_path)
     kinds = [(name, "float32", tensor.shape) for name, tensor in drawn(model, 0).items()]
-    store = WeightStore.create(store_path(RUN, "store"), layout_of([(DIGEST, "uint8", [8]), *kinds]))
+    store = WeightStore.create(store_path(RUN, "store"), make_layout([(DIGEST, "uint8", [8]), *kinds]))
     limits = VllmConfig(max_model_len=1024, kv_cache_bytes=128 << 20, multiprocessing=False, staging_gib=room_gib)
     config = RolloutConfig(vllm=limits)
     lora = LORA.model_copy(update={"engine": how})

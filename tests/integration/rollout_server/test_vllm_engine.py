@@ -20,7 +20,7 @@ from transformers import DynamicCache, Qwen2ForCausalLM
 from async_grpo.config.rollout import RolloutConfig
 from async_grpo.errors import EngineError, LogprobsWrong, RequestRefused, WeightsCorrupt
 from async_grpo.weights.base import HeldWeights
-from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.manifest import WeightVersion, make_layout
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines.base import Generation, GenerationRequest
@@ -174,9 +174,9 @@ async def test_requests_submitted_around_updates_are_exact_prompt_included(untie
 
 async def test_weights_of_another_model_are_refused_and_generation_goes_on(untied_lab: Lab) -> None:
     version = untied_lab.engine.version
-    other = WeightStore.create(store_path(RUN, "other"), layout_of([("model.norm.weight", "float32", [64])]))
-    other.begin()
-    other.commit(WeightVersion(0, 99))
+    other = WeightStore.create(store_path(RUN, "other"), make_layout([("model.norm.weight", "float32", [64])]))
+    other.begin_write()
+    other.commit_write(WeightVersion(0, 99))
     try:
         with pytest.raises(WeightsCorrupt, match="missing"):
             held = HeldWeights.in_store(other.path, epoch=0, version=99)

@@ -80,10 +80,10 @@ pathlib.Path("card-" + os.environ["RANK"]).write_text(os.environ.get("GLOO_SOCKE
 """
 LEAVES_ITS_STORE = """
 import os, signal, sys
-from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.manifest import make_layout
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
-layout = layout_of([("weight", "float32", [4])])
+layout = make_layout([("weight", "float32", [4])])
 store = WeightStore.create(store_path(sys.argv[1], "trainer"), layout)
 store.path.with_name("ctl-123").touch()
 store.path.with_name("r-0123456789").touch()

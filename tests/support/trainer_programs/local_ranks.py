@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.manifest import make_layout
 from async_grpo.weights.shared_memory import run_folder, store_path
 from async_grpo.weights.store import WeightStore
 from trainer.shared_slots import connect_local_ranks
 
 STALE_STORE = "STALE_STORE"
-LAYOUT = layout_of([("weight", "float32", [4])])
+LAYOUT = make_layout([("weight", "float32", [4])])
 
 
 def main() -> None:

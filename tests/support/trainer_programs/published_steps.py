@@ -61,7 +61,7 @@ class SlotAfterwards:
 
     def begin(self, version: int) -> int:
         assert self._returned.wait(60), "publish has not returned on every rank"
-        return self._sender.begin(version)
+        return self._sender.begin_version(version)
 
 
 def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:

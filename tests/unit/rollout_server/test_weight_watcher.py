@@ -66,7 +66,7 @@ async def test_a_publisher_that_is_lost_at_once_does_not_keep_the_event_loop_bus
     class Lost(FakeReceiver):
         asked = 0
 
-        async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
+        async def wait_for_newer_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
             if self.newest is not None and self.newest > after:
                 return self.newest
             self.asked += 1

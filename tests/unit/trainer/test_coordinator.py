@@ -15,14 +15,14 @@ from async_grpo.config import validate
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import NodeLost, PublisherLost, TrainingError, WaitTimeout
 from async_grpo.utils.files import try_lock
-from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.manifest import make_layout
 from async_grpo.weights.zmq.sender import ZmqWeightSender
 from buffer.memory import InMemoryBuffer
 from trainer import coordinator
 from trainer.coordinator import Coordinator, SharedDevices
 from trainer.model.policy import BackgroundReading
 
-LAYOUT = layout_of([("weight", "float32", [4])])
+LAYOUT = make_layout([("weight", "float32", [4])])
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from async_grpo.lab.bench.rollout.bare_vllm import Loop, generate_continuously, 
 from async_grpo.lab.bench.rollout.workload import RolloutRound, RolloutWork, number_model
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.base import HeldWeights
-from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.manifest import WeightVersion, make_layout
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from async_grpo.wire import Group, Task
@@ -218,12 +218,12 @@ class NoNews:
 
     last_transfer_s = 0.0
 
-    async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
+    async def wait_for_newer_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
         await asyncio.sleep(timeout_s)
         raise WaitTimeout("weights that stand still", timeout_s)
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[HeldWeights]:
+    async def hold_newest(self) -> AsyncIterator[HeldWeights]:
         raise WaitTimeout("weights that stand still", 0.0)
         yield
 
@@ -263,10 +263,10 @@ def _store_of(model: Qwen2ForCausalLM, path: Path) -> WeightStore:
     import torch
 
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    store = WeightStore.create(path, layout_of([(name, PRECISION, list(t.shape)) for name, t in tensors.items()]))
-    block = np.frombuffer(store.begin(), np.uint16)
+    store = WeightStore.create(path, make_layout([(name, PRECISION, list(t.shape)) for name, t in tensors.items()]))
+    block = np.frombuffer(store.begin_write(), np.uint16)
     for spec in store.layout.tensors:
         values = tensors[spec.name].reshape(-1).view(torch.uint16).numpy()
         block[spec.offset // 2 : (spec.offset + spec.nbytes) // 2] = values
-    store.commit(WeightVersion(0, 0))
+    store.commit_write(WeightVersion(0, 0))
     return store

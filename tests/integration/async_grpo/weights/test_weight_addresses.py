@@ -17,10 +17,10 @@ async def test_weights_are_fetched_where_publisher_and_relay_say_they_are_reache
         assert publisher.address.requests.startswith("tcp://127.0.0.2:")
         board.address = publisher.address
         async with receiving(board, config, store="one") as one, receiving(board, config, store="other") as other:
-            await until(lambda: publisher.stats().receivers == 2)
+            await until(lambda: publisher.fetch_stats().receivers == 2)
             weights = random_weights(0)
-            publisher.publish(0, weights.items())
+            publisher.publish_weights(0, weights.items())
             for receiver in (one, other):
-                await receiver.next_version(None, 30)
+                await receiver.wait_for_newer_version(None, 30)
                 assert_holds(receiver.store_path, WeightVersion(0, 0), weights)
             await until(lambda: one.stats.relayed_bytes + other.stats.relayed_bytes > 0)

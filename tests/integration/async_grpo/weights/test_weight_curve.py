@@ -40,13 +40,13 @@ async def test_with_the_secret_every_byte_arrives_also_through_a_relay(
     config = with_(encrypt=encrypt, fanout=1)
     async with receiving(board, config, store="a") as first, receiving(board, config, store="b") as second:
         for receiver in (first, second):
-            assert_holds(receiver.store_path, await receiver.next_version(None, 30))
-        await until(lambda: publisher.stats().receivers == 2)
+            assert_holds(receiver.store_path, await receiver.wait_for_newer_version(None, 30))
+        await until(lambda: publisher.fetch_stats().receivers == 2)
         publish(publisher, 1)
         for receiver in (first, second):
-            assert_holds(receiver.store_path, await receiver.next_version((0, 0), 30))
+            assert_holds(receiver.store_path, await receiver.wait_for_newer_version((0, 0), 30))
         await until(lambda: max(first.stats.relayed_bytes, second.stats.relayed_bytes) > 0)
-        assert publisher.stats().refused == 0
+        assert publisher.fetch_stats().refused == 0
 
 
 @pytest.mark.parametrize("theirs", ["another secret, also long enough", None])
@@ -56,11 +56,11 @@ async def test_a_receiver_with_another_secret_or_none_gets_nothing_and_is_counte
     if theirs is not None:
         monkeypatch.setenv(SECRET_VARIABLE, theirs)
     async with receiving(board, with_(encrypt="off" if theirs is None else encrypt)) as stranger:
-        await until(lambda: publisher.stats().refused > 0)
+        await until(lambda: publisher.fetch_stats().refused > 0)
         with pytest.raises((PublisherLost, WaitTimeout)):
-            await stranger.next_version(None, 1.0)
+            await stranger.wait_for_newer_version(None, 1.0)
         assert stranger.stats.received_bytes == 0
-        assert (publisher.stats().receivers, publisher.stats().served_bytes) == (0, 0)
+        assert (publisher.fetch_stats().receivers, publisher.fetch_stats().served_bytes) == (0, 0)
 
 
 async def test_a_plain_peer_hears_no_announcement_and_gets_no_manifest(publisher: ZmqWeightSender) -> None:
@@ -81,11 +81,11 @@ async def test_chunks_in_the_clear_are_given_only_to_who_knows_the_key_of_the_ve
     with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
         publish(publisher, 0)
         async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
-            await receiver.next_version(None, 30)
+            await receiver.wait_for_newer_version(None, 30)
             with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
                 stranger.connect(proxy._publisher_chunks)
                 for signature in (b"", b"0" * 16):
                     request = ChunkRequest(epoch=0, version=0, index=0, patch=False, signature=signature)
                     await stranger.send(encode(request))
-                await until(lambda: publisher.stats().unsigned == 2)
+                await until(lambda: publisher.fetch_stats().unsigned == 2)
                 assert not await stranger.poll(100)

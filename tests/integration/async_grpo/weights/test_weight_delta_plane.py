@@ -40,10 +40,10 @@ async def test_many_versions_of_mixed_dtypes_are_bit_identical(encoding: str, bo
         async with receiving(board, config) as receiver:
             seen = None
             for version, weights in enumerate(versions(8)):
-                publisher.publish(version, weights.items())
-                seen = await receiver.next_version(seen, 30)
+                publisher.publish_weights(version, weights.items())
+                seen = await receiver.wait_for_newer_version(seen, 30)
                 assert_holds(receiver.store_path, WeightVersion(0, version), weights)
-            stats, received = publisher.stats(), receiver.stats
+            stats, received = publisher.fetch_stats(), receiver.stats
             assert received.fallbacks == {}
             if encoding == "dense":
                 assert (stats.delta_versions, received.patched_chunks) == (0, 0)
@@ -57,16 +57,16 @@ async def test_many_versions_of_mixed_dtypes_are_bit_identical(encoding: str, bo
 async def test_a_receiver_that_skipped_a_version_fetches_dense_and_says_why(board: Board) -> None:
     with ZmqWeightSender(LAYOUT, RUN, 0, with_(encoding="delta")) as publisher:
         made = versions(4)
-        publisher.publish(0, made[0].items())
+        publisher.publish_weights(0, made[0].items())
         async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
-            seen = await receiver.next_version(None, 30)
-            async with receiver.hold():
-                publisher.publish(1, made[1].items())
-                await receiver.next_version(seen, 30)
+            seen = await receiver.wait_for_newer_version(None, 30)
+            async with receiver.hold_newest():
+                publisher.publish_weights(1, made[1].items())
+                await receiver.wait_for_newer_version(seen, 30)
                 for version in (2, 3):  # neither can come: the slot is held
-                    publisher.publish(version, made[version].items())
-                    await until(lambda: publisher.stats().versions == version + 1)  # noqa: B023
-            assert await receiver.next_version((0, 1), 30) == (0, 3)
+                    publisher.publish_weights(version, made[version].items())
+                    await until(lambda: publisher.fetch_stats().versions == version + 1)  # noqa: B023
+            assert await receiver.wait_for_newer_version((0, 1), 30) == (0, 3)
             assert_holds(receiver.store_path, WeightVersion(0, 3), made[3])
             assert receiver.stats.fallbacks == {"another base": 1}
             assert proxy.chunks > 0
@@ -77,13 +77,13 @@ async def test_a_late_joiner_has_no_base_and_the_next_version_comes_as_a_delta(b
         board.address = publisher.address
         made = versions(3)
         for version in (0, 1):
-            publisher.publish(version, made[version].items())
-        await until(lambda: publisher.stats().delta_versions == 1)
+            publisher.publish_weights(version, made[version].items())
+        await until(lambda: publisher.fetch_stats().delta_versions == 1)
         async with receiving(board) as late:
-            assert await late.next_version(None, 30) == (0, 1)
+            assert await late.wait_for_newer_version(None, 30) == (0, 1)
             assert (late.stats.fallbacks, late.stats.patched_chunks) == ({"no base": 1}, 0)
-            publisher.publish(2, made[2].items())
-            assert await late.next_version((0, 1), 30) == (0, 2)
+            publisher.publish_weights(2, made[2].items())
+            assert await late.wait_for_newer_version((0, 1), 30) == (0, 2)
             assert_holds(late.store_path, WeightVersion(0, 2), made[2])
             assert late.stats.patched_chunks > 0
 
@@ -94,14 +94,14 @@ async def test_a_base_that_is_not_the_publishers_is_noticed_by_its_hash(board: B
     with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
         board.address = publisher.address
         async with receiving(board) as receiver:
-            publisher.publish(0, random_weights(77).items())
-            await receiver.next_version(None, 30)
+            publisher.publish_weights(0, random_weights(77).items())
+            await receiver.wait_for_newer_version(None, 30)
             with ZmqWeightSender(LAYOUT, f"{RUN}-anew", 0, with_()) as anew:
-                anew.publish(0, made[0].items())
-                anew.publish(1, made[1].items())
-                await until(lambda: anew.stats().delta_versions == 1)
+                anew.publish_weights(0, made[0].items())
+                anew.publish_weights(1, made[1].items())
+                await until(lambda: anew.fetch_stats().delta_versions == 1)
                 board.address = anew.address
-                assert await receiver.next_version((0, 0), 30) == (0, 1)
+                assert await receiver.wait_for_newer_version((0, 0), 30) == (0, 1)
                 assert_holds(receiver.store_path, WeightVersion(0, 1), made[1])
                 assert receiver.stats.fallbacks == {"base differs": 1}
     remove_stores(f"{RUN}-anew")
@@ -112,14 +112,14 @@ async def test_a_base_damaged_in_memory_costs_dense_chunks_and_no_wrong_byte(boa
     with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
         board.address = publisher.address
         async with receiving(board) as receiver:
-            publisher.publish(0, made[0].items())
-            held = await receiver.next_version(None, 30)
+            publisher.publish_weights(0, made[0].items())
+            held = await receiver.wait_for_newer_version(None, 30)
             damaged = WeightStore.adopt(receiver.store_path).snapshot(held)
             for name in ("embed", "frozen"):
                 offset = LAYOUT.by_name()[name].offset
                 damaged.block[offset] ^= 1
-            publisher.publish(1, made[1].items())
-            await receiver.next_version(held, 30)
+            publisher.publish_weights(1, made[1].items())
+            await receiver.wait_for_newer_version(held, 30)
             assert_holds(receiver.store_path, WeightVersion(0, 1), made[1])
             assert receiver.stats.fallbacks == {"wrong result": 1, "base damaged": 1}
 
@@ -127,12 +127,12 @@ async def test_a_base_damaged_in_memory_costs_dense_chunks_and_no_wrong_byte(boa
 async def test_a_spoiled_patch_is_refused_and_the_dense_chunk_fetched(board: Board) -> None:
     made = versions(2)
     with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
-        publisher.publish(0, made[0].items())
+        publisher.publish_weights(0, made[0].items())
         async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
-            seen = await receiver.next_version(None, 30)
+            seen = await receiver.wait_for_newer_version(None, 30)
             proxy.spoil = 3
-            publisher.publish(1, made[1].items())
-            await receiver.next_version(seen, 30)
+            publisher.publish_weights(1, made[1].items())
+            await receiver.wait_for_newer_version(seen, 30)
             assert_holds(receiver.store_path, WeightVersion(0, 1), made[1])
             assert sum(receiver.stats.fallbacks.values()) == 3
 
@@ -142,11 +142,11 @@ async def test_weights_that_changed_altogether_go_dense(encoding: str, board: Bo
     with ZmqWeightSender(LAYOUT, RUN, 0, with_(encoding=encoding)) as publisher:
         board.address = publisher.address
         for version in (0, 1):
-            publisher.publish(version, random_weights(version).items())
-        await until(lambda: publisher.stats().versions == 2)
-        assert publisher.stats().fallbacks == {"no base": 1, "larger": 1}
+            publisher.publish_weights(version, random_weights(version).items())
+        await until(lambda: publisher.fetch_stats().versions == 2)
+        assert publisher.fetch_stats().fallbacks == {"no base": 1, "larger": 1}
         async with receiving(board) as receiver:
-            await receiver.next_version(None, 30)
+            await receiver.wait_for_newer_version(None, 30)
             assert_holds(receiver.store_path, WeightVersion(0, 1))
 
 
@@ -157,14 +157,14 @@ async def test_the_trainer_waits_for_an_encoder_that_is_at_work_only_so_long(boa
         board.address = publisher.address
         async with receiving(board) as receiver:
             for version, weights in enumerate(made):
-                publisher.publish(version, weights.items())
-            await until(lambda: publisher.stats().versions == len(made))
-            stats = publisher.stats()
+                publisher.publish_weights(version, weights.items())
+            await until(lambda: publisher.fetch_stats().versions == len(made))
+            stats = publisher.fetch_stats()
             assert stats.delta_versions + sum(stats.fallbacks.values()) == len(made)
             assert stats.fallbacks.get("trainer waited", 0) > 0
             assert stats.waited_s > 0
             seen = None
             while seen != (0, len(made) - 1):
-                seen = await receiver.next_version(seen, 30)
+                seen = await receiver.wait_for_newer_version(seen, 30)
                 await asyncio.sleep(0)
             assert_holds(receiver.store_path, WeightVersion(*seen), made[-1])

@@ -51,13 +51,13 @@ async def test_servers_of_one_machine_share_one_process_which_outlives_the_one_t
         async with receiving(board, name="a") as first:
             publish(publisher, 0)
             for receiver in (first, second):
-                assert_holds(receiver.store_path, await receiver.next_version(None, 30))
+                assert_holds(receiver.store_path, await receiver.wait_for_newer_version(None, 30))
             (process,) = receiver_processes()
-            assert publisher.stats().served_bytes == LAYOUT.total_bytes
-            async with first.hold() as mine, second.hold() as theirs:
+            assert publisher.fetch_stats().served_bytes == LAYOUT.total_bytes
+            async with first.hold_newest() as mine, second.hold_newest() as theirs:
                 assert mine.identity == theirs.identity == (0, 0)
         publish(publisher, 1)
-        assert await second.next_version((0, 0), 30) == (0, 1)
+        assert await second.wait_for_newer_version((0, 0), 30) == (0, 1)
         assert [found.pid for found in receiver_processes()] == [process.pid]
         assert second.restarts == 0
     await until(lambda: not receiver_processes())
@@ -68,11 +68,11 @@ async def test_a_server_that_holds_does_not_keep_the_others_from_what_is_there(
 ) -> None:
     async with receiving(board) as slow, receiving(board) as fast:
         publish(publisher, 0)
-        await slow.next_version(None, 30)
-        async with slow.hold() as held:
+        await slow.wait_for_newer_version(None, 30)
+        async with slow.hold_newest() as held:
             publish(publisher, 1)
-            assert await fast.next_version(held.identity, 30) == (0, 1)
-            async with fast.hold() as newer:
+            assert await fast.wait_for_newer_version(held.identity, 30) == (0, 1)
+            async with fast.hold_newest() as newer:
                 assert newer.identity == (0, 1)
                 assert_holds(fast.store_path, newer.identity)
             assert_holds(slow.store_path, held.identity)
@@ -83,19 +83,19 @@ async def test_a_process_killed_amid_a_transfer_is_started_again_and_servers_kee
 ) -> None:
     async with proxy_to(publisher, board) as proxy, receiving(board) as first, receiving(board) as second:
         publish(publisher, 0)
-        seen = await first.next_version(None, 30)
-        await second.next_version(None, 30)
-        async with second.hold() as held:
+        seen = await first.wait_for_newer_version(None, 30)
+        await second.wait_for_newer_version(None, 30)
+        async with second.hold_newest() as held:
             snapshot = WeightStore.open(second.store_path).snapshot(held.identity)
             proxy.pause_s, before = 0.02, proxy.chunks
             publish(publisher, 1)
             await until(lambda: proxy.chunks > before + 5)
             receiver_processes()[0].kill()
             proxy.pause_s = 0.0
-            assert await first.next_version(seen, 30) == (0, 1)
+            assert await first.wait_for_newer_version(seen, 30) == (0, 1)
             snapshot.verify()
-        assert await second.next_version(seen, 30) == (0, 1)
-        assert_holds(second.store_path, await second.next_version(seen, 1))
+        assert await second.wait_for_newer_version(seen, 30) == (0, 1)
+        assert_holds(second.store_path, await second.wait_for_newer_version(seen, 1))
         assert len(receiver_processes()) == 1
         assert first.restarts >= 1
 
@@ -105,14 +105,14 @@ async def test_what_a_killed_process_had_whole_is_the_base_of_the_next_delta(boa
         board.address = publisher.address
         async with receiving(board) as receiver:
             publish(publisher, 0)
-            await receiver.next_version(None, 30)
-            async with receiver.hold():
+            await receiver.wait_for_newer_version(None, 30)
+            async with receiver.hold_newest():
                 pass
             receiver_processes()[0].kill()
             await until(lambda: receiver.restarts >= 1 and len(receiver_processes()) == 1)
             publish(publisher, 1)
-            assert await receiver.next_version((0, 0), 30) == (0, 1)
-            assert_holds(receiver.store_path, await receiver.next_version((0, 0), 1))
+            assert await receiver.wait_for_newer_version((0, 0), 30) == (0, 1)
+            assert_holds(receiver.store_path, await receiver.wait_for_newer_version((0, 0), 1))
             assert receiver.stats.unchanged_chunks > 0  # the frozen tensor was not fetched again
 
 
@@ -152,7 +152,7 @@ async def test_the_store_of_a_killed_process_is_removed_by_the_last_server_that_
 ) -> None:
     receiver = SharedWeightReceiver(board.publisher, store_path(RUN, "node"), CONFIG)
     publish(publisher, 0)
-    await receiver.next_version(None, 30)
+    await receiver.wait_for_newer_version(None, 30)
     (process,) = receiver_processes()
     process.suspend()  # it cannot do anything about the end of its only server, and is killed then
     leaving = asyncio.create_task(receiver.close())
@@ -171,7 +171,7 @@ async def test_a_folder_that_another_user_may_have_made_is_not_used(board: Board
         impostor.listen()
         receiver = SharedWeightReceiver(board.publisher, store_path(RUN, "node"), CONFIG)
         with pytest.raises(ConfigError, match=f"{folder} has mode 777"):
-            await receiver.next_version(None, 5)
+            await receiver.wait_for_newer_version(None, 5)
         await receiver.close()
 
 
@@ -179,7 +179,7 @@ async def test_a_process_that_cannot_start_is_an_error(board: Board) -> None:
     taken = with_(relay_bind="tcp://203.0.113.1:0")  # an address that this machine does not have
     receiver = SharedWeightReceiver(board.publisher, store_path(RUN, "node"), taken)
     with pytest.raises(WeightsError, match="ended with code 1 before it was ready"):
-        await receiver.next_version(None, 30)
+        await receiver.wait_for_newer_version(None, 30)
     await receiver.close()
 
 

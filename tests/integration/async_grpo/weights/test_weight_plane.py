@@ -33,7 +33,7 @@ async def test_publishing_faster_than_the_network_starves_nobody(publisher: ZmqW
             publish(publisher, version)
             version += 1
             try:
-                newest = await receiver.next_version(newest, 0.05)
+                newest = await receiver.wait_for_newer_version(newest, 0.05)
                 came += 1
             except WaitTimeout:
                 assert version < 2000
@@ -43,12 +43,12 @@ async def test_publishing_faster_than_the_network_starves_nobody(publisher: ZmqW
 async def test_a_hold_ends_after_the_time_that_an_update_may_take(publisher: ZmqWeightSender, board: Board) -> None:
     async with receiving(board, with_(update_timeout_s=0.5)) as receiver:
         publish(publisher, 0)
-        await receiver.next_version(None, 30)
-        async with receiver.hold():
+        await receiver.wait_for_newer_version(None, 30)
+        async with receiver.hold_newest():
             publish(publisher, 1)
-            await receiver.next_version((0, 0), 30)
+            await receiver.wait_for_newer_version((0, 0), 30)
             publish(publisher, 2)
-            assert await receiver.next_version((0, 1), 30) == (0, 2)
+            assert await receiver.wait_for_newer_version((0, 1), 30) == (0, 2)
 
 
 def test_a_publisher_that_was_killed_is_named_to_the_trainer(publisher: ZmqWeightSender) -> None:
@@ -62,7 +62,7 @@ async def test_a_spoiled_or_lost_chunk_is_asked_for_again(fault: str, publisher:
     publish(publisher, 0)
     async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
         setattr(proxy, fault, 2)
-        assert_holds(receiver.store_path, await receiver.next_version(None, 30))
+        assert_holds(receiver.store_path, await receiver.wait_for_newer_version(None, 30))
         assert receiver.stats.rerequests >= 2
 
 
@@ -75,10 +75,10 @@ async def test_a_fetch_that_takes_too_long_is_given_up_and_the_newest_version_fe
         proxy.lose = 1_000_000
         await until(lambda: receiver.stats.interrupted >= 2)
         with pytest.raises(WaitTimeout, match="which is alive"):
-            await receiver.next_version(None, 0.3)
+            await receiver.wait_for_newer_version(None, 0.3)
         publish(publisher, 1)
         proxy.lose = 0
-        assert_holds(receiver.store_path, await receiver.next_version(WeightVersion(0, 0), 30))
+        assert_holds(receiver.store_path, await receiver.wait_for_newer_version(WeightVersion(0, 0), 30))
 
 
 async def test_a_request_too_large_to_be_one_ends_its_connection_and_not_the_publisher(
@@ -88,7 +88,7 @@ async def test_a_request_too_large_to_be_one_ends_its_connection_and_not_the_pub
         stranger.connect(publisher.address.requests)
         await stranger.send(b"x" * 100_000)
         publish(publisher, 0)
-        assert await receiver.next_version(None, 30) == (0, 0)
+        assert await receiver.wait_for_newer_version(None, 30) == (0, 0)
 
 
 async def test_a_relay_that_cannot_be_understood_is_left_for_another_parent(
@@ -103,7 +103,7 @@ async def test_a_relay_that_cannot_be_understood_is_left_for_another_parent(
                 peer, _ = await relay.recv_multipart()
                 proxy.impostor = ""
                 await relay.send_multipart([peer, b"of another release"])
-                assert_holds(receiver.store_path, await receiver.next_version(None, 30))
+                assert_holds(receiver.store_path, await receiver.wait_for_newer_version(None, 30))
                 assert receiver.stats.parents_lost == 1
                 assert receiver.restarts == 0
 
@@ -116,17 +116,17 @@ async def test_a_publisher_that_cannot_be_understood_is_named(board: Board) -> N
             peer, _ = await requests.recv_multipart()
             await requests.send_multipart([peer, b"of another release"])
             with pytest.raises(WeightsError, match=f"{endpoint} sent a message that this release cannot read"):
-                await receiver.next_version(None, 30)
+                await receiver.wait_for_newer_version(None, 30)
 
 
 async def test_a_hold_that_was_given_up_protects_no_version(
     publisher: ZmqWeightSender, receiver: SharedWeightReceiver
 ) -> None:
     publish(publisher, 0)
-    await receiver.next_version(None, 30)
+    await receiver.wait_for_newer_version(None, 30)
     taking = asyncio.create_task(receiver._take_hold())
     await asyncio.sleep(0)  # the Hold is sent, and nobody waits for the answer
     taking.cancel()
     for version in (1, 2, 3):  # the receiver has two slots: a version that is held would keep it from the third
         publish(publisher, version)
-        assert await receiver.next_version((0, version - 1), 5) == (0, version)
+        assert await receiver.wait_for_newer_version((0, version - 1), 5) == (0, version)

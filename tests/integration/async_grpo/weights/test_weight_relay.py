@@ -36,7 +36,7 @@ async def join_all(
     for number in range(count):
         config = with_(**changes)
         receivers.append(await stack.enter_async_context(receiving(board, config, store=f"node-{number}")))
-        await until(lambda: publisher.stats().receivers == len(receivers))
+        await until(lambda: publisher.fetch_stats().receivers == len(receivers))
     return receivers
 
 
@@ -53,12 +53,12 @@ async def test_the_publisher_sends_fanout_copies_dense_and_delta(fanout: int, co
             receivers = await join_all(stack, board, publisher, 4, fanout=fanout)
             weights = random_weights(0)
             for version in range(3):
-                publisher.publish(version, weights.items())
+                publisher.publish_weights(version, weights.items())
                 for receiver in receivers:
-                    assert await receiver.next_version(WeightVersion(0, version - 1), 30) == (0, version)
+                    assert await receiver.wait_for_newer_version(WeightVersion(0, version - 1), 30) == (0, version)
                     assert_holds(receiver.store_path, WeightVersion(0, version), weights)
                 weights = step(weights, version)
-            stats = publisher.stats()
+            stats = publisher.fetch_stats()
             assert stats.served_bytes == copies * stats.encoded_bytes
             assert stats.delta_versions == 2
             assert stats.direct_receivers == copies
@@ -75,8 +75,8 @@ async def test_chunks_are_passed_on_before_the_version_is_whole(board: Board) ->
             await until(lambda: any(r.stats.relayed_bytes > 0 for r in receivers))
             assert all(r.stats.versions == 0 for r in receivers)
             for receiver in receivers:
-                assert_holds(receiver.store_path, await receiver.next_version(None, 30))
-            assert proxy.chunks == publisher.stats().served_chunks
+                assert_holds(receiver.store_path, await receiver.wait_for_newer_version(None, 30))
+            assert proxy.chunks == publisher.fetch_stats().served_chunks
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
@@ -95,13 +95,13 @@ async def test_a_relay_that_dies_or_hangs_amid_a_transfer_is_replaced_and_no_chu
             proxy.pause_s = 0.0
             try:
                 for receiver in others:
-                    assert_holds(receiver.store_path, await receiver.next_version(None, 30))
+                    assert_holds(receiver.store_path, await receiver.wait_for_newer_version(None, 30))
                 assert others[0].stats.parents_lost > 0
                 for receiver in others:
                     assert receiver.stats.received_bytes == LAYOUT.total_bytes
             finally:
                 os.kill(process.pid, signal.SIGCONT) if number == signal.SIGSTOP else None
-            assert_holds(relay.store_path, await relay.next_version(None, 30))
+            assert_holds(relay.store_path, await relay.wait_for_newer_version(None, 30))
 
 
 async def test_a_relay_that_left_is_not_waited_for(board: Board) -> None:
@@ -111,12 +111,12 @@ async def test_a_relay_that_left_is_not_waited_for(board: Board) -> None:
             receivers = await join_all(stack, board, publisher, 3)
             publish(publisher, 0)
             for receiver in receivers:
-                await receiver.next_version(None, 30)
+                await receiver.wait_for_newer_version(None, 30)
             await receivers[0].close()
-            await until(lambda: publisher.stats().receivers == 2)
+            await until(lambda: publisher.fetch_stats().receivers == 2)
             publish(publisher, 1)
             for receiver in receivers[1:]:
-                assert_holds(receiver.store_path, await receiver.next_version((0, 0), 30))
+                assert_holds(receiver.store_path, await receiver.wait_for_newer_version((0, 0), 30))
 
 
 async def test_a_burst_reaches_the_end_of_a_chain(board: Board) -> None:
@@ -130,5 +130,5 @@ async def test_a_burst_reaches_the_end_of_a_chain(board: Board) -> None:
             for receiver in receivers:
                 seen = None
                 while seen != (0, 19):
-                    seen = await receiver.next_version(seen, 30)
+                    seen = await receiver.wait_for_newer_version(seen, 30)
                 assert_holds(receiver.store_path, WeightVersion(0, 19))

@@ -133,7 +133,7 @@ async def test_more_requests_than_there_is_room_for_are_sent_away_but_for_health
 async def test_beyond_the_most_connections_the_one_that_waits_longest_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 3)
     site = Site()
     async with serving(site) as place, AsyncExitStack() as stack:
         asking = asyncio.create_task(status_of(place, "/slow"))

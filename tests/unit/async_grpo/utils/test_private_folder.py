@@ -10,7 +10,7 @@ import pytest
 from async_grpo.errors import ConfigError
 from async_grpo.utils.files import make_private_folder
 from async_grpo.weights import shared_memory
-from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.manifest import make_layout
 from async_grpo.weights.store import WeightStore
 
 
@@ -48,7 +48,7 @@ def test_no_store_is_made_in_a_folder_that_others_may_use(tmp_path: Path) -> Non
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="mode 777"):
-        WeightStore.create(folder / "trainer.weights", layout_of([("a", "uint8", [8])]))
+        WeightStore.create(folder / "trainer.weights", make_layout([("a", "uint8", [8])]))
     assert list(folder.iterdir()) == []
 
 

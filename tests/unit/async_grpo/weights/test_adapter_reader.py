@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights import chunks
 from async_grpo.weights.base import HeldWeights, MergeBase
-from async_grpo.weights.lora import DIGEST, AdapterReader, adapter_names, base_digest, merged, raw_bytes
-from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.lora import DIGEST, AdapterReader, adapter_names, add_adapter, base_digest, raw_bytes
+from async_grpo.weights.manifest import WeightVersion, make_layout
 from async_grpo.weights.sender import copy_tensors
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.source_reader import SourceReader
@@ -47,16 +47,16 @@ class Published:
             for name, shape in zip(adapter_names(target), both, strict=True)
         }
         kinds = [(name, self.dtype, tensor.shape) for name, tensor in self.adapters.items()]
-        self.store = WeightStore.create(store_path(RUN, "store"), layout_of([(DIGEST, "uint8", [8]), *kinds]))
+        self.store = WeightStore.create(store_path(RUN, "store"), make_layout([(DIGEST, "uint8", [8]), *kinds]))
 
     def publish(self, version: int, changed: set[str] | None = None, digest: bytes | None = None) -> HeldWeights:
         """`changed` since the version before; None: not known."""
         arrays = {name: np.frombuffer(raw_bytes(tensor), np.uint8) for name, tensor in self.adapters.items()}
         arrays[DIGEST] = np.frombuffer(digest or base_digest(self.folder), np.uint8)
-        copy_tensors(self.store.begin(), self.store.layout, arrays.items())
+        copy_tensors(self.store.begin_write(), self.store.layout, arrays.items())
         flags = [changed is not None and spec.name in changed for spec in self.store.layout.tensors]
         told = None if changed is None else (0, version - 1)
-        self.store.commit(WeightVersion(0, version), VersionNotes(base=told, changed=chunks.pack(flags)))
+        self.store.commit_write(WeightVersion(0, version), VersionNotes(base=told, changed=chunks.pack_bits(flags)))
         base = MergeBase(folder=str(self.folder), dtype=self.dtype, scale=SCALE)
         held = HeldWeights.in_store(self.store.path, epoch=0, version=version)
         return HeldWeights(epoch=0, version=version, source=held.source, base=base)
@@ -72,7 +72,9 @@ def test_a_target_is_read_with_its_adapters_added_and_the_rest_as_it_is(tmp_path
         found = torch.frombuffer(bytearray(read[name]), dtype=dtype).view(expected.shape)
         assert (found.double() - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
         a, b = (published.adapters[each] for each in adapter_names(name))
-        assert torch.equal(found, merged(published.base[name], a, b, SCALE))  # bit for bit what the trainer exports
+        assert torch.equal(
+            found, add_adapter(published.base[name], a, b, SCALE)
+        )  # bit for bit what the trainer exports
     assert read.keys() == {UP, DOWN, NORM}
     assert read[NORM] == bytes(raw_bytes(published.base[NORM]))
 
@@ -97,9 +99,9 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
 def test_whole_weights_are_refused_where_adapters_are_expected(tmp_path: Path) -> None:
     published = Published(tmp_path)
     held = published.publish(0)
-    store = WeightStore.create(store_path(RUN, "whole"), layout_of([(UP, "float32", [6, 4])]))
-    store.begin()
-    store.commit(WeightVersion(0, 0))
+    store = WeightStore.create(store_path(RUN, "whole"), make_layout([(UP, "float32", [6, 4])]))
+    store.begin_write()
+    store.commit_write(WeightVersion(0, 0))
     assert held.base is not None
     with pytest.raises(WeightsCorrupt, match="publishes whole weights"):
         AdapterReader(store.snapshot(WeightVersion(0, 0)), held.base)

@@ -7,8 +7,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from async_grpo.weights.chunks import ServedVersion, cut, pack_hashes
-from async_grpo.weights.manifest import WeightManifest, WeightVersion, layout_of
+from async_grpo.weights.chunks import ServedVersion, cut_into_chunks, pack_hashes
+from async_grpo.weights.manifest import WeightManifest, WeightVersion, make_layout
 from async_grpo.weights.zmq.chunk_server import ChunkServer
 from async_grpo.weights.zmq.messages import (
     ChunkAnswer,
@@ -47,17 +47,17 @@ def now() -> list[float]:
 
 @pytest.fixture
 def server(router: Router, now: list[float]) -> ChunkServer:
-    return ChunkServer(cast(Any, router), lambda: now[0], idle_s=5.0, longest_s=60.0)
+    return ChunkServer(cast(Any, router), lambda: now[0], idle_s=5.0, max_fetch_s=60.0)
 
 
 def served(identity: WeightVersion, *, arriving: bool = False) -> ServedVersion:
     block = memoryview(bytearray(b"a" * 64 + b"b" * 64))
-    layout = layout_of([("a", "bfloat16", [64])])
+    layout = make_layout([("a", "bfloat16", [64])])
     manifest = WeightManifest(
         **identity._asdict(), layout=layout, chunk_bytes=64, hashes=pack_hashes([0, 0]), key=KEY, base=None
     )
-    make = ServedVersion.arriving if arriving else ServedVersion.whole
-    version = make(manifest, cut(layout, 64), block)
+    make = ServedVersion.from_manifest if arriving else ServedVersion.from_block
+    version = make(manifest, cut_into_chunks(layout, 64), block)
     version.add_patch(1, b"patch")
     return version
 
@@ -67,13 +67,13 @@ def ask(server: ChunkServer, identity: WeightVersion, index: int, *, patch: bool
     request = ChunkRequest(
         epoch=identity.epoch, version=identity.version, index=index, patch=patch, signature=signature
     )
-    server.handle([b"peer", encode(request)])
+    server.handle_message([b"peer", encode(request)])
 
 
 def test_a_chunk_is_served_dense_or_as_a_patch_if_that_is_asked_for_and_there(
     server: ChunkServer, router: Router
 ) -> None:
-    server.offer(served(V1))
+    server.offer_version(served(V1))
     ask(server, V1, 1)
     ask(server, V1, 1, patch=True)
     ask(server, V1, 0, patch=True)
@@ -86,24 +86,24 @@ def test_a_chunk_is_served_dense_or_as_a_patch_if_that_is_asked_for_and_there(
 
 
 def test_a_request_without_the_versions_key_gets_no_answer(server: ChunkServer, router: Router) -> None:
-    server.offer(served(V1))
+    server.offer_version(served(V1))
     ask(server, V1, 0, key=b"x" * 16)
-    server.handle([b"peer", b"rubbish"])
+    server.handle_message([b"peer", b"rubbish"])
     ask(server, V1, 2)
     other = ChunkRequest(epoch=0, version=1, index=1, patch=False, signature=sign(KEY, V1, 0, False))
-    server.handle([b"peer", encode(other)])
+    server.handle_message([b"peer", encode(other)])
     assert (router.sent, server.unsigned) == ([], 3)
 
 
 def test_a_chunk_that_has_not_arrived_is_served_when_it_has(server: ChunkServer, router: Router) -> None:
     growing = served(V1, arriving=True)
-    server.offer(growing)
+    server.offer_version(growing)
     ask(server, V1, 0)
     ask(server, V1, 0)
     assert router.sent == []
-    growing.mark_verified(0)
-    server.arrived(V1, 0)
-    server.arrived(V1, 0)
+    growing.mark_chunk_verified(0)
+    server.answer_waiting(V1, 0)
+    server.answer_waiting(V1, 0)
     assert [reply.index for _, reply, _ in router.sent] == [0]
 
 
@@ -112,49 +112,49 @@ def test_a_version_that_is_not_here_yet_is_waited_for_and_checked_when_it_comes(
 ) -> None:
     ask(server, V2, 0)
     ask(server, V2, 1, key=b"x" * 16)
-    server.offer(served(V1))
+    server.offer_version(served(V1))
     assert router.sent == []
-    server.offer(served(V2))
+    server.offer_version(served(V2))
     assert [reply.index for _, reply, _ in router.sent] == [0]
 
 
 def test_whoever_waits_hears_that_the_server_is_there_and_nobody_else_does(server: ChunkServer, router: Router) -> None:
-    server.reassure()
+    server.send_pending()
     assert router.sent == []
     ask(server, V1, 0)
     ask(server, V1, 1)
-    server.reassure()
+    server.send_pending()
     assert [reply for _, reply, _ in router.sent] == [ChunkPending()]
 
 
 def test_an_older_version_and_one_that_was_passed_over_are_gone(server: ChunkServer, router: Router) -> None:
     ask(server, V2, 0)
-    server.offer(served(V3))
+    server.offer_version(served(V3))
     ask(server, V1, 0)
     assert [reply for _, reply, _ in router.sent] == [VersionGone(epoch=0, version=2), VersionGone(epoch=0, version=1)]
 
 
 def test_whoever_waits_for_a_version_that_is_given_up_is_told(server: ChunkServer, router: Router) -> None:
-    server.offer(served(V1, arriving=True))
+    server.offer_version(served(V1, arriving=True))
     ask(server, V1, 1)
-    server.withdraw(V1)
+    server.withdraw_version(V1)
     assert [reply for _, reply, _ in router.sent] == [VersionGone(epoch=0, version=1)]
 
 
 def test_a_version_is_in_use_from_the_first_request_until_done(server: ChunkServer, now: list[float]) -> None:
-    server.offer(served(V1))
+    server.offer_version(served(V1))
     assert server.in_use_since(V1) is None
     now[0] = 3.0
     ask(server, V1, 0)
     now[0] = 4.0
     ask(server, V1, 1)
     assert server.in_use_since(V1) == 3.0
-    server.handle([b"peer", encode(FetchDone(epoch=0, version=1))])
+    server.handle_message([b"peer", encode(FetchDone(epoch=0, version=1))])
     assert server.in_use_since(V1) is None
 
 
 def test_a_receiver_that_falls_silent_or_never_ends_protects_nothing(server: ChunkServer, now: list[float]) -> None:
-    server.offer(served(V1))
+    server.offer_version(served(V1))
     ask(server, V1, 0)
     now[0] = 5.0
     assert server.in_use_since(V1) is None

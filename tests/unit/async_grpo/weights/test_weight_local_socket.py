@@ -14,8 +14,8 @@ from async_grpo.weights.node.local_socket import (
     LocalClients,
     ReceiverPaths,
     ServerHello,
-    frame,
     is_abandoned,
+    pack_message,
     remove_abandoned_files,
 )
 
@@ -24,9 +24,11 @@ def test_a_server_killed_after_it_asked_twice_does_not_end_the_receiver(tmp_path
     clients = LocalClients(tmp_path / "node.sock", 10.0)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(str(tmp_path / "node.sock"))
-        clients.handle(clients.descriptors[0])
-        server.sendall(frame(ServerHello(name="rollout-0")) + frame(Hold(number=1)) + frame(Hold(number=2)))
-    clients.handle(clients.descriptors[1])
+        clients.handle_readable(clients.descriptors[0])
+        server.sendall(
+            pack_message(ServerHello(name="rollout-0")) + pack_message(Hold(number=1)) + pack_message(Hold(number=2))
+        )
+    clients.handle_readable(clients.descriptors[1])
     assert len(clients) == 0
     clients.close()
 

@@ -7,16 +7,25 @@ import msgspec
 import pytest
 
 from async_grpo.errors import WeightsCorrupt, WeightsError
-from async_grpo.weights.chunks import changed_tensors, cut, digest, hash_chunk, hashes_of, pack, pack_hashes, unpack
-from async_grpo.weights.manifest import WeightManifest, WeightVersion, layout_of
+from async_grpo.weights.chunks import (
+    cut_into_chunks,
+    digest_hashes,
+    find_changed_tensors,
+    hash_chunk,
+    pack_bits,
+    pack_hashes,
+    read_hashes,
+    unpack_bits,
+)
+from async_grpo.weights.manifest import WeightManifest, WeightVersion, make_layout
 from async_grpo.wire import decode, encode
 
-LAYOUT = layout_of([("a", "bfloat16", [3]), ("b", "float32", [2, 5]), ("scalar", "float32", [])])
+LAYOUT = make_layout([("a", "bfloat16", [3]), ("b", "float32", [2, 5]), ("scalar", "float32", [])])
 
 
 def manifest_of(block: bytes, chunk_bytes: int = 64) -> WeightManifest:
-    chunks = cut(LAYOUT, chunk_bytes)
-    hashes = pack_hashes([hash_chunk(chunk.of(memoryview(block))) for chunk in chunks])
+    chunks = cut_into_chunks(LAYOUT, chunk_bytes)
+    hashes = pack_hashes([hash_chunk(chunk.view(memoryview(block))) for chunk in chunks])
     return WeightManifest(epoch=2, version=7, layout=LAYOUT, chunk_bytes=chunk_bytes, hashes=hashes, key=b"k" * 16)
 
 
@@ -35,26 +44,31 @@ def test_tensors_are_aligned_and_do_not_overlap() -> None:
 )
 def test_a_layout_that_cannot_be_is_refused(tensors: list[tuple[str, str, list[int]]], reason: str) -> None:
     with pytest.raises(WeightsError, match=reason):
-        layout_of(tensors)
+        make_layout(tensors)
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 128, 192, 1024])
 def test_chunks_cover_every_byte_once(chunk_bytes: int) -> None:
     block = memoryview(bytes(range(192)))
-    chunks = cut(LAYOUT, chunk_bytes)
-    assert b"".join(chunk.of(block) for chunk in chunks) == bytes(block)
+    chunks = cut_into_chunks(LAYOUT, chunk_bytes)
+    assert b"".join(chunk.view(block) for chunk in chunks) == bytes(block)
     assert all(0 < chunk.nbytes <= chunk_bytes for chunk in chunks)
 
 
 def test_a_chunk_never_mixes_items_of_different_sizes() -> None:
-    assert [chunk.item_bytes for chunk in cut(LAYOUT, 1024)] == [2, 4]
-    mixed = layout_of([("w", "float8_e4m3fn", [100]), ("scale", "float32", [1]), ("v", "int8", [30])])
-    assert [tuple(chunk) for chunk in cut(mixed, 64)] == [(0, 64, 1), (64, 128, 1), (128, 192, 4), (192, 256, 1)]
+    assert [chunk.item_bytes for chunk in cut_into_chunks(LAYOUT, 1024)] == [2, 4]
+    mixed = make_layout([("w", "float8_e4m3fn", [100]), ("scale", "float32", [1]), ("v", "int8", [30])])
+    assert [tuple(chunk) for chunk in cut_into_chunks(mixed, 64)] == [
+        (0, 64, 1),
+        (64, 128, 1),
+        (128, 192, 4),
+        (192, 256, 1),
+    ]
 
 
 def test_a_tensor_without_elements_takes_no_room() -> None:
-    layout = layout_of([("empty", "float32", [0, 7]), ("a", "int8", [1]), ("none", "float32", [0])])
-    assert [tuple(chunk) for chunk in cut(layout, 64)] == [(0, 64, 1)]
+    layout = make_layout([("empty", "float32", [0, 7]), ("a", "int8", [1]), ("none", "float32", [0])])
+    assert [tuple(chunk) for chunk in cut_into_chunks(layout, 64)] == [(0, 64, 1)]
 
 
 def test_a_manifest_survives_its_encoding_and_plain_msgpack_reads_it() -> None:
@@ -76,15 +90,15 @@ def test_a_manifest_that_cannot_be_applied_as_it_was_meant_is_refused() -> None:
         layout = msgspec.structs.replace(LAYOUT, tensors=[beyond, *LAYOUT.tensors[1:]])
         msgspec.structs.replace(good, layout=layout).validate()
     with pytest.raises(WeightsCorrupt, match=r"1 chunk hashes, 192 bytes in chunks of 64 need 3"):
-        hashes_of(msgspec.structs.replace(good, hashes=good.hashes[:8]), cut(LAYOUT, 64))
+        read_hashes(msgspec.structs.replace(good, hashes=good.hashes[:8]), cut_into_chunks(LAYOUT, 64))
 
 
 def test_the_digest_stands_for_every_byte() -> None:
     block = bytearray(192)
-    before = digest(manifest_of(bytes(block)).hashes)
-    assert digest(manifest_of(bytes(block)).hashes) == before
+    before = digest_hashes(manifest_of(bytes(block)).hashes)
+    assert digest_hashes(manifest_of(bytes(block)).hashes) == before
     block[191] = 1
-    assert digest(manifest_of(bytes(block)).hashes) != before
+    assert digest_hashes(manifest_of(bytes(block)).hashes) != before
 
 
 def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
@@ -98,8 +112,8 @@ def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
 def test_changed_tensors_are_told_exactly_wherever_chunks_end(at: int, names: list[str], chunk_bytes: int) -> None:
     old, new = bytes(192), bytearray(192)
     new[at] = 1
-    chunks = cut(LAYOUT, chunk_bytes)
-    hashes = [hashes_of(manifest_of(bytes(block), chunk_bytes), chunks) for block in (old, new)]
-    flags = changed_tensors(LAYOUT, chunks, *hashes, memoryview(old), memoryview(new))
+    chunks = cut_into_chunks(LAYOUT, chunk_bytes)
+    hashes = [read_hashes(manifest_of(bytes(block), chunk_bytes), chunks) for block in (old, new)]
+    flags = find_changed_tensors(LAYOUT, chunks, *hashes, memoryview(old), memoryview(new))
     assert [spec.name for spec, flag in zip(LAYOUT.tensors, flags, strict=True) if flag] == names
-    assert unpack(pack(flags), 3) == flags
+    assert unpack_bits(pack_bits(flags), 3) == flags

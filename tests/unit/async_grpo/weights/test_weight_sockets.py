@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import ConfigError
-from async_grpo.weights.zmq.sockets import SECRET_VARIABLE, as_seen_from, derive_keys, keys_for
+from async_grpo.weights.zmq.sockets import SECRET_VARIABLE, derive_keys, keys_for, reachable_endpoint
 
 ALL = "tcp://0.0.0.0:0"
 
@@ -44,7 +44,7 @@ def test_a_relay_on_all_addresses_is_announced_under_the_one_that_reaches_the_pu
         except OSError:
             pytest.skip("this machine has no route to anywhere")
         own = probe.getsockname()[0]
-    assert as_seen_from("tcp://192.0.2.1:5601", "tcp://a-name:5610", ALL) == f"tcp://{own}:5610"
+    assert reachable_endpoint("tcp://192.0.2.1:5601", "tcp://a-name:5610", ALL) == f"tcp://{own}:5610"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_relay_on_all_addresses_is_announced_under_the_one_that_reaches_the_pu
     ],
 )
 def test_any_other_address_is_announced_as_it_is(peer: str, endpoint: str, bind: str) -> None:
-    assert as_seen_from(peer, endpoint, bind) == endpoint
+    assert reachable_endpoint(peer, endpoint, bind) == endpoint
 
 
 @pytest.mark.parametrize("keys", [{"advertise": "10.0.0.5"}, {"relay_advertise": "10.0.0.5"}])

@@ -15,12 +15,12 @@ import pytest
 from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
 from async_grpo.weights import shared_memory
 from async_grpo.weights import store as store_module
-from async_grpo.weights.chunks import pack
-from async_grpo.weights.manifest import WeightVersion, layout_of
-from async_grpo.weights.shared_memory import page_up, remove_stores, store_path
+from async_grpo.weights.chunks import pack_bits
+from async_grpo.weights.manifest import WeightVersion, make_layout
+from async_grpo.weights.shared_memory import remove_stores, round_up_to_pages, store_path
 from async_grpo.weights.store import VersionNotes, WeightStore
 
-LAYOUT = layout_of([("a", "uint8", [100]), ("b", "float32", [16])])
+LAYOUT = make_layout([("a", "uint8", [100]), ("b", "float32", [16])])
 RUN = f"unit-weight-store-{os.getpid()}"
 
 
@@ -31,17 +31,17 @@ def path() -> Iterator[Path]:
 
 
 def write(store: WeightStore, identity: WeightVersion, value: int) -> None:
-    np.frombuffer(store.begin(), np.uint8)[:] = value
-    store.commit(identity)
+    np.frombuffer(store.begin_write(), np.uint8)[:] = value
+    store.commit_write(identity)
 
 
 def test_a_reader_sees_exactly_what_was_committed(path: Path) -> None:
     writer = WeightStore.create(path, LAYOUT)
     reader = WeightStore.open(path)
-    assert reader.identity is None
+    assert reader.newest_version is None
     write(writer, WeightVersion(0, 5), 7)
     snapshot = reader.snapshot(WeightVersion(0, 5))
-    assert reader.identity == (0, 5)
+    assert reader.newest_version == (0, 5)
     assert reader.layout == LAYOUT
     assert {spec.name: bytes(data) for spec, data in snapshot} == {"a": b"\7" * 100, "b": b"\7" * 64}
     snapshot.verify()
@@ -54,7 +54,7 @@ def test_both_slots_can_be_read_until_one_is_overwritten(path: Path) -> None:
     write(store, WeightVersion(0, 2), 2)
     assert older.block[0] == 1
     older.verify()
-    store.begin()
+    store.begin_write()
     with pytest.raises(WeightsCorrupt, match="overwritten"):
         older.verify()
 
@@ -72,13 +72,13 @@ def test_weights_that_the_store_does_not_hold_are_refused_by_name(path: Path) ->
 def test_a_half_written_slot_is_not_readable(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     write(store, WeightVersion(0, 1), 1)
-    store.begin()
-    assert store.identity == (0, 1)
-    store.begin()
-    store.commit(WeightVersion(0, 2))
-    assert store.identity == (0, 2)
+    store.begin_write()
+    assert store.newest_version == (0, 1)
+    store.begin_write()
+    store.commit_write(WeightVersion(0, 2))
+    assert store.newest_version == (0, 2)
     with pytest.raises(WeightsError, match=r"no slot .* was begun"):
-        store.commit(WeightVersion(0, 3))
+        store.commit_write(WeightVersion(0, 3))
 
 
 def test_the_file_is_private_and_can_be_removed_while_it_is_mapped(path: Path) -> None:
@@ -119,22 +119,22 @@ def test_something_that_is_no_store_is_refused(tmp_path: Path) -> None:
 def test_begin_overwrites_the_next_victim_unless_it_is_spared(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     for version in (1, 2):
-        assert store.next_victim() is None
+        assert store.version_to_overwrite() is None
         write(store, WeightVersion(0, version), version)
-    assert store.next_victim() == (0, 1)
+    assert store.version_to_overwrite() == (0, 1)
     spared = store.snapshot(WeightVersion(0, 1))
-    np.frombuffer(store.begin(WeightVersion(0, 1)), np.uint8)[:] = 3
-    assert (store.identity, store.next_victim()) == ((0, 1), None)
-    store.commit(WeightVersion(0, 3))
-    assert store.identity == (0, 3)
+    np.frombuffer(store.begin_write(WeightVersion(0, 1)), np.uint8)[:] = 3
+    assert (store.newest_version, store.version_to_overwrite()) == ((0, 1), None)
+    store.commit_write(WeightVersion(0, 3))
+    assert store.newest_version == (0, 3)
     assert spared.block[0] == 1
     spared.verify()
 
 
 def test_a_version_says_which_tensors_differ_from_its_base_and_no_other(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
-    store.begin()
-    store.commit(WeightVersion(0, 2), VersionNotes(base=(0, 1), changed=pack([False, True])))
+    store.begin_write()
+    store.commit_write(WeightVersion(0, 2), VersionNotes(base=(0, 1), changed=pack_bits([False, True])))
     snapshot = WeightStore.open(path).snapshot(WeightVersion(0, 2))
     changed = snapshot.changed_since(WeightVersion(0, 1))
     assert changed is not None
@@ -146,8 +146,8 @@ def test_a_version_says_which_tensors_differ_from_its_base_and_no_other(path: Pa
 
 def test_notes_too_long_for_the_store_are_left_out(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT, chunks=2)
-    store.begin()
-    store.commit(WeightVersion(0, 1), VersionNotes(hashes=bytes(100_000)))
+    store.begin_write()
+    store.commit_write(WeightVersion(0, 1), VersionNotes(hashes=bytes(100_000)))
     assert store.snapshot(WeightVersion(0, 1)).notes == VersionNotes()
 
 
@@ -157,9 +157,9 @@ def test_a_store_whose_writer_died_amid_a_version_is_taken_over(path: Path) -> N
         write(writer, WeightVersion(0, version), version)
     reader = WeightStore.open(path)
     snapshot = reader.snapshot(WeightVersion(0, 2))
-    writer.begin()
+    writer.begin_write()
     heir = WeightStore.adopt(path)
-    assert heir.identity == (0, 2)
+    assert heir.newest_version == (0, 2)
     with pytest.raises(WeightsReplaced):
         heir.snapshot(WeightVersion(0, 1))
     write(heir, WeightVersion(0, 3), 3)
@@ -171,23 +171,23 @@ def test_a_process_that_stops_with_the_lock_is_named(path: Path, monkeypatch: py
     store, other = WeightStore.create(path, LAYOUT), WeightStore.open(path)
     monkeypatch.setattr(store_module, "LOCK_TIMEOUT_S", 0.05)
     with other._header(fcntl.LOCK_SH), pytest.raises(WaitTimeout, match=r"the lock of .*test\.weights"):
-        store.begin()
-    store.begin()
+        store.begin_write()
+    store.begin_write()
 
 
 def test_a_store_of_one_slot_replaces_its_only_version(path: Path) -> None:
     WeightStore.create(path, LAYOUT)
     two_slots = path.stat().st_size
     store = WeightStore.create(path, LAYOUT, slots=1)
-    assert path.stat().st_size == two_slots - page_up(LAYOUT.total_bytes)
-    store.begin()
-    store.commit(WeightVersion(0, 1))
+    assert path.stat().st_size == two_slots - round_up_to_pages(LAYOUT.total_bytes)
+    store.begin_write()
+    store.commit_write(WeightVersion(0, 1))
     reader = WeightStore.open(path)
     snapshot = reader.snapshot(WeightVersion(0, 1))
-    assert (reader.slots, store.next_victim()) == (1, WeightVersion(0, 1))
-    store.begin()
-    assert reader.identity is None
+    assert (reader.slot_count, store.version_to_overwrite()) == (1, WeightVersion(0, 1))
+    store.begin_write()
+    assert reader.newest_version is None
     with pytest.raises(WeightsCorrupt, match="overwritten"):
         snapshot.verify()
-    store.commit(WeightVersion(0, 2))
-    assert reader.identity == WeightVersion(0, 2)
+    store.commit_write(WeightVersion(0, 2))
+    assert reader.newest_version == WeightVersion(0, 2)

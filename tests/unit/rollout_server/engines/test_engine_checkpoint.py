@@ -10,14 +10,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from async_grpo.errors import EngineError, WeightsCorrupt
-from async_grpo.weights.manifest import TensorLayout, layout_of
+from async_grpo.weights.manifest import TensorLayout, make_layout
 from rollout_server.engines.model_files import check_layout, stop_tokens, tensor_shapes
 
 SHAPES = {"embed.weight": [4, 2], "norm.weight": [2]}
 
 
 def layout(shapes: dict[str, list[int]]) -> TensorLayout:
-    return layout_of([(name, "float32", shape) for name, shape in shapes.items()])
+    return make_layout([(name, "float32", shape) for name, shape in shapes.items()])
 
 
 @pytest.mark.parametrize(

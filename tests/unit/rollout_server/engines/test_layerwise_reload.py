@@ -14,7 +14,7 @@ import torch
 from async_grpo.errors import EngineError, WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks
 from async_grpo.weights.base import HeldWeights
-from async_grpo.weights.manifest import WeightVersion, layout_of
+from async_grpo.weights.manifest import WeightVersion, make_layout
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import VersionNotes, WeightStore
 from rollout_server.engines.vllm.compat import VllmCompat
@@ -22,7 +22,7 @@ from rollout_server.engines.vllm.reload import LayerwiseReload, differing_weight
 
 RUN = f"unit-layerwise-reload-{os.getpid()}"
 NAMES = ["embed.weight", "layers.0.mlp.gate.weight", "layers.0.mlp.up.weight", "layers.0.norm.weight", "head.weight"]
-LAYOUT = layout_of([(name, "float32", [4]) for name in NAMES])
+LAYOUT = make_layout([(name, "float32", [4]) for name in NAMES])
 LAYERS = {
     "embed": ["embed.weight"],
     "gate_up": ["layers.0.mlp.gate.weight", "layers.0.mlp.up.weight"],
@@ -94,14 +94,14 @@ class Bench:
 
     def publish(self, version: int, changed: list[str] | None, base: int | None = None) -> WeightVersion:
         """A version in which `changed` moved since `base` (None: since the version before); None: all, untold."""
-        block = np.frombuffer(self.store.begin(), np.float32)
+        block = np.frombuffer(self.store.begin_write(), np.float32)
         for position, spec in enumerate(LAYOUT.tensors):
             if changed is None or spec.name in changed:
                 self.values[spec.name] = version * 10.0 + position
             block[spec.offset // 4 : spec.offset // 4 + 4] = self.values[spec.name]
         flags = [changed is not None and name in changed for name in NAMES]
         told = None if changed is None else (0, version - 1 if base is None else base)
-        self.store.commit(WeightVersion(0, version), VersionNotes(base=told, changed=chunks.pack(flags)))
+        self.store.commit_write(WeightVersion(0, version), VersionNotes(base=told, changed=chunks.pack_bits(flags)))
         return WeightVersion(0, version)
 
     def update(self, version: int, changed: list[str] | None, base: int | None = None) -> list[list[str]]:
@@ -161,11 +161,11 @@ def test_after_a_failed_update_everything_is_loaded() -> None:
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
     identity = bench.publish(2, ["head.weight"])
-    bench.model.after_finalize = lambda: bench.store.begin(sparing=WeightVersion(0, 1))
+    bench.model.after_finalize = lambda: bench.store.begin_write(keep=WeightVersion(0, 1))
     with pytest.raises(WeightsCorrupt, match=r"version 2 of epoch 0 .*overwritten"):
         bench.reload.load(held(bench.store.path, identity))
     bench.model.after_finalize = lambda: None
-    bench.store.commit(WeightVersion(0, 2))
+    bench.store.commit_write(WeightVersion(0, 2))
     assert bench.update(3, ["head.weight"]) == [NAMES]
 
 
@@ -230,12 +230,12 @@ def test_the_tensors_that_a_model_does_not_multiply_with_are_named() -> None:
         "model.embed_tokens.weight": 6,
     }
     tensors = {name: torch.randn(rows, 4) for name, rows in shapes.items()}
-    layout = layout_of([(name, "float32", tensor.shape) for name, tensor in tensors.items()])
+    layout = make_layout([(name, "float32", tensor.shape) for name, tensor in tensors.items()])
     store = WeightStore.create(store_path(RUN, "fused"), layout)
-    block = np.frombuffer(store.begin(), np.uint8)
+    block = np.frombuffer(store.begin_write(), np.uint8)
     for spec in layout.tensors:
         block[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].numpy().reshape(-1).view(np.uint8)
-    store.commit(WeightVersion(0, 1))
+    store.commit_write(WeightVersion(0, 1))
     held = HeldWeights.in_store(store.path, epoch=0, version=1)
     try:
         model = FusedModel(tensors)

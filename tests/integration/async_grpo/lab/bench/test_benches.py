@@ -16,7 +16,7 @@ import pytest
 
 from async_grpo.app.launch.role_process import cores_here
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.weights.folder.objects import open_place
+from async_grpo.weights.folder.objects import open_location
 from async_grpo.weights.shared_memory import SHARED_MEMORY
 from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
@@ -116,7 +116,7 @@ def test_bench_buffer_names_a_server_that_is_not_there(tmp_path: Path) -> None:
 def test_bench_weights_measures_every_figure(tmp_path: Path) -> None:
     with s3_server() as bucket:
         done = bench("weights", tmp_path, "--bucket", f"{bucket}/bench")
-        assert open_place(bucket, "bucket").names("") == []
+        assert open_location(bucket, "bucket").list_names("") == []
     assert done.code == 0, done.error
     assert not list(SHARED_MEMORY.glob(f"async-grpo-bench-{done.pid}-*"))
     for name in COMPARED:

@@ -11,15 +11,15 @@ import pytest
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.folder import sender as sender_module
-from async_grpo.weights.folder.chain import VersionRecord, object_name, unseal
+from async_grpo.weights.folder.chain import VersionRecord, decode_with_digest, object_name
 from async_grpo.weights.folder.objects import FolderObjects
 from async_grpo.weights.folder.sender import FolderWeightSender
-from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.manifest import make_layout
 from async_grpo.weights.shared_memory import remove_stores
 from tests.support.waiting import until
 
 RUN = f"unit-folder-sender-{os.getpid()}"
-LAYOUT = layout_of([("a", "uint8", [256]), ("b", "uint8", [256])])
+LAYOUT = make_layout([("a", "uint8", [256]), ("b", "uint8", [256])])
 
 
 class FailingObjects(FolderObjects):
@@ -63,17 +63,17 @@ class Publishing:
     async def publish(self, version: int) -> None:
         """Publish a version, and wait until it is announced."""
         weights = np.full(256, version, np.uint8)
-        self.sender.publish(version, [("a", weights), ("b", weights)])
+        self.sender.publish_weights(version, [("a", weights), ("b", weights)])
         await until(lambda: self.sender._newest is not None and self.sender._newest.manifest.version == version)
 
     def has(self, end: str) -> bool:
         """True if there is an object whose name ends with this."""
-        return any(name.endswith(end) for name in self.objects.names(self.sender.address.announce))
+        return any(name.endswith(end) for name in self.objects.list_names(self.sender.address.announce))
 
     def record(self, version: int) -> VersionRecord:
         """The record of a version, as it lies in the folder."""
         name = object_name(self.sender.address.announce, version, "version")
-        return unseal(self.objects.read(name), VersionRecord, name)
+        return decode_with_digest(self.objects.read(name), VersionRecord, name)
 
 
 @pytest.fixture

@@ -56,9 +56,13 @@ def test_an_object_is_whole_or_not_there(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="no space"):
         objects.write("run/a", breaking())
-    assert objects.names("run") == []
+    assert objects.list_names("run") == []
     objects.write("run/a", [b"01", memoryview(b"2345")])
-    assert (objects.names("run"), objects.read("run/a", 1, 3), objects.read("run/a", 4, 9)) == (["run/a"], b"12", b"45")
+    assert (objects.list_names("run"), objects.read("run/a", 1, 3), objects.read("run/a", 4, 9)) == (
+        ["run/a"],
+        b"12",
+        b"45",
+    )
     objects.remove(["run/a", "run/absent"])
     assert list(tmp_path.iterdir()) == []
 
