@@ -24,7 +24,7 @@ def stale_head() -> None:
     """A tied output layer keeps its packed weights through an update."""
     from rollout_server.engines.vllm import reload
 
-    reload.renew_tied_head = lambda model: None
+    reload.refresh_tied_head = lambda model: None
 
 
 def blind_check() -> None:

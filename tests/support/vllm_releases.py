@@ -317,7 +317,7 @@ def unfinished_update(kind: str) -> list[str]:
     from rollout_server.engines.vllm import compat, worker
 
     loaded: list[Any] = []
-    worker.LayerwiseReload = lambda *_: SimpleNamespace(load=loaded.append)
+    worker.LayerwiseReload = lambda *_: SimpleNamespace(load_weights=loaded.append)
     model = torch.nn.Linear(1, 1)
     vllm_config = MagicMock()
     make = WeightTransferEngineFactory.create_engine

@@ -18,7 +18,7 @@ from async_grpo.config.rollout import Quantization
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import TensorLayout, TensorSpec
 from rollout_server.engines.vllm.compat import find_vllm_api
-from rollout_server.engines.vllm.quantization import quantized_tensors
+from rollout_server.engines.vllm.quantization import quantize_tensors
 from rollout_server.engines.vllm.reload import LayerwiseReload
 
 CHANGED = "model.layers.1.mlp.gate_proj.weight"
@@ -51,7 +51,7 @@ def wrong_reloads(kind: str, config: Any, quantization: Quantization = "none") -
         reload._source = SimpleNamespace(open=lambda weights: reader)  # type: ignore[assignment]
         found = []
         for version in (1, 2):
-            reload.load(HeldWeights.in_store(Path("store"), epoch=1, version=version))
+            reload.load_weights(HeldWeights.in_store(Path("store"), epoch=1, version=version))
             expected = dict(_model(config, reader.tensors, quantization).named_parameters())
             for name, parameter in model.named_parameters():
                 if name.endswith(UNREAD):
@@ -97,7 +97,7 @@ def _model(config: Any, tensors: Tensors, quantization: Quantization) -> torch.n
 
     config.compilation_config.static_forward_context.clear()  # each name stands for one layer
     model: torch.nn.Module = initialize_model(config)
-    model.load_weights(quantized_tensors(tensors.items(), quantization))  # type: ignore[operator]
+    model.load_weights(quantize_tensors(tensors.items(), quantization))  # type: ignore[operator]
     process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     return model
 

@@ -35,11 +35,11 @@ class MovesNorm(WorkerExtension):
 
     def report_sampled_logprobs(self) -> None:
         super().report_sampled_logprobs()
-        renew_packed = reload.renew_packed
+        restore_weight_attributes = reload.restore_weight_attributes
 
-        def renew_and_move(model: torch.nn.Module) -> None:
-            renew_packed(model)
+        def restore_and_move(model: torch.nn.Module) -> None:
+            restore_weight_attributes(model)
             norm = model.get_parameter("model.norm.weight")
             norm.data = norm.data.clone()
 
-        reload.renew_packed = renew_and_move
+        reload.restore_weight_attributes = restore_and_move

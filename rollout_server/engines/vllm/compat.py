@@ -1,11 +1,11 @@
-"""What differs between releases of vLLM: the parts that a weight update needs, and what samplers report.
+"""Differences between vLLM releases in weight updates and in samplers.
 
-    0.23, 0.24   the worker runs the layerwise reload itself, unless told `is_checkpoint_format=False`,
-                 and hands `receive_weights` a function to load with
+    0.23, 0.24   the worker runs the layerwise reload itself, unless `is_checkpoint_format=False`,
+                 and passes `receive_weights` a function to load with
     from 0.25    the transfer engine runs it in `start_weight_update` and `finish_weight_update`
     from 0.28    `finish_weight_update` takes the version, and finished requests report their spans
 
-One engine class fits all of them because it does the whole reload inside `receive_weights`.
+`worker.WeightLoader` supports all of them because it does the whole reload inside `receive_weights`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from typing import Any
 from async_grpo.utils.private_names import check_private_names
 
 LOGPROBS_MODE = "processed_logprobs"
-"""vLLM's name for log-probabilities after the temperature and all other changes of the logits."""
+"""vLLM's mode for log-probabilities after temperature and all other changes of the logits."""
 _TRANSFER = "vllm.distributed.weight_transfer"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 @dataclass(frozen=True, slots=True)
 class VllmCompat:
-    """The parts that were found. `layer_info` tells how much of a layer was loaded; None if this release does not."""
+    """The parts of vLLM that a weight update uses."""
 
     transfer_engine: type
     factory: Any
     initialize_reload: Callable[..., None]
     finalize_reload: Callable[..., None]
     layer_info: Callable[..., Any] | None
+    """Returns how much of a layer is loaded; None if this release has no such function."""
 
 
 def find_vllm_api() -> VllmCompat:
-    """The parts of the installed vLLM. Raises DependencyError, which names what is missing."""
+    """Import the parts from the installed vLLM. Raises DependencyError with the missing names."""
     check_private_names("engine worker")
     reload = importlib.import_module(_RELOAD)
     return VllmCompat(
@@ -49,15 +50,16 @@ def find_vllm_api() -> VllmCompat:
 
 
 def accepted_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that the function takes in this release."""
+    """Return the arguments that the function accepts in this release."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def report_sampled_logprobs(sampler: Any) -> None:
-    """Have a sampler of vLLM report log-probabilities of the distribution that it samples from.
+    """Make a vLLM sampler report log-probabilities of the distribution that it samples from.
 
-    vllm-ascend 0.23 makes its sampler without the engine's `logprobs_mode`, so it would report those of temperature 1.
+    vllm-ascend 0.23 creates its sampler without the engine's `logprobs_mode`, so it would report those of
+    temperature 1.
     """
     for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
         if part is not None:

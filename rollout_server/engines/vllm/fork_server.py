@@ -1,11 +1,11 @@
-"""One import of vLLM for the rollout server and its engine process.
+"""Import vLLM once, for the rollout server and its engine process on CPU.
 
     rollout server: imports vLLM --fork--> fork server, which waits --fork at `VllmEngine.start`--> EngineCore
 
 vLLM on a CPU spawns its engine process: a new interpreter that imports everything again, which takes about 5 s of a
-core. Here the engine process is forked instead, by multiprocessing's own fork server. That server is forked before the
-rollout server opens a socket, runs an event loop or starts a thread, and computes nothing, so that no lock, connection
-or thread pool of OpenMP is copied in use. An engine that is started again gets a fresh process from it.
+core. Here multiprocessing's own fork server forks the engine process instead. The fork server is forked before the
+rollout server opens a socket, runs an event loop or starts a thread, and it computes nothing. So a fork never copies a
+lock, connection or OpenMP thread pool that is in use. A restarted engine gets a new process from it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from async_grpo.utils.processes import uncollected
 from rollout_server.engines.vllm.platform import set_environment
 
 _MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
-_STARTS_ENGINES = "vllm.v1.engine.utils"
+_ENGINE_STARTER_MODULE = "vllm.v1.engine.utils"
+"""Module that starts engine processes, with the context that its `get_mp_context` returns."""
 
 
 def import_and_fork(config: VllmConfig) -> None:
-    """Import vLLM, start the fork server, and have vLLM use it: for a CPU engine of one process, on Linux.
+    """Import vLLM, start the fork server, and make vLLM use it; only for a CPU engine of one process, on Linux.
 
-    Call it while this process has no thread of its own. Does nothing where vLLM is missing: `VllmEngine.start` says so.
+    Call while this process has no thread except the main one. Does nothing if vLLM is missing: `VllmEngine.start`
+    raises the error.
     """
     if config.platform != "cpu" or config.tensor_parallel != 1 or not config.multiprocessing or sys.platform != "linux":
         return
@@ -40,29 +42,35 @@ def import_and_fork(config: VllmConfig) -> None:
         with uncollected():
             for module in _MODULES:
                 import_module(module)
-        resource_tracker.ensure_running()  # a process that is spawned as ever
-        spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_server
+
+        # Start the resource tracker first: `ensure_running` below would start it through the replaced function.
+        resource_tracker.ensure_running()
+        spawn = util.spawnv_passfds
+        util.spawnv_passfds = _fork_into_server
         try:
             forkserver.ensure_running()
         finally:
             util.spawnv_passfds = spawn
-        engines: Any = import_module(_STARTS_ENGINES)
-        engines.get_mp_context = _Context
+
+        engine_starter: Any = import_module(_ENGINE_STARTER_MODULE)
+        engine_starter.get_mp_context = _ForkContext
 
 
-def _fork_server(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """Stands in for `spawnv_passfds`: the fork server goes on from here, with what this process has imported."""
+def _fork_into_server(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Fork this process, with its imports, into the fork server. Replaces `spawnv_passfds`, which runs a new Python."""
     if pid := os.fork():
         return pid
     try:
         with contextlib.suppress(ImportError):
-            import setproctitle  # comes with vLLM
+            import setproctitle  # a dependency of vLLM
 
             setproctitle.setproctitle("VLLM::ForkServer")
+
         for descriptor in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
             if descriptor > 2 and descriptor not in passfds:
-                with contextlib.suppress(OSError):  # the listing's own
+                with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
                     os.close(descriptor)
+
         listener, alive = passfds
         forkserver.main(listener, alive, [])
     finally:
@@ -70,7 +78,10 @@ def _fork_server(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> in
 
 
 class _EngineProcess(ForkServerProcess):
-    """A process that gets its parent's environment at the time of its start, as a spawned process would."""
+    """A process with its parent's environment at the time of its start, as a spawned process would have.
+
+    The fork server has the environment of an earlier time.
+    """
 
     def start(self) -> None:
         self._environment = dict(os.environ)
@@ -81,5 +92,5 @@ class _EngineProcess(ForkServerProcess):
         super().run()
 
 
-class _Context(ForkServerContext):
+class _ForkContext(ForkServerContext):
     Process = _EngineProcess

@@ -1,22 +1,22 @@
-"""Replaces the weights of a running vLLM model, layer by layer, and only of layers that changed.
+"""Replaces the weights of a running vLLM model layer by layer, reloading only blocks that changed.
 
-    what differs from the version before --> its blocks --> load_weights --> finalize --> verify
-                                                                 |
-                            a layer that is neither untouched nor whole: load all the rest
+    tensors that changed --> their blocks --> load_weights --> finalize --> verify
+                                                   |
+                          a layer has some but not all of its weights: load all other tensors too
 
-vLLM restores the loadable form of every layer, gathers its weights, processes the layer once it has
-all of them (packing, fusing), and puts layers that got none back as they were. A layer that got a
-part of its weights would be processed with garbage for the rest. Two things prevent that:
+vLLM's layerwise reload restores the loadable form of every layer, collects its weights, and processes the layer once it
+has all of them (packing, fusing). It puts layers that got no weights back as they were. A layer that got only a part of
+its weights would be processed with garbage for the rest. Two measures prevent that:
 
-- a tensor is loaded together with its block, `model.layers.3.mlp` or `model.layers.3.self_attn`:
-  vLLM fuses within blocks (q, k, v; gate, up; experts);
-- before vLLM finalizes, its own count of loaded elements is asked for; if any layer is neither
-  untouched nor whole, all tensors that were left out are loaded too, which is a full reload.
+- a changed tensor is loaded together with its block, `model.layers.3.mlp` or `model.layers.3.self_attn`: vLLM fuses
+  within blocks (q, k, v; gate, up; experts);
+- before vLLM finalizes, we read its count of loaded elements per layer. If a layer has some but not all of its weights,
+  we load all tensors that were left out, which makes it a full reload.
 
-So a model whose blocks are cut differently costs time and never correctness.
+So a model with other block boundaries costs time but never correctness.
 
-A captured graph reads weights at the address that they had when it was captured. Where processing allocates anew, the
-graph would go on with the old weights, in decoding only: such a reload is refused (`check_addresses`).
+A captured graph reads weights at the addresses of its capture. If processing allocates new memory, the graph keeps
+using the old weights, in decoding only. `check_addresses` refuses such a reload.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from async_grpo.weights.base import HeldWeights, TensorReader
 from async_grpo.weights.manifest import TensorSpec, WeightVersion
 from async_grpo.weights.source_reader import SourceReader
 from rollout_server.engines.vllm.compat import VllmCompat
-from rollout_server.engines.vllm.quantization import keep_scales, quantized_tensors, renew_packed
-from rollout_server.engines.vllm.staging import StagingRoom, Tensors
+from rollout_server.engines.vllm.quantization import preserve_packed_scales, quantize_tensors, restore_weight_attributes
+from rollout_server.engines.vllm.staging import StagingBuffer, Tensors
 
 _BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 _HEAD = "lm_head.weight"
@@ -51,81 +51,86 @@ class LayerwiseReload:
         model: torch.nn.Module,
         model_config: Any,
         quantization: Quantization = "none",
-        room: StagingRoom | None = None,
+        staging: StagingBuffer | None = None,
         captured_graphs: bool = False,
     ) -> None:
-        """`room`: where versions may be staged. `captured_graphs`: no tensor of the model may move."""
+        """`captured_graphs`: True if graphs read the weights, so that no tensor of the model may move."""
         self._api = api
         self._model = model
         self._model_config = model_config
         self._quantization = quantization
-        keep_scales(model)
-        self._room = room
+        preserve_packed_scales(model)
+        self._staging = staging
         self._captured_graphs = captured_graphs
         self._source = SourceReader()
         self._loaded: WeightVersion | None = None
-        self._whole: dict[torch.nn.Module, int] = {}
+        """Version in the model; None before the first update and after a failed one."""
+        self._full_counts: dict[torch.nn.Module, int] = {}
+        """Loaded elements after a full load, for layers that vLLM never considers complete (a padded vocabulary)."""
 
-    def stage(self, weights: HeldWeights) -> None:
-        """Begin to copy into the room what `load` will load. Raises WeightsError if the version is not there."""
-        if self._room is not None:
-            reader = self._source.open(weights)
-            wanted = self._wanted(reader)
-            made = {
-                spec.name: partial(_made, reader, spec, self._quantization)
-                for spec in reader.layout.tensors
-                if spec.name in wanted
-            }
-            self._room.begin(weights.identity, made.items())
+    def start_staging(self, weights: HeldWeights) -> None:
+        """Start to stage the tensors that `load_weights` will load. Raises WeightsError if the version is missing."""
+        if self._staging is None:
+            return
+        reader = self._source.open(weights)
+        names = self._names_to_load(reader)
+        tensors = {}
+        for spec in reader.layout.tensors:
+            if spec.name in names:
+                tensors[spec.name] = partial(_read_tensors, reader, spec, self._quantization)
+        self._staging.start_staging(weights.identity, tensors.items())
 
-    def load(self, weights: HeldWeights) -> None:
-        """Load the held version: only what differs from the loaded version, if that is known, else everything.
+    def load_weights(self, weights: HeldWeights) -> None:
+        """Load the held version: only what differs from the loaded version if that is known, else everything.
 
-        Raises WeightsError if the version is not there, WeightsCorrupt if it was overwritten meanwhile; the next update
+        Raises WeightsError if the version is missing, WeightsCorrupt if it was overwritten meanwhile; the next update
         then loads everything. Raises EngineError if a tensor moved that captured graphs read.
         """
         reader = self._source.open(weights)
-        wanted = self._wanted(reader)
+        names = self._names_to_load(reader)
+
+        # From here on the model may be a mixture. After an error the next update must load everything.
         self._loaded = None
-        staged = {} if self._room is None else self._room.of(weights.identity)
+        staged = {} if self._staging is None else self._staging.collect_staged(weights.identity)
         addresses = tensor_addresses(self._model) if self._captured_graphs else {}
-        if wanted:
-            self._reload(reader, wanted, staged)
+        if names:
+            self._reload(reader, names, staged)
         if self._captured_graphs:
             check_addresses(addresses, tensor_addresses(self._model))
-        reader.verify()  # after finalizing: until then layers hold on to the mapped bytes
+
+        # Verify last: until vLLM has finalized, layers still refer to the mapped bytes of the store.
+        reader.verify()
         self._loaded = weights.identity
 
-    def _wanted(self, reader: TensorReader) -> set[str]:
+    def _names_to_load(self, reader: TensorReader) -> set[str]:
         names = [spec.name for spec in reader.layout.tensors]
         changed = None if self._loaded is None else reader.changed_since(self._loaded)
+        # Without vLLM's counts a partly loaded layer could not be detected.
         if changed is None or self._api.layer_info is None:
             return set(names)
-        return with_blocks(names, [spec.name for spec in changed])
+        return expand_to_blocks(names, [spec.name for spec in changed])
 
-    def _reload(self, reader: TensorReader, wanted: Collection[str], staged: Mapping[str, Tensors]) -> None:
+    def _reload(self, reader: TensorReader, names: Collection[str], staged: Mapping[str, Tensors]) -> None:
         self._api.initialize_reload(self._model)
-        self._model.load_weights(_tensors(reader, wanted, self._quantization, staged))
-        rest = {spec.name for spec in reader.layout.tensors} - set(wanted)
-        if rest and self._has_partial_layer():
-            self._model.load_weights(_tensors(reader, rest, self._quantization))
-            rest = set()
-        if not rest:
-            self._remember_whole_layers()
+        self._model.load_weights(_iterate_tensors(reader, names, self._quantization, staged))
+
+        others = {spec.name for spec in reader.layout.tensors} - set(names)
+        if others and self._has_partial_layer():
+            self._model.load_weights(_iterate_tensors(reader, others, self._quantization))
+            others = set()
+        if not others:  # everything was loaded
+            self._full_counts = dict(self._unprocessed_layers())
+
         self._api.finalize_reload(self._model, self._model_config)
-        renew_tied_head(self._model)
-        renew_packed(self._model)
+        refresh_tied_head(self._model)
+        restore_weight_attributes(self._model)
 
     def _has_partial_layer(self) -> bool:
-        """Whether vLLM has some but not all weights of a layer."""
-        return any(loaded != self._whole.get(layer) for layer, loaded in self._pending())
+        """True if a layer has some but not all of its weights."""
+        return any(count != self._full_counts.get(layer) for layer, count in self._unprocessed_layers())
 
-    def _remember_whole_layers(self) -> None:
-        """After a full load: layers that never count as complete (a padded vocabulary) have all there is."""
-        self._whole = dict(self._pending())
-
-    def _pending(self) -> Iterator[tuple[torch.nn.Module, int]]:
-        """Layers with weights that vLLM has not processed yet, and how many elements those are."""
+    def _unprocessed_layers(self) -> Iterator[tuple[torch.nn.Module, int]]:
+        """Layers that vLLM has loaded elements for but not processed yet, with the number of elements."""
         if self._api.layer_info is None:
             return
         for layer in self._model.modules():
@@ -135,7 +140,7 @@ class LayerwiseReload:
 
 
 def tensor_addresses(model: torch.nn.Module) -> dict[str, int]:
-    """Where each parameter and buffer of the model lies in memory."""
+    """Memory address of each parameter and buffer of the model."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.data_ptr() for name, tensor in tensors if tensor.numel()}
 
@@ -146,25 +151,28 @@ def check_addresses(before: Mapping[str, int], after: Mapping[str, int]) -> None
     if moved:
         first = moved[0]
         raise EngineError(
-            f"the update moved {len(moved)} of the model's {len(before)} tensors in memory, the first is {first} "
-            f"({before[first]:#x} -> {after.get(first, 0):#x}). Captured graphs go on reading the old ones, so decoded "
-            "tokens would come from old weights. Set rollout.vllm.enforce_eager: true"
+            f"the update moved {len(moved)} of the model's {len(before)} tensors in memory. The first is {first} "
+            f"({before[first]:#x} -> {after.get(first, 0):#x}). Captured graphs keep reading the old memory, so "
+            "decoded tokens would come from old weights. Set rollout.vllm.enforce_eager: true"
         )
 
 
-def with_blocks(names: Collection[str], changed: Collection[str]) -> set[str]:
-    """The changed tensors and all others of their blocks.
+def expand_to_blocks(names: Collection[str], changed: Collection[str]) -> set[str]:
+    """Return the changed tensors and all others of their blocks.
 
-    >>> sorted(with_blocks(["l.0.mlp.up.w", "l.0.mlp.gate.w", "l.0.norm.w", "head.w"], ["l.0.mlp.up.w"]))
+    >>> sorted(expand_to_blocks(["l.0.mlp.up.w", "l.0.mlp.gate.w", "l.0.norm.w", "head.w"], ["l.0.mlp.up.w"]))
     ['l.0.mlp.gate.w', 'l.0.mlp.up.w']
     """
-    touched = {_block(name) for name in changed}
-    return {name for name in names if _block(name) in touched}
+    changed_blocks = {_block(name) for name in changed}
+    return {name for name in names if _block(name) in changed_blocks}
 
 
-def renew_tied_head(model: torch.nn.Module) -> None:
-    """On CPU an output layer multiplies with a packed copy of its weights, which a reload leaves old where
-    the weights are those of the embedding. The reload has packed those anyway: use that copy."""
+def refresh_tied_head(model: torch.nn.Module) -> None:
+    """Update the packed weights of a tied output layer on CPU.
+
+    There an output layer multiplies with a packed copy of its weights. A reload does not renew that copy if the weights
+    are those of the embedding. It does pack the embedding's weights, so we use that copy.
+    """
     head = getattr(model, "lm_head", None)
     if head is None or not hasattr(head, "cpu_linear"):
         return
@@ -177,18 +185,20 @@ def renew_tied_head(model: torch.nn.Module) -> None:
 
 
 def multiplied_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the model really multiplies with: `<module>.<parameter>`, one row for every output; on a CPU
-    `<module>.packed` as well.
+    """Yield the weights that the model multiplies with, one row per output.
 
-    There vLLM packs matrices in a form that cannot be read. They are multiplied with the unit matrix, which gives every
-    element exactly, and every 8-bit number once the scale of its row is divided out and the quotient rounded.
+    They are named `<module>.<parameter>`. On CPU, `<module>.packed` follows for matrices that vLLM packs. A packed
+    matrix cannot be read, so we multiply it with the unit matrix. That gives every element exactly. It gives every
+    8-bit number exactly after division by the scale of its row and rounding.
     """
     dtype = next(model.parameters()).dtype
     for name, module in model.named_modules(remove_duplicate=False):
-        for key, parameter in module.named_parameters(recurse=False):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.numel():
                 stored = parameter.detach()
-                yield f"{name}.{key}", stored.T if stored.dtype == torch.float8_e4m3fn else stored
+                # vLLM stores float8 matrices transposed.
+                yield f"{name}.{parameter_name}", stored.T if stored.dtype == torch.float8_e4m3fn else stored
+
         inputs = getattr(module, "input_size_per_partition", None)
         if hasattr(module, "cpu_linear"):
             unit = torch.eye(inputs or module.embedding_dim, dtype=dtype)
@@ -199,43 +209,50 @@ def multiplied_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
 
 
 def differing_weights(model: torch.nn.Module, held: HeldWeights, quantization: Quantization = "none") -> list[str]:
-    """Names of the held tensors, quantised anew if the engine's are, whose bits are not those that the model multiplies
-    with, its own copy of a tied output layer included. The model must not be cut over several workers."""
-    found = dict(multiplied_weights(model))
+    """Names of the held tensors whose bits differ from those that the model multiplies with.
+
+    Held tensors are quantised first if the engine's are. A tied output layer's own copy is compared too. The model must
+    not be split across workers.
+    """
+    multiplied = dict(multiplied_weights(model))
     reader = SourceReader().open(held)
-    tensors = dict(_tensors(reader, [spec.name for spec in reader.layout.tensors], quantization))
+    tensors = dict(_iterate_tensors(reader, [spec.name for spec in reader.layout.tensors], quantization))
     if _HEAD not in tensors:
         tensors[_HEAD] = tensors["model.embed_tokens.weight"]
     fused = getattr(model, "packed_modules_mapping", {})
-    return [name for name, tensor in tensors.items() if not _is_multiplied(name, tensor, tensors, found, fused)]
+    return [name for name, tensor in tensors.items() if not _is_multiplied(name, tensor, tensors, multiplied, fused)]
 
 
 def _is_multiplied(
     name: str,
     tensor: torch.Tensor,
     tensors: Mapping[str, torch.Tensor],
-    found: Mapping[str, torch.Tensor],
+    multiplied: Mapping[str, torch.Tensor],
     fused: Mapping[str, Sequence[str]],
 ) -> bool:
-    """Whether all of the model's copies of a tensor have its bits: rows of a fused matrix, if it is part of one."""
-    path, _, kind = name.rpartition(".")
-    parent, _, part = path.rpartition(".")
-    start = 0
-    for whole, parts in fused.items():
-        if part in parts:
-            path = f"{parent}.{whole}"
-            start = sum(len(tensors[f"{parent}.{each}.{kind}"]) for each in parts[: parts.index(part)])
-    keys = [f"{path}.{kind}"]
-    if kind == "weight" and part != "embed_tokens":  # which is looked up, and never multiplied with
+    """True if all copies of a tensor in the model have its bits. `fused`: part names by the name of a fused module."""
+    path, _, parameter_name = name.rpartition(".")
+    parent, _, module_name = path.rpartition(".")
+
+    # A part of a fused matrix is a range of its rows.
+    first_row = 0
+    for fused_name, parts in fused.items():
+        if module_name in parts:
+            path = f"{parent}.{fused_name}"
+            earlier_parts = parts[: parts.index(module_name)]
+            first_row = sum(len(tensors[f"{parent}.{part}.{parameter_name}"]) for part in earlier_parts)
+
+    keys = [f"{path}.{parameter_name}"]
+    if parameter_name == "weight" and module_name != "embed_tokens":  # an embedding is looked up, not multiplied
         keys.append(f"{path}.packed")
-    copies = [found[key][start : start + len(tensor)].cpu() for key in keys if key in found]
-    return bool(copies) and all(_same_bits(copy, tensor) for copy in copies)
+    copies = [multiplied[key][first_row : first_row + len(tensor)].cpu() for key in keys if key in multiplied]
+    return bool(copies) and all(_have_same_bits(copy, tensor) for copy in copies)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(
-        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
-    )
+def _have_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def _block(name: str) -> str:
@@ -243,21 +260,22 @@ def _block(name: str) -> str:
     return match[1] if match else name
 
 
-def _tensors(
+def _iterate_tensors(
     reader: TensorReader, names: Collection[str], quantization: Quantization, staged: Mapping[str, Tensors] = {}
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What vLLM is to load for the named tensors; those that are staged are not read."""
+    """Yield what vLLM loads for the named tensors; staged ones are not read from the store."""
     for spec in reader.layout.tensors:
         if spec.name in names:
-            yield from staged.get(spec.name) or _made(reader, spec, quantization)
+            yield from staged.get(spec.name) or _read_tensors(reader, spec, quantization)
 
 
-def _made(reader: TensorReader, spec: TensorSpec, quantization: Quantization) -> Tensors:
-    """What vLLM is to load for one tensor."""
-    return [*quantized_tensors([(spec.name, _tensor(spec, reader.read(spec)))], quantization)]
+def _read_tensors(reader: TensorReader, spec: TensorSpec, quantization: Quantization) -> Tensors:
+    """Read one tensor of the layout, and return what vLLM loads for it."""
+    tensor = _as_tensor(spec, reader.read(spec))
+    return list(quantize_tensors([(spec.name, tensor)], quantization))
 
 
-def _tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
+def _as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(data, dtype=getattr(torch, spec.dtype)).view(spec.shape)

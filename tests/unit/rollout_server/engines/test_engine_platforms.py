@@ -15,7 +15,7 @@ from async_grpo.errors import EngineError
 from rollout_server.engines.vllm.platform import (
     check_limits,
     check_platform,
-    environment,
+    environment_variables,
     limit_arguments,
     platform_arguments,
 )
@@ -28,8 +28,8 @@ def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:
         "enable_chunked_prefill": False,
         "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     }
-    assert environment(config)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert environment(config)["OMP_NUM_THREADS"] == "2"
+    assert environment_variables(config)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment_variables(config)["OMP_NUM_THREADS"] == "2"
     assert "distributed_executor_backend" not in platform_arguments(VllmConfig(tensor_parallel=2))
 
 
@@ -73,10 +73,12 @@ def test_an_engine_with_other_limits_than_the_memory_plan_assumed_is_refused() -
 
 
 def test_workers_of_an_engine_find_each_other_on_the_loopback_unless_the_user_says_otherwise() -> None:
-    assert environment(VllmConfig()).items() >= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}.items()
-    assert environment(VllmConfig(platform="cuda"))["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert environment(VllmConfig(platform="ascend"))["HCCL_SOCKET_IFNAME"] == "=lo"
-    assert environment(VllmConfig(environment={"VLLM_HOST_IP": "10.0.0.5"}))["VLLM_HOST_IP"] == "10.0.0.5"
+    assert (
+        environment_variables(VllmConfig()).items() >= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}.items()
+    )
+    assert environment_variables(VllmConfig(platform="cuda"))["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert environment_variables(VllmConfig(platform="ascend"))["HCCL_SOCKET_IFNAME"] == "=lo"
+    assert environment_variables(VllmConfig(environment={"VLLM_HOST_IP": "10.0.0.5"}))["VLLM_HOST_IP"] == "10.0.0.5"
 
 
 def test_a_cpu_engine_compiles_only_if_it_is_told_to_and_there_is_a_compiler(
@@ -88,15 +90,15 @@ def test_a_cpu_engine_compiles_only_if_it_is_told_to_and_there_is_a_compiler(
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
     compiled = VllmConfig(enforce_eager=False)
-    assert "TORCHDYNAMO_DISABLE" not in environment(compiled)
-    assert environment(VllmConfig())["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment_variables(compiled)
+    assert environment_variables(VllmConfig())["TORCHDYNAMO_DISABLE"] == "1"
     (tmp_path / "Python.h").unlink()
-    assert environment(compiled)["TORCHDYNAMO_DISABLE"] == "1"
+    assert environment_variables(compiled)["TORCHDYNAMO_DISABLE"] == "1"
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX")
-    assert environment(compiled)["TORCHDYNAMO_DISABLE"] == "1"
-    assert "TORCHDYNAMO_DISABLE" not in environment(VllmConfig(platform="cuda"))
+    assert environment_variables(compiled)["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment_variables(VllmConfig(platform="cuda"))
 
 
 def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_share() -> None:
@@ -105,9 +107,9 @@ def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_sh
         "gpu_memory_utilization": 0.8,
         "additional_config": {"enable_weight_nz_layout": False},
     }
-    assert environment(config)["VLLM_ASCEND_ENABLE_NZ"] == "0"
-    assert environment(config)["TASK_QUEUE_ENABLE"] == "1", "torch_npu refuses to capture a graph at 2"
-    assert "OMP_NUM_THREADS" not in environment(config)
+    assert environment_variables(config)["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    assert environment_variables(config)["TASK_QUEUE_ENABLE"] == "1", "torch_npu refuses to capture a graph at 2"
+    assert "OMP_NUM_THREADS" not in environment_variables(config)
     config = VllmConfig(platform="cuda", gpu_memory_utilization=0.6)
     assert platform_arguments(config) == {"gpu_memory_utilization": 0.6}
     assert platform_arguments(config, sleep_mode=True) == {"gpu_memory_utilization": 0.6, "enable_sleep_mode": True}

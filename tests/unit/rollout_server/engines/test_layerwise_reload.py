@@ -18,7 +18,7 @@ from async_grpo.weights.manifest import WeightVersion, make_layout
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import VersionNotes, WeightStore
 from rollout_server.engines.vllm.compat import VllmCompat
-from rollout_server.engines.vllm.reload import LayerwiseReload, differing_weights, renew_tied_head, with_blocks
+from rollout_server.engines.vllm.reload import LayerwiseReload, differing_weights, expand_to_blocks, refresh_tied_head
 
 RUN = f"unit-layerwise-reload-{os.getpid()}"
 NAMES = ["embed.weight", "layers.0.mlp.gate.weight", "layers.0.mlp.up.weight", "layers.0.norm.weight", "head.weight"]
@@ -107,7 +107,7 @@ class Bench:
     def update(self, version: int, changed: list[str] | None, base: int | None = None) -> list[list[str]]:
         """Publish and load; returns the names of each call of load_weights."""
         self.model.calls.clear()
-        self.reload.load(held(self.store.path, self.publish(version, changed, base)))
+        self.reload.load_weights(held(self.store.path, self.publish(version, changed, base)))
         assert self.model.values == self.values
         return self.model.calls
 
@@ -163,7 +163,7 @@ def test_after_a_failed_update_everything_is_loaded() -> None:
     identity = bench.publish(2, ["head.weight"])
     bench.model.after_finalize = lambda: bench.store.begin_write(keep=WeightVersion(0, 1))
     with pytest.raises(WeightsCorrupt, match=r"version 2 of epoch 0 .*overwritten"):
-        bench.reload.load(held(bench.store.path, identity))
+        bench.reload.load_weights(held(bench.store.path, identity))
     bench.model.after_finalize = lambda: None
     bench.store.commit_write(WeightVersion(0, 2))
     assert bench.update(3, ["head.weight"]) == [NAMES]
@@ -173,15 +173,15 @@ def test_a_version_or_store_that_is_not_there_is_refused_with_the_model_as_it_wa
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
     with pytest.raises(WeightsError, match="version 9"):
-        bench.reload.load(held(bench.store.path, WeightVersion(0, 9)))
+        bench.reload.load_weights(held(bench.store.path, WeightVersion(0, 9)))
     with pytest.raises(WeightsError, match="no weight store"):
-        bench.reload.load(held(Path("/dev/shm/nowhere/x.weights"), WeightVersion(0, 1)))
+        bench.reload.load_weights(held(Path("/dev/shm/nowhere/x.weights"), WeightVersion(0, 1)))
     assert bench.update(2, ["head.weight"]) == [["head.weight"]]
 
 
 def test_blocks_are_the_parts_of_a_numbered_layer() -> None:
     names = ["m.layers.10.mlp.experts.3.w1.weight", "m.layers.10.mlp.gate.weight", "m.layers.1.mlp.gate.weight"]
-    assert with_blocks(names, names[:1]) == set(names[:2])
+    assert expand_to_blocks(names, names[:1]) == set(names[:2])
 
 
 @pytest.mark.parametrize("bias", [None, torch.zeros(2)])
@@ -189,15 +189,15 @@ def test_a_tied_head_takes_the_packed_copy_of_its_embedding(bias: torch.Tensor |
     renewed: list[torch.nn.Module] = []
     model = torch.nn.Module()
     model.embed, model.lm_head = torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2, bias=False)
-    renew_tied_head(model)
+    refresh_tied_head(model)
     assert not hasattr(model.lm_head, "cpu_linear")
     model.embed.cpu_linear, model.lm_head.cpu_linear = "new", "old"
-    renew_tied_head(model)
+    refresh_tied_head(model)
     assert model.lm_head.cpu_linear == "old"
     model.lm_head.weight = model.embed.weight
     model.lm_head.bias = None if bias is None else torch.nn.Parameter(bias)
     model.lm_head.quant_method = SimpleNamespace(process_weights_after_loading=renewed.append)
-    renew_tied_head(model)
+    refresh_tied_head(model)
     assert (model.lm_head.cpu_linear, renewed) == (("new", []) if bias is None else ("old", [model.lm_head]))
 
 

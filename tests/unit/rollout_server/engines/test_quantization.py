@@ -9,7 +9,7 @@ import torch
 
 from async_grpo.config.rollout import Quantization
 from rollout_server.engines.vllm.platform import quantization_arguments
-from rollout_server.engines.vllm.quantization import quantized_matrix, quantized_tensors
+from rollout_server.engines.vllm.quantization import quantize_matrix, quantize_tensors
 
 MATRIX = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
 
@@ -24,7 +24,7 @@ def test_fp8_is_that_of_compressed_tensors(dtype: torch.dtype) -> None:
     args = library.QuantizationArgs(**_group("fp8")["weights"])
     ends = (matrix.float().amin(1, keepdim=True), matrix.float().amax(1, keepdim=True))
     scales, zero = calculate_qparams(*ends, args)
-    numbers, found = quantized_matrix(matrix, "fp8")
+    numbers, found = quantize_matrix(matrix, "fp8")
     assert torch.equal(found, scales)
     assert torch.equal(numbers.float(), quantize(matrix.float(), scales, zero, args, dtype=numbers.dtype).float())
 
@@ -32,7 +32,7 @@ def test_fp8_is_that_of_compressed_tensors(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_int8_number_is_the_nearest_and_a_rows_largest_is_127(dtype: torch.dtype) -> None:
     matrix = MATRIX.to(dtype)
-    numbers, scales = quantized_matrix(matrix, "int8")
+    numbers, scales = quantize_matrix(matrix, "int8")
     assert ((numbers * scales - matrix.float()).abs() <= scales / 2 * (1 + 1e-5)).all()
     assert (numbers.abs().amax(1) == 127).all()
     assert torch.equal(matrix, MATRIX.to(dtype))  # it is the memory of the trainer's weights
@@ -42,7 +42,7 @@ def test_an_int8_number_is_the_nearest_and_a_rows_largest_is_127(dtype: torch.dt
 def test_rows_of_zeros_and_of_tiny_numbers_stay_finite(kind: Quantization) -> None:
     matrix = torch.zeros(2, 4)
     matrix[1] = 1e-42
-    numbers, scales = quantized_matrix(matrix, kind)
+    numbers, scales = quantize_matrix(matrix, kind)
     assert (numbers.float() * scales).isfinite().all()
     assert (numbers[0].float() == 0).all()
 
@@ -58,12 +58,12 @@ def test_only_matrices_of_layers_are_quantised() -> None:
         "lm_head.weight": 2,
     }
     tensors = {name: torch.ones([2] * dimensions) for name, dimensions in names.items()}
-    found = dict(quantized_tensors(tensors.items(), "int8"))
+    found = dict(quantize_tensors(tensors.items(), "int8"))
     small = {name for name, tensor in found.items() if tensor.dtype == torch.int8}
     assert small == {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.3.gate_proj.weight"}
     assert set(found) == set(names) | {f"{name}_scale" for name in small}
     assert all(found[name] is tensor for name, tensor in tensors.items() if name not in small)
-    assert dict(quantized_tensors(tensors.items(), "none")) == tensors
+    assert dict(quantize_tensors(tensors.items(), "none")) == tensors
 
 
 def _group(kind: Quantization) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A version is staged by a thread, as far as there is room, and only for the version that it belongs to."""
+"""A version is staged by a thread, as far as there is buffer, and only for the version that it belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from async_grpo.weights.manifest import WeightVersion
-from rollout_server.engines.vllm.staging import ALIGNMENT, StagingRoom, Tensors
+from rollout_server.engines.vllm.staging import ALIGNMENT, StagingBuffer, Tensors
 
 FIRST, SECOND = WeightVersion(0, 1), WeightVersion(0, 2)
 CPU = torch.device("cpu")
@@ -21,73 +21,73 @@ def tensors_of(**values: torch.Tensor) -> list[tuple[str, Callable[[], Tensors]]
     return [(name, partial(list, [(name, tensor)])) for name, tensor in values.items()]
 
 
-def wait_for(room: StagingRoom) -> int:
+def wait_for(buffer: StagingBuffer) -> int:
     deadline = time.monotonic() + 10
-    while (staged := room.staged_bytes) is None:
+    while (staged := buffer.staged_bytes) is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return staged
 
 
 def test_staged_tensors_are_copies_of_every_dtype_and_shape() -> None:
-    room = StagingRoom(16 * ALIGNMENT, CPU)
+    buffer = StagingBuffer(16 * ALIGNMENT, CPU)
     odd, half = torch.arange(7, dtype=torch.int8), torch.randn(3, 5).to(torch.bfloat16)
     scalar = torch.tensor(2.5)
-    room.begin(FIRST, tensors_of(odd=odd, half=half, scalar=scalar))
-    assert wait_for(room) == 3 * ALIGNMENT
+    buffer.start_staging(FIRST, tensors_of(odd=odd, half=half, scalar=scalar))
+    assert wait_for(buffer) == 3 * ALIGNMENT
     expected = {"odd": odd.clone(), "half": half.clone(), "scalar": scalar.clone()}
     odd.zero_(), half.zero_(), scalar.zero_()
-    for name, made in room.of(FIRST).items():
+    for name, made in buffer.collect_staged(FIRST).items():
         ((key, tensor),) = made
         assert key == name and tensor.dtype == expected[name].dtype
         assert torch.equal(tensor, expected[name]) and tensor.shape == expected[name].shape
-    assert set(room.of(FIRST)) == set(expected)
+    assert set(buffer.collect_staged(FIRST)) == set(expected)
 
 
 def test_what_finds_no_room_is_left_out_and_smaller_tensors_after_it_are_not() -> None:
-    room = StagingRoom(2 * ALIGNMENT, CPU)
-    room.begin(FIRST, tensors_of(a=torch.ones(4), b=torch.ones(ALIGNMENT), c=torch.ones(4)))
-    wait_for(room)
-    assert set(room.of(FIRST)) == {"a", "c"}
+    buffer = StagingBuffer(2 * ALIGNMENT, CPU)
+    buffer.start_staging(FIRST, tensors_of(a=torch.ones(4), b=torch.ones(ALIGNMENT), c=torch.ones(4)))
+    wait_for(buffer)
+    assert set(buffer.collect_staged(FIRST)) == {"a", "c"}
 
 
 def test_parts_of_one_tensor_are_staged_together_or_not_at_all() -> None:
-    room = StagingRoom(ALIGNMENT, CPU)
+    buffer = StagingBuffer(ALIGNMENT, CPU)
     numbers, scales = torch.ones(8, dtype=torch.int8), torch.ones(8, 1)
-    room.begin(FIRST, [("matrix", lambda: [("matrix", numbers), ("matrix_scale", scales)])])
-    assert wait_for(room) == 0 and not room.of(FIRST)
+    buffer.start_staging(FIRST, [("matrix", lambda: [("matrix", numbers), ("matrix_scale", scales)])])
+    assert wait_for(buffer) == 0 and not buffer.collect_staged(FIRST)
 
 
 def test_a_room_has_nothing_of_another_version() -> None:
-    room = StagingRoom(ALIGNMENT, CPU)
-    room.begin(FIRST, tensors_of(a=torch.ones(4)))
-    wait_for(room)
-    assert not room.of(SECOND)
-    room.begin(SECOND, tensors_of(a=torch.zeros(4)))
-    wait_for(room)
-    assert not room.of(FIRST) and not room.of(SECOND)["a"][0][1].any()
+    buffer = StagingBuffer(ALIGNMENT, CPU)
+    buffer.start_staging(FIRST, tensors_of(a=torch.ones(4)))
+    wait_for(buffer)
+    assert not buffer.collect_staged(SECOND)
+    buffer.start_staging(SECOND, tensors_of(a=torch.zeros(4)))
+    wait_for(buffer)
+    assert not buffer.collect_staged(FIRST) and not buffer.collect_staged(SECOND)["a"][0][1].any()
 
 
 def test_a_load_that_comes_early_gets_what_is_whole_and_ends_the_copies() -> None:
-    room, reached, go_on = StagingRoom(4 * ALIGNMENT, CPU), threading.Event(), threading.Event()
+    buffer, reached, go_on = StagingBuffer(4 * ALIGNMENT, CPU), threading.Event(), threading.Event()
 
     def slow() -> Tensors:
         reached.set()
         go_on.wait(10)
         return [("slow", torch.ones(4))]
 
-    room.begin(FIRST, [*tensors_of(a=torch.ones(4)), ("slow", slow), *tensors_of(late=torch.ones(4))])
-    assert reached.wait(10) and room.staged_bytes is None
+    buffer.start_staging(FIRST, [*tensors_of(a=torch.ones(4)), ("slow", slow), *tensors_of(late=torch.ones(4))])
+    assert reached.wait(10) and buffer.staged_bytes is None
     threading.Timer(0.05, go_on.set).start()
-    assert set(room.of(FIRST)) == {"a", "slow"}
+    assert set(buffer.collect_staged(FIRST)) == {"a", "slow"}
 
 
 def test_a_tensor_that_cannot_be_made_ends_the_copies_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> Tensors:
         raise ValueError("no such bytes")
 
-    room = StagingRoom(4 * ALIGNMENT, CPU)
-    room.begin(FIRST, [*tensors_of(a=torch.ones(4)), ("b", broken)])
-    wait_for(room)
-    assert set(room.of(FIRST)) == {"a"}
+    buffer = StagingBuffer(4 * ALIGNMENT, CPU)
+    buffer.start_staging(FIRST, [*tensors_of(a=torch.ones(4)), ("b", broken)])
+    wait_for(buffer)
+    assert set(buffer.collect_staged(FIRST)) == {"a"}
     assert "staged only in part: ValueError: no such bytes" in caplog.text

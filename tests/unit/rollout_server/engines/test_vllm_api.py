@@ -18,7 +18,7 @@ from async_grpo.errors import DependencyError
 from async_grpo.weights.base import HeldWeights
 from rollout_server.engines.vllm.adapters import EngineAdapters
 from rollout_server.engines.vllm.compat import accepted_arguments, find_vllm_api
-from rollout_server.engines.vllm.staging import StagingRoom
+from rollout_server.engines.vllm.staging import StagingBuffer
 from rollout_server.engines.vllm.transfer import WeightTransfer
 
 TRANSFER = "vllm.distributed.weight_transfer"
@@ -212,7 +212,7 @@ def test_a_worker_knows_loaders_that_quantise_what_vllm_reads(old: FakeVllm) -> 
 def test_registering_twice_keeps_the_first(new: FakeVllm) -> None:
     worker = new.import_worker()
     first = new.registered["zmq"]
-    worker.register(find_vllm_api())
+    worker.register_backend(find_vllm_api())
     assert new.registered["zmq"] is first
 
 
@@ -232,7 +232,7 @@ HELD = '{{"kind":"held_weights","epoch":1,"version":{},"source":{{"kind":"store_
 
 
 def record_loads(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Calls of `LayerwiseReload.load`: model, dtype, quantization, store, identity."""
+    """Calls of `LayerwiseReload.load_weights`: model, dtype, quantization, store, identity."""
     recorded: list[tuple[Any, ...]] = []
 
     class Recorder:
@@ -242,13 +242,13 @@ def record_loads(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tu
             model: object,
             model_config: Any,
             quantization: str,
-            room: StagingRoom | None,
+            staging: StagingBuffer | None,
             captured_graphs: bool,
         ) -> None:
-            assert room is None  # nothing was said of staging_bytes
+            assert staging is None  # staging_bytes is 0
             self._facts = (model, model_config.dtype, quantization)
 
-        def load(self, weights: HeldWeights) -> None:
+        def load_weights(self, weights: HeldWeights) -> None:
             recorded.append((*self._facts, weights.source.path, weights.identity))
 
     monkeypatch.setattr(worker, "LayerwiseReload", Recorder)
