@@ -1,13 +1,13 @@
-"""A judge behind HTTP: one POST a completion, JSON there and back.
+"""A judge behind HTTP: one POST per completion, JSON in both directions.
 
     item --POST {completion, answer, prompt, metadata, tool_calls, ...extra}--> judge
     item <-- {"score": 0.5}, or wherever `score_pointer` points ---- judge
 
-It waits for one of `concurrency` places, which another request frees when it is done, at the latest after all its
-attempts and pauses. Then it waits for the reply, at most `timeout_s` an attempt. It never blocks the event loop.
+At most `concurrency` requests run at a time; the others wait. Each attempt waits at most `timeout_s` for the reply. The
+event loop is never blocked.
 
-It follows no redirects, takes no proxies or passwords from the environment, reads at most `max_reply_bytes` of a reply,
-and no message contains the token.
+Redirects are not followed, proxies and passwords of the environment are ignored, at most `max_reply_bytes` of a reply
+are read, and no error message contains the token.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import msgspec
 
 from async_grpo.config.rewards import HttpRewardConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import Outcome, RewardFailure, RewardInput, as_score
+from async_grpo.rewards.base import Outcome, RewardFailure, RewardInput, parse_score
 
 _RETRIED_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 _READ_BYTES = 16 << 10
 
 
 class HttpJudge:
-    """One reward of kind `http`. It can be made anywhere and is used on one event loop."""
+    """One reward function of kind `http`. Use it on one event loop."""
 
     def __init__(self, name: str, config: HttpRewardConfig, environment: Mapping[str, str]) -> None:
         """Raises ConfigError if the variable that should hold the token is empty or not set."""
@@ -41,13 +41,13 @@ class HttpJudge:
         self._session: aiohttp.ClientSession | None = None
 
     async def judge(self, item: RewardInput) -> dict[str, Outcome]:
-        """The score by the name of this reward, or the failure of the last attempt."""
+        """Return the score, or the failure of the last attempt, under the name of this reward function."""
         async with self._room:
             for attempt in range(self._config.retries + 1):
-                if attempt:
-                    await asyncio.sleep(pause_s(self._config, attempt, self._random.random()))
-                outcome, again = await self._attempt(item)
-                if not again:
+                if attempt > 0:
+                    await asyncio.sleep(retry_delay_s(self._config, attempt, self._random.random()))
+                outcome, is_worth_retrying = await self._attempt(item)
+                if not is_worth_retrying:
                     break
         return {self._name: outcome}
 
@@ -57,7 +57,7 @@ class HttpJudge:
             await self._session.close()
 
     async def _attempt(self, item: RewardInput) -> tuple[Outcome, bool]:
-        """The outcome, and whether another attempt may do better."""
+        """Return the outcome, and True if another attempt may succeed."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 status, reply = await self._post(item)
@@ -70,10 +70,10 @@ class HttpJudge:
             return failure, status in _RETRIED_STATUSES
         if len(reply) > self._config.max_reply_bytes:
             return RewardFailure("http_bad_reply", f"the reply is above {self._config.max_reply_bytes} bytes"), False
-        return score_of(reply, self._config.score_pointer), False
+        return read_score(reply, self._config.score_pointer), False
 
     async def _post(self, item: RewardInput) -> tuple[int, bytes]:
-        """Status and body. A body that is too large is cut just above the limit; that of an error is empty."""
+        """Return status and body. The body is cut just above the size limit, and empty for an error."""
         body = msgspec.json.encode({**self._config.extra, **item._asdict()})
         headers = {"Content-Type": "application/json", **self._headers}
         session = self._open_session()
@@ -97,13 +97,13 @@ class HttpJudge:
         return self._session
 
 
-def pause_s(config: HttpRewardConfig, attempt: int, chance: float) -> float:
-    """Seconds before retry 1, 2, ...: exponential with full jitter. `chance` is random in [0, 1)."""
-    return min(config.backoff_max_s, config.backoff_s * 2.0 ** min(attempt, 64)) * (1.0 - chance)
+def retry_delay_s(config: HttpRewardConfig, attempt: int, jitter: float) -> float:
+    """Seconds before retry 1, 2, ...: exponential with full jitter. `jitter` is random in [0, 1)."""
+    return min(config.backoff_max_s, config.backoff_s * 2.0 ** min(attempt, 64)) * (1.0 - jitter)
 
 
-def score_of(reply: bytes, pointer: str) -> Outcome:
-    """The number at `pointer` in a JSON document. With null the judge says that it cannot judge: a failure `none`."""
+def read_score(reply: bytes, pointer: str) -> Outcome:
+    """Read the number at `pointer` in a JSON document. null means that the judge cannot judge: a failure `none`."""
     try:
         value = look_up(msgspec.json.decode(reply), pointer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -113,13 +113,13 @@ def score_of(reply: bytes, pointer: str) -> Outcome:
     if value is None:
         return RewardFailure("none", "the judge answered null")
     try:
-        return as_score(value)
+        return parse_score(value)
     except ValueError as error:
         return RewardFailure("http_bad_reply", f"the reply has no score at {pointer!r}: {error}")
 
 
 def look_up(document: Any, pointer: str) -> Any:
-    """The value at a JSON pointer (RFC 6901). Raises LookupError if there is none.
+    """Return the value at a JSON pointer (RFC 6901). Raises LookupError if there is none.
 
     >>> look_up({"choices": [{"score": 0.5}]}, "/choices/0/score")
     0.5
@@ -143,7 +143,7 @@ def _token_header(name: str, config: HttpRewardConfig, environment: Mapping[str,
     token = environment.get(config.token_env, "").strip()
     if not token:
         raise ConfigError(
-            f"rewards.functions: {name!r} wants its token in the environment variable {config.token_env}, which is "
-            "empty or not set here. Set it where the rollout server starts"
+            f"rewards.functions: {name!r} reads its token from the environment variable {config.token_env}, which is "
+            "empty or not set. Set it where the rollout server starts"
         )
     return {config.token_header: config.token_prefix + token}

@@ -3,14 +3,13 @@
     dispatcher --judge(group)--> RewardPool --> WorkerSlot 1 .. N --> worker processes   (below one supervisor)
                                             --> HttpJudge --> an HTTP server
 
-- The items of a call are divided evenly among the slots. Each part waits for a free slot, and the part before it frees
-  that slot, at the latest after one deadline per item and verifier. There is no explicit queue: callers block until a
-  slot is free.
-- A slot waits for one reply at a time (`workers.slot`). An HTTP request waits for its place and its reply
+- The items of a call are divided evenly among the slots. Each part waits for a free slot; a slot is occupied for at
+  most one deadline per item and verifier. There is no explicit queue: callers block until a slot is free.
+- A slot waits for one reply at a time (`workers.slot`). An HTTP request waits for a free connection and its reply
   (`http_judge`).
 
-The event loop is never blocked: verifiers are started and run in other processes.
-Before `aclose`, calls under way must have ended or been cancelled. Then the supervisor ends all workers.
+The event loop is never blocked: verifiers are loaded and run in other processes. Calls must have ended or been
+cancelled before `aclose`, which ends all workers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,15 @@ import structlog
 
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.rewards.base import DRY_ITEM, Extracted, Outcome, RewardFailure, RewardInput, RewardResult, combine
+from async_grpo.rewards.base import (
+    TRIAL_INPUT,
+    ExtractedAnswer,
+    Outcome,
+    RewardFailure,
+    RewardInput,
+    RewardResult,
+    combine_outcomes,
+)
 from async_grpo.rewards.http_judge import HttpJudge
 from async_grpo.rewards.registry import BUILTIN, SIGNATURE, check_name
 from async_grpo.rewards.workers.client import SupervisorClient, worker_environment
@@ -42,13 +49,14 @@ _PROGRAMMING_ERRORS = (
     "ImportError",
     "ModuleNotFoundError",
 )
-_ACCEPTABLE_ON_DRY_CALL = ("none", "raised")
+_ACCEPTABLE_IN_TRIAL = ("none", "raised")
+"""A user's verifier may refuse the trial input, which looks like no data of theirs."""
 
 log = structlog.get_logger()
 
 
 class RewardPool:
-    """Judges completions: `async with RewardPool(config.rewards) as pool: await pool.judge(items)`."""
+    """Runs reward functions: `async with RewardPool(config.rewards) as pool: await pool.judge(items)`."""
 
     def __init__(self, rewards: RewardsConfig) -> None:
         self._rewards = rewards
@@ -65,58 +73,63 @@ class RewardPool:
         ]
         self._free: asyncio.LifoQueue[WorkerSlot] = asyncio.LifoQueue()
         self.failures: Counter[tuple[str, str]] = Counter()
-        """Number of failures, by (name of the reward, kind of failure)."""
-        self._extracting: frozenset[str] = frozenset()
+        """Number of failures, by (name of the reward function, kind of failure)."""
+        self._extractors: frozenset[str] = frozenset()
         self._closed = False
 
     async def start(self) -> None:
-        """Load every verifier and try it on DRY_ITEM. Raises ConfigError for one that cannot be used, and says why."""
+        """Load every verifier and try it on TRIAL_INPUT. Raises ConfigError, with the reason, for an unusable one."""
         try:
             if self._slots:
-                await self._try_verifiers(self._slots[0])
-                self._extracting = self._slots[0].extracting
-                await _all([slot.warm() for slot in self._slots[1:]])
+                await self._check_verifiers(self._slots[0])
+                self._extractors = self._slots[0].extracting
+                await _gather_all([slot.warm() for slot in self._slots[1:]])
         except BaseException:
             await self.aclose()
             raise
-        for slot in reversed(self._slots):  # last in, first out: the warm one comes first
+
+        # The queue is last in, first out: put the first slot in last, because its verifiers have run already and are
+        # fully imported.
+        for slot in reversed(self._slots):
             self._free.put_nowait(slot)
 
     async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
-        """A result per item, in order. Failures of verifiers are in the results, never raised.
+        """Return a result per item, in order. Failures of verifiers are in the results, never raised.
 
         Raises WaitTimeout if the kernel does not end a killed process, AsyncGrpoError once the pool is closed.
         """
         if self._closed:
-            raise AsyncGrpoError("the reward pool is closed: nothing can be judged any more")
-        outcomes = await self._outcomes(items)
-        results = [combine(of_item, self._rewards.functions) for of_item in outcomes]
-        for result in results:
+            raise AsyncGrpoError("the reward pool is closed and cannot judge any more completions")
+        results = []
+        for outcomes in await self._run_functions(items):
+            result = combine_outcomes(outcomes, self._rewards.functions)
             for name, failure in result.failures.items():
-                self._count(name, failure)
+                self._count_failure(name, failure)
+            results.append(result)
         return results
 
-    def why_no_answers(self, name: str) -> str:
-        """Why the reward function `name` cannot extract the answer from a completion; "" if it can."""
-        if name in self._extracting:
+    def reason_without_extraction(self, name: str) -> str:
+        """Reason why the reward function `name` cannot extract answers; "" if it can."""
+        if name in self._extractors:
             return ""
         if name in self._http_judges:
-            return f"{name} is a judge behind HTTP, which gives a score and no answer"
-        return f"the reward function {name} does not say which answer a completion gives (it has no `extract`)"
+            return f"{name} is a judge behind HTTP, which returns a score and no answer"
+        return f"the reward function {name} does not extract answers (it has no attribute `extract`)"
 
     async def try_verifiers(self, item: RewardInput) -> dict[str, Outcome]:
-        """Name -> outcome of every reward function that is no HTTP judge; nothing is counted."""
-        (outcomes,) = await self._in_process([item])
+        """Run every verifier that is not behind HTTP on one item. Returns outcomes by name, and counts no failure."""
+        (outcomes,) = await self._run_verifiers([item])
         return outcomes
 
-    async def extract(self, name: str, completions: Sequence[str]) -> list[Extracted]:
-        """The answer that the reward function `name` finds in each completion, in order.
+    async def extract_answers(self, name: str, completions: Sequence[str]) -> list[ExtractedAnswer]:
+        """Extract the answer of each completion with the reward function `name`, in order.
 
-        None where it finds none, RewardFailure where it failed. Raises as `judge` does.
+        None for a completion without an answer, RewardFailure where the extraction failed. Raises WaitTimeout if the
+        kernel does not end a killed process, AsyncGrpoError once the pool is closed.
         """
         if self._closed:
-            raise AsyncGrpoError("the reward pool is closed: nothing can be extracted any more")
-        return await _all([self._extract(name, completion) for completion in completions])
+            raise AsyncGrpoError("the reward pool is closed and cannot extract any more answers")
+        return await _gather_all([self._extract_answer(name, completion) for completion in completions])
 
     async def aclose(self) -> None:
         """End all workers and close all connections."""
@@ -132,54 +145,59 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _try_verifiers(self, slot: WorkerSlot) -> None:
-        """A user's verifier may raise (so it says that it cannot judge), but it must be callable and return a score."""
-        (outcomes,) = await slot.judge([DRY_ITEM])
+    async def _check_verifiers(self, slot: WorkerSlot) -> None:
+        """Try every verifier on TRIAL_INPUT. A user's verifier may raise (it cannot judge this input), but it must be
+        importable, callable, and return a score."""
+        (outcomes,) = await slot.judge([TRIAL_INPUT])
         for name, outcome in outcomes.items():
             if not isinstance(outcome, RewardFailure):
                 continue
             if outcome.kind in ("import", "start"):
                 raise ConfigError(outcome.reason)
-            wrong = outcome.kind not in _ACCEPTABLE_ON_DRY_CALL or outcome.reason.startswith(_PROGRAMMING_ERRORS)
-            if wrong and name not in BUILTIN:
+            is_broken = outcome.kind not in _ACCEPTABLE_IN_TRIAL or outcome.reason.startswith(_PROGRAMMING_ERRORS)
+            if is_broken and name not in BUILTIN:
                 raise ConfigError(
-                    f"rewards.functions: {name!r} was tried on the completion {DRY_ITEM.completion!r} with the answer "
-                    f"{DRY_ITEM.answer!r}, and failed ({outcome.kind}): {outcome.reason}. It should be {SIGNATURE}"
+                    f"rewards.functions: {name!r} was tried on the completion {TRIAL_INPUT.completion!r} with the "
+                    f"answer {TRIAL_INPUT.answer!r}, and failed ({outcome.kind}): {outcome.reason}. It should be "
+                    f"{SIGNATURE}"
                 )
 
-    async def _outcomes(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
-        """For every item the outcome of each reward function, by name."""
+    async def _run_functions(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
+        """Outcomes of all reward functions for each item, by name."""
         if not self._http_judges:
-            return await self._in_process(items)
-        requests = [self._over_http(judge, items) for judge in self._http_judges.values()]
-        parts = await _all([self._in_process(items), *requests])
+            return await self._run_verifiers(items)
+        requests = [self._request_scores(judge, items) for judge in self._http_judges.values()]
+        parts = await _gather_all([self._run_verifiers(items), *requests])
         merged: list[dict[str, Outcome]] = [{} for _ in items]
         for part in parts:
-            for outcomes, of_part in zip(merged, part, strict=True):
-                outcomes |= of_part
+            for item_outcomes, part_outcomes in zip(merged, part, strict=True):
+                item_outcomes |= part_outcomes
         return merged
 
-    async def _over_http(self, judge: HttpJudge, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
-        return await _all([judge.judge(item) for item in items])
+    async def _request_scores(self, judge: HttpJudge, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
+        return await _gather_all([judge.judge(item) for item in items])
 
-    async def _in_process(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
-        """The outcomes of the verifiers in worker processes. Every slot gets an equal share of the items."""
+    async def _run_verifiers(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
+        """Outcomes of the verifiers in worker processes. The items are divided evenly among the slots."""
         if not self._slots:
             return [{} for _ in items]
-        share = -(-len(items) // len(self._slots))
-        shares = [items[start : start + share] for start in range(0, len(items), max(share, 1))]
-        return [outcomes for part in await _all([self._in_slot(part) for part in shares]) for outcomes in part]
+        part_size = max(1, -(-len(items) // len(self._slots)))
+        parts = [items[start : start + part_size] for start in range(0, len(items), part_size)]
+        results: list[dict[str, Outcome]] = []
+        for part_results in await _gather_all([self._run_in_slot(part) for part in parts]):
+            results += part_results
+        return results
 
-    async def _in_slot(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
+    async def _run_in_slot(self, items: Sequence[RewardInput]) -> list[dict[str, Outcome]]:
         async with self._free_slot() as slot:
             return await slot.judge(items)
 
-    async def _extract(self, name: str, completion: str) -> Extracted:
+    async def _extract_answer(self, name: str, completion: str) -> ExtractedAnswer:
         async with self._free_slot() as slot:
-            found = await slot.extract(completion, name)
-        if isinstance(found, RewardFailure):
-            self._count(name, found)
-        return found
+            answer = await slot.extract(completion, name)
+        if isinstance(answer, RewardFailure):
+            self._count_failure(name, answer)
+        return answer
 
     @asynccontextmanager
     async def _free_slot(self) -> AsyncIterator[WorkerSlot]:
@@ -189,16 +207,16 @@ class RewardPool:
         finally:
             self._free.put_nowait(slot)
 
-    def _count(self, name: str, failure: RewardFailure) -> None:
-        """Count it, and log it the 1st, 10th, 100th... time: a verifier that always fails must not fill the disk."""
+    def _count_failure(self, name: str, failure: RewardFailure) -> None:
+        """Count a failure. Log only the 1st, 10th, 100th ...: a verifier that always fails must not fill the disk."""
         self.failures[name, failure.kind] += 1
         count = self.failures[name, failure.kind]
         if str(count).strip("0") == "1":
             log.warning("reward failed", reward=name, kind=failure.kind, why=failure.reason, so_far=count)
 
 
-async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order; the first failure cancels the rest and is raised by itself."""
+async def _gather_all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results in order. The first failure cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

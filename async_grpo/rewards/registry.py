@@ -1,8 +1,8 @@
-"""From the name of a reward function to a callable that takes a RewardInput.
+"""Finds reward functions by name.
 
-A reward function is a function or an object with `__call__`, or a class of such objects (made once in every
-verifier process, without arguments); it may be `async`. It takes the completion and the reference answer by
-position, and by keyword `prompt`, `metadata` and `tool_calls`, if it has parameters of these names:
+A reward function is a function, an object with `__call__`, or a class of such objects (instantiated once per verifier
+process, without arguments); it may be `async`. It takes the completion and the reference answer by position, and the
+keywords `prompt`, `metadata` and `tool_calls` if it has parameters with these names:
 
     def score(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, str]) -> float | None
 """
@@ -19,9 +19,9 @@ from async_grpo.plugins import load_plugin
 from async_grpo.rewards.base import RewardInput
 
 Judge = Callable[[RewardInput], Any]
-"""The score of an item, or an awaitable of it."""
+"""input -> its score, or an awaitable of it."""
 Extract = Callable[[str], Any]
-"""The answer that a completion gives, as a text; None if it gives none."""
+"""completion -> its answer as text, or None."""
 
 BUILTIN = {
     "answer_tag": "async_grpo.rewards.verifiers.answers:answer_tag",
@@ -42,45 +42,44 @@ BUILTIN = {
     "strict_format": "async_grpo.rewards.verifiers.boxed:strict_format",
     "step": "async_grpo.rewards.verifiers.boxed:step",
 }
-"""Built-in verifiers by name. docs/verifiers.md says what each scores."""
+"""Built-in verifiers by name; described in docs/verifiers.md."""
 
-NEED_PACKAGES = frozenset(name for name, where in BUILTIN.items() if "symbolic" in where or "prm800k" in where)
-"""Built-in verifiers that do algebra and import packages that may not be installed."""
+ALGEBRA_VERIFIERS = frozenset(name for name, path in BUILTIN.items() if "symbolic" in path or "prm800k" in path)
+"""Built-in verifiers that import computer algebra, which may not be installed."""
 
-SIGNATURE = (
-    "(completion: str, answer: str) -> float, with the keywords prompt, metadata and tool_calls where it wants them"
-)
+SIGNATURE = "(completion: str, answer: str) -> float, with the optional keywords prompt, metadata and tool_calls"
 _KEYWORDS = ("prompt", "metadata", "tool_calls")
 
 
 def load_verifier(name: str) -> tuple[Judge, Extract | None]:
-    """The built-in verifier or the user's `module:attribute` (on the Python path or in the working folder), and its
-    attribute `extract`, the function that extracts the answer, if it has one.
+    """Load a built-in verifier or a user's `module:attribute` (from the Python path or the working folder). Returns it
+    with its attribute `extract`, the function that extracts an answer, or None.
 
-    Raises ConfigError with what to change.
+    Raises ConfigError.
     """
-    found = _find(name)
-    if not callable(found):
+    loaded = _load(name)
+    if not callable(loaded):
         raise ConfigError(
-            f"rewards.functions: {name!r} is a value of type {type(found).__name__}, not a function {SIGNATURE}. "
+            f"rewards.functions: {name!r} is a value of type {type(loaded).__name__}, not a function {SIGNATURE}. "
             "Name a callable"
         )
-    function: Callable[..., Any] = found
-    extras = _extras(name, function)
+    function: Callable[..., Any] = loaded
+    keywords = _accepted_keywords(name, function)
     extract: Extract | None = getattr(function, "extract", None)
     if extract is not None and not callable(extract):
         raise ConfigError(
             f"rewards.functions: {name!r} has an attribute `extract` that is a {type(extract).__name__}. Make it a "
             "function (completion: str) -> str | None, or give it another name"
         )
-    return (
-        lambda item: function(item.completion, item.answer, **{extra: getattr(item, extra) for extra in extras}),
-        extract,
-    )
+
+    def judge(item: RewardInput) -> Any:
+        return function(item.completion, item.answer, **{keyword: getattr(item, keyword) for keyword in keywords})
+
+    return judge, extract
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError if the name cannot be that of a reward function. Imports nothing."""
+    """Raise ConfigError unless the name is a built-in verifier or `module:attribute`. Imports nothing."""
     module_name, _, attribute = name.partition(":")
     if name not in BUILTIN and not (module_name and attribute):
         near = difflib.get_close_matches(name, BUILTIN, n=1)
@@ -91,39 +90,39 @@ def check_name(name: str) -> None:
         )
 
 
-def _find(name: str) -> object:
+def _load(name: str) -> object:
     check_name(name)
-    found: object = load_plugin(BUILTIN.get(name, name), key="rewards.functions", expected=f"a function {SIGNATURE}")
-    if not inspect.isclass(found):
-        return found
+    loaded: object = load_plugin(BUILTIN.get(name, name), key="rewards.functions", expected=f"a function {SIGNATURE}")
+    if not inspect.isclass(loaded):
+        return loaded
     try:
-        return found()
+        return loaded()
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(
-            f"rewards.functions: {name!r} cannot be made ({type(error).__name__}: {error}). "
+            f"rewards.functions: {name!r} cannot be instantiated ({type(error).__name__}: {error}). "
             "A class must be callable without arguments"
         ) from error
 
 
-def _extras(name: str, function: Callable[..., Any]) -> list[str]:
-    """The extra keywords that the function takes. Raises ConfigError if it cannot be called with them."""
+def _accepted_keywords(name: str, function: Callable[..., Any]) -> list[str]:
+    """The optional keywords that the function accepts. Raises ConfigError if it cannot be called with them."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions of C modules have no signature
         return []
-    extras = [extra for extra in _KEYWORDS if _takes(signature, extra)]
+    keywords = [keyword for keyword in _KEYWORDS if _accepts(signature, keyword)]
     try:
-        signature.bind("", "", **dict.fromkeys(extras))
+        signature.bind("", "", **dict.fromkeys(keywords))
     except TypeError as error:
         raise ConfigError(
             f"rewards.functions: {name!r} has the signature {signature} and cannot be called with a completion and "
             f"an answer ({error}). Give it {SIGNATURE}"
         ) from error
-    return extras
+    return keywords
 
 
-def _takes(signature: inspect.Signature, extra: str) -> bool:
+def _accepts(signature: inspect.Signature, keyword: str) -> bool:
     parameters = signature.parameters
-    if extra in parameters:
-        return parameters[extra].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if keyword in parameters:
+        return parameters[keyword].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -313,7 +313,7 @@ class Dispatcher:
     async def _judge_samples(self, group: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards. Failures of reward functions are counted by kind."""
         task = group.ticket.task
-        items = [RewardInput.of(sample, task) for sample in samples]
+        items = [RewardInput.from_sample(sample, task) for sample in samples]
         judged = zip(samples, await self._context.pool.judge(items), strict=True)
         results = [apply_length_rule(sample, result, self._context.config) for sample, result in judged]
         kinds = Counter(failure.kind for result in results for failure in result.failures.values())

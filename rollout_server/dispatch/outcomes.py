@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from async_grpo.config import RunConfig
-from async_grpo.rewards.base import RewardResult, with_length
+from async_grpo.rewards.base import RewardResult, apply_overlong_rule
 from async_grpo.wire import ReleaseReason, Sample
 
 MIN_JUDGED = 2
@@ -28,7 +28,7 @@ def find_invalid_sample(samples: Sequence[Sample]) -> str:
 
 def apply_length_rule(sample: Sample, result: RewardResult, config: RunConfig) -> RewardResult:
     """The reward after the rule of the configuration for overlong samples."""
-    return with_length(
+    return apply_overlong_rule(
         result,
         config.rewards,
         length=sample.length,

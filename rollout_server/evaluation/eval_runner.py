@@ -184,7 +184,7 @@ class EvalRunner:
 
         prompts = [PromptResult(*results) for results in zip(tasks, sampled, greedy, strict=True)]
         lengths = [answer.sample.length for answers in sampled for answer in answers if not answer.failure]
-        no_majority = self._context.pool.why_no_answers(self._judged_by)
+        no_majority = self._context.pool.reason_without_extraction(self._judged_by)
         figures, by_source = await asyncio.to_thread(self._statistics, prompts, plan.samples, votes=not no_majority)
         return EvalResult(
             prompts, figures, by_source, no_majority, sum(lengths) / len(lengths) if lengths else math.nan
@@ -231,10 +231,10 @@ class EvalRunner:
         made = await self._complete(task, count, temperature, f"eval{temperature:g}")
         samples = [sample for sample in made if isinstance(sample, Sample)]
         pool, name = self._context.pool, self._judged_by
-        results = await pool.judge([RewardInput.of(sample, task) for sample in samples])
+        results = await pool.judge([RewardInput.from_sample(sample, task) for sample in samples])
         found: list[str | RewardFailure | None] = [None] * len(samples)
-        if temperature and not pool.why_no_answers(name):
-            found = await pool.extract(name, [sample.text for sample in samples])
+        if temperature and not pool.reason_without_extraction(name):
+            found = await pool.extract_answers(name, [sample.text for sample in samples])
         self._on_grades(count)
         scores = [result.scores.get(name) for result in results]
         graded = [_graded(*parts) for parts in zip(samples, results, scores, found, strict=True)]

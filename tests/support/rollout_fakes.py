@@ -179,10 +179,10 @@ class FakePool:
             await self.gate.wait()
         return [self._verdict(item.completion, item.answer) for item in items]
 
-    def why_no_answers(self, name: str) -> str:
+    def reason_without_extraction(self, name: str) -> str:
         return "" if name == "answer_tag" else f"{name} has none"
 
-    async def extract(self, name: str, completions: Sequence[str]) -> list[str | RewardFailure | None]:
+    async def extract_answers(self, name: str, completions: Sequence[str]) -> list[str | RewardFailure | None]:
         special = {"?": None, "!": RewardFailure("extraction", "ValueError: no")}
         return [special.get(completion, completion) for completion in completions]
 

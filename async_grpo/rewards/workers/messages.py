@@ -1,9 +1,9 @@
 """Messages of the reward pool: frames between a slot and its worker, packets between the pool and its supervisor.
 
-slot --VerifierRequest--> worker                          4 bytes of length, then MessagePack,
-slot <--WorkerReady, then Outcome or Extracted-- worker   on a stream that only the two hold
+slot --VerifierRequest--> worker                                4 bytes of length, then MessagePack,
+slot <--WorkerReady, then Outcome or ExtractedAnswer-- worker   on a private stream
 
-pool --SpawnWorker (with the worker's end of that stream), KillWorker--> supervisor    one message a packet
+pool --SpawnWorker (with the worker's end of that stream), KillWorker--> supervisor    one message per packet
 pool <--WorkerExited-- supervisor
 """
 
@@ -33,7 +33,7 @@ class WorkerReady(msgspec.Struct, frozen=True):
 class VerifierRequest(msgspec.Struct, frozen=True):
     """One completion for the verifiers `names`, in this order: to judge, or to extract its answer with `extract`.
 
-    Each verifier gives one reply: an Outcome, or an Extracted.
+    Each verifier gives one reply: an Outcome, or an ExtractedAnswer.
     """
 
     names: list[str]

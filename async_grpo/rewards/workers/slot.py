@@ -22,7 +22,7 @@ import msgspec
 
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.errors import WaitTimeout, WireError
-from async_grpo.rewards.base import Extracted, FailureKind, Outcome, RewardFailure, RewardInput
+from async_grpo.rewards.base import ExtractedAnswer, FailureKind, Outcome, RewardFailure, RewardInput
 from async_grpo.rewards.workers.client import SupervisorClient, WorkerHandle
 from async_grpo.rewards.workers.messages import (
     MAX_REPLY_BYTES,
@@ -79,10 +79,10 @@ class WorkerSlot:
             [VerifierRequest(names, item._replace(metadata=dict(item.metadata))) for item in items]
         )
 
-    async def extract(self, completion: str, name: str) -> Extracted:
+    async def extract(self, completion: str, name: str) -> ExtractedAnswer:
         """The answer that the verifier `name` finds in the completion."""
         request = VerifierRequest([name], RewardInput(completion, ""), extract=True)
-        replies: list[dict[str, Extracted]] = await self._collect_replies([request])
+        replies: list[dict[str, ExtractedAnswer]] = await self._collect_replies([request])
         return replies[0][name]
 
     async def warm(self) -> None:
@@ -158,7 +158,7 @@ class WorkerSlot:
         # Not drained: the worker reads a request only after it has answered the one before, under its deadline.
         worker.writer.write(b"".join(pack(request) for request in sent.values()))
         for index, request in sent.items():
-            kind = Extracted if request.extract else Outcome
+            kind = ExtractedAnswer if request.extract else Outcome
             for name in request.names:
                 replies[index][name] = reply = await self._reply(worker, kind)
                 if isinstance(reply, RewardFailure) and reply.kind in _FATAL_KINDS:

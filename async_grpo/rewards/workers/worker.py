@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import Extracted, Outcome, RewardFailure, RewardInput, as_score
+from async_grpo.rewards.base import ExtractedAnswer, Outcome, RewardFailure, RewardInput, parse_score
 from async_grpo.rewards.registry import Extract, Judge, load_verifier
 from async_grpo.rewards.workers.messages import (
     MAX_FRAME_BYTES,
@@ -73,12 +73,12 @@ def _judge(runner: asyncio.Runner, judge: Judge, item: RewardInput) -> Outcome:
     if value is None:
         return RewardFailure("none", "it returned None")
     try:
-        return as_score(value)
+        return parse_score(value)
     except ValueError as error:
         return RewardFailure("bad_value", f"it returned no score: {error}"[:_REASON_CHARACTERS])
 
 
-def _extract(extract: Extract, completion: str) -> Extracted:
+def _extract(extract: Extract, completion: str) -> ExtractedAnswer:
     try:
         found = extract(completion)
     except BaseException as error:  # as in _judge

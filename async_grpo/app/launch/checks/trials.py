@@ -25,9 +25,9 @@ from async_grpo.data.prepared_source import open_folder
 from async_grpo.data.tokenizer import Tokenizer, find_tokenizer
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.plugins import is_plugin, load_plugin
-from async_grpo.rewards.base import DRY_ITEM, RewardFailure, RewardInput
+from async_grpo.rewards.base import TRIAL_INPUT, RewardFailure, RewardInput
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
+from async_grpo.rewards.registry import ALGEBRA_VERIFIERS, BUILTIN
 from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import Sample, Task
 from rollout_server.engines.base import GenerationRequest
@@ -40,7 +40,7 @@ WORKFLOW_S = 30.0
 """Seconds that a workflow may take for the trial. One that takes longer is not refused: its tools may be slow."""
 _MISTAKES = (TypeError, NameError, AttributeError, ImportError)
 """Errors of code that can never work. Others may come from the policy's odd answer, or from a tool that is away."""
-_NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
+_NEED_NO_TRIAL = BUILTIN.keys() - ALGEBRA_VERIFIERS
 """Reward functions that work wherever this package does."""
 
 
@@ -58,7 +58,7 @@ def check_rewards(rewards: RewardsConfig, rows: Sequence[RewardInput] = ()) -> N
 
 
 async def _try_verifiers(pool: RewardPool, names: Sequence[str], rows: Sequence[RewardInput]) -> None:
-    items = [DRY_ITEM]
+    items = [TRIAL_INPUT]
     for row in rows:  # a right answer and a wrong one
         items += [row, row._replace(completion="I do not know.")]
     async with pool:

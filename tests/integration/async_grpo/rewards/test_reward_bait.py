@@ -17,11 +17,11 @@ import pytest
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.rewards.base import RewardInput, RewardResult
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
+from async_grpo.rewards.registry import ALGEBRA_VERIFIERS, BUILTIN
 from tests.support.bait import baits
 
-ALGEBRA = sorted(NEED_PACKAGES)
-TEXT = sorted(BUILTIN.keys() - NEED_PACKAGES - {"kk_reward"})  # its references are no numbers
+ALGEBRA = sorted(ALGEBRA_VERIFIERS)
+TEXT = sorted(BUILTIN.keys() - ALGEBRA_VERIFIERS - {"kk_reward"})  # its references are no numbers
 WORKERS = 2
 TICK_S = 0.005
 

@@ -230,15 +230,15 @@ def test_the_example_of_the_documentation_runs() -> None:
 
 async def found(pool: RewardPool, *completions: str) -> list[str | None]:
     """Answers; of an extraction that failed its kind, in brackets."""
-    answers = await pool.extract(ANSWERS, completions)
+    answers = await pool.extract_answers(ANSWERS, completions)
     return [f"({answer.kind})" if isinstance(answer, RewardFailure) else answer for answer in answers]
 
 
 async def test_answers_are_extracted_by_the_reward_function_that_is_named() -> None:
     async with pool_of("format", "gsm8k", workers=2) as pool:
-        assert pool.why_no_answers("gsm8k") == ""
-        assert "format does not say" in pool.why_no_answers("format")
-        assert await pool.extract("gsm8k", ["#### 1,800", "so 9.", "none"]) == ["1800", "9", None]
+        assert pool.reason_without_extraction("gsm8k") == ""
+        assert "format does not say" in pool.reason_without_extraction("format")
+        assert await pool.extract_answers("gsm8k", ["#### 1,800", "so 9.", "none"]) == ["1800", "9", None]
         (verdict,) = await pool.judge([RewardInput("#### 18", "18")])
         assert verdict.scores == {"format": 0.0, "gsm8k": 1.0}
 
@@ -246,14 +246,14 @@ async def test_answers_are_extracted_by_the_reward_function_that_is_named() -> N
 async def test_a_judge_behind_http_has_no_answers() -> None:
     functions = [RewardConfig(name="judge", http=HttpRewardConfig(url="http://127.0.0.1:1"))]
     async with RewardPool(RewardsConfig(functions=functions)) as pool:
-        assert "behind HTTP" in pool.why_no_answers("judge")
+        assert "behind HTTP" in pool.reason_without_extraction("judge")
 
 
 async def test_an_extraction_that_fails_costs_the_answer_says_why_and_is_counted() -> None:
     async with pool_of(ANSWERS, deadline_s=3.0) as pool:
         answers = await found(pool, "fine", "raise", "number", "crash", "nothing", "long", "fine")
         assert answers == ["FINE", "(extraction)", "(extraction)", "(crashed)", None, None, "FINE"]
-        (failure,) = await pool.extract(ANSWERS, ["raise"])
+        (failure,) = await pool.extract_answers(ANSWERS, ["raise"])
         assert failure == RewardFailure("extraction", "ValueError: no")
         assert pool.failures == Counter({(ANSWERS, "extraction"): 3, (ANSWERS, "crashed"): 1})
 
@@ -271,6 +271,6 @@ async def test_a_pool_that_is_closed_judges_and_extracts_nothing_and_says_so() -
     async with pool:
         pass
     await pool.aclose()
-    for call in (judge(pool, "a"), pool.extract("gsm8k", ["#### 1"])):
+    for call in (judge(pool, "a"), pool.extract_answers("gsm8k", ["#### 1"])):
         with pytest.raises(AsyncGrpoError, match="closed"):
             await call

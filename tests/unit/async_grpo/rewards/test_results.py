@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
-from async_grpo.rewards.base import RewardFailure, RewardResult, as_score, combine, soft_punishment, with_length
+from async_grpo.rewards.base import (
+    RewardFailure,
+    RewardResult,
+    apply_overlong_rule,
+    combine_outcomes,
+    parse_score,
+    soft_length_penalty,
+)
 from async_grpo.wire import Sample, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from rollout_server.dispatch.outcomes import apply_length_rule, with_rewards
 from tests.support.rollout_fakes import config_of
@@ -26,22 +33,22 @@ FUNCTIONS = [
 
 
 def test_the_reward_is_the_weighted_sum() -> None:
-    assert combine({"a": 1.0, "b": 1.0, "c": 0.25}, FUNCTIONS).reward == 1.75
+    assert combine_outcomes({"a": 1.0, "b": 1.0, "c": 0.25}, FUNCTIONS).reward == 1.75
 
 
 def test_a_required_reward_that_fails_makes_the_sample_unverifiable_and_the_first_one_says_why() -> None:
-    assert combine({"a": 1.0, "b": HUNG, "c": DOWN}, FUNCTIONS) == RewardResult(
+    assert combine_outcomes({"a": 1.0, "b": HUNG, "c": DOWN}, FUNCTIONS) == RewardResult(
         scores={"a": 1.0}, reward=None, failures={"b": HUNG, "c": DOWN}, failure="timeout", reason="b: it hung"
     )
 
 
 def test_a_reward_that_is_not_required_is_left_out_and_still_counted() -> None:
-    verdict = combine({"a": 1.0, "b": 0.0, "c": DOWN}, FUNCTIONS)
+    verdict = combine_outcomes({"a": 1.0, "b": 0.0, "c": DOWN}, FUNCTIONS)
     assert (verdict.reward, verdict.failure, verdict.failures) == (2.0, "", {"c": DOWN})
 
 
 def test_a_sum_that_overflows_is_no_reward() -> None:
-    verdict = combine({"a": 1e6}, [RewardConfig(name="a", weight=1e303)])
+    verdict = combine_outcomes({"a": 1e6}, [RewardConfig(name="a", weight=1e303)])
     assert (verdict.reward, verdict.failure) == (None, "bad_value")
 
 
@@ -59,7 +66,7 @@ def test_a_sum_that_overflows_is_no_reward() -> None:
     ],
 )
 def test_numbers_are_scores(value: object, score: float) -> None:
-    assert as_score(value) == score
+    assert parse_score(value) == score
 
 
 class Unspeakable:
@@ -72,7 +79,7 @@ class Unspeakable:
 )
 def test_anything_else_is_none(value: object) -> None:
     with pytest.raises(ValueError, match=r"not a number|not a finite number"):
-        as_score(value)
+        parse_score(value)
 
 
 RIGHT = RewardResult(scores={"gsm8k": 1.0}, reward=1.0)
@@ -83,7 +90,7 @@ FILTER = RewardsConfig(overlong="filter")
 def judged(
     rule: RewardsConfig, verdict: RewardResult = RIGHT, *, length: int, finish_reason: str = "stop"
 ) -> RewardResult:
-    return with_length(verdict, rule, length=length, finish_reason=finish_reason, max_tokens=100)
+    return apply_overlong_rule(verdict, rule, length=length, finish_reason=finish_reason, max_tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,9 @@ def test_the_punishment_is_that_of_the_paper(length: int, max_tokens: int, data:
     last = data.draw(st.integers(1, max_tokens - 1))
     expected = max_tokens - last
     paper = 0.0 if length <= expected else max(-1.0, (expected - length) / last)
-    assert soft_punishment(length, max_tokens=max_tokens, last=last, factor=factor) == pytest.approx(factor * paper)
+    assert soft_length_penalty(length, max_tokens=max_tokens, last_tokens=last, factor=factor) == pytest.approx(
+        factor * paper
+    )
 
 
 def test_a_sample_that_was_cut_is_masked_and_counted_by_the_filter() -> None:

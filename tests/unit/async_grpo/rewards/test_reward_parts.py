@@ -6,7 +6,7 @@ import pytest
 
 from async_grpo.config.rewards import HttpRewardConfig
 from async_grpo.rewards.base import RewardFailure
-from async_grpo.rewards.http_judge import look_up, pause_s, score_of
+from async_grpo.rewards.http_judge import look_up, read_score, retry_delay_s
 from async_grpo.rewards.workers.client import worker_environment
 
 
@@ -41,11 +41,11 @@ def test_a_json_pointer_into_nothing_is_an_error(pointer: str) -> None:
 
 @pytest.mark.parametrize("reply", [b"", b"\xff\xfe", b"nan", b'{"score": 1e999}', b'{"score": [1]}', b"[" * 10_000])
 def test_a_reply_without_a_finite_number_is_a_bad_reply(reply: bytes) -> None:
-    outcome = score_of(reply, "/score")
+    outcome = read_score(reply, "/score")
     assert isinstance(outcome, RewardFailure) and outcome.kind == "http_bad_reply"
 
 
 def test_pauses_grow_twofold_with_full_jitter_up_to_their_limit() -> None:
     config = HttpRewardConfig(url="http://judge/", backoff_s=0.5, backoff_max_s=3.0)
-    assert [pause_s(config, attempt, 0.0) for attempt in (1, 2, 3, 4, 5000)] == [1.0, 2.0, 3.0, 3.0, 3.0]
-    assert pause_s(config, 1, 0.75) == 0.25
+    assert [retry_delay_s(config, attempt, 0.0) for attempt in (1, 2, 3, 4, 5000)] == [1.0, 2.0, 3.0, 3.0, 3.0]
+    assert retry_delay_s(config, 1, 0.75) == 0.25

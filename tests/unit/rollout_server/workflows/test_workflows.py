@@ -109,7 +109,7 @@ async def test_the_policy_goes_on_with_the_answer_of_its_tool() -> None:
 async def test_rewards_are_told_how_many_calls_were_answered() -> None:
     task = Task(index=0, prompt="2+2?", prompt_tokens=b"", answer="4")
     sample = await play(with_calculator, [call("calculator", expression="2 + 2"), "<tool_call>{}</tool_call", "4"])
-    assert RewardInput.of(sample, task) == RewardInput(sample.text, "4", "2+2?", {}, tool_calls=1)
+    assert RewardInput.from_sample(sample, task) == RewardInput(sample.text, "4", "2+2?", {}, tool_calls=1)
 
 
 async def test_after_max_calls_the_completion_is_final() -> None:

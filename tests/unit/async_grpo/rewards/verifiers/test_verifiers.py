@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.rewards.base import RewardInput
-from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES, load_verifier
+from async_grpo.rewards.registry import ALGEBRA_VERIFIERS, BUILTIN, load_verifier
 from async_grpo.rewards.verifiers import boxed
 from async_grpo.rewards.verifiers.answers import answer_tag, format_tags, gsm8k
 from async_grpo.rewards.verifiers.symbolic import equal, math_verify
@@ -298,7 +298,7 @@ def last_boxed_slowly(text: str) -> str | None:
     return None
 
 
-NO_ALGEBRA = sorted(BUILTIN.keys() - NEED_PACKAGES)
+NO_ALGEBRA = sorted(BUILTIN.keys() - ALGEBRA_VERIFIERS)
 REFERENCES = {"kk_reward": KNIGHT}
 RANGES = {
     "strict_format": (-0.5, 1.0),
