@@ -1,4 +1,4 @@
-"""What an engine is told on each platform, and what is refused before it starts."""
+"""Arguments and environment of vLLM on each platform, and settings refused before it starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollout_server.engines.vllm.platform import (
 )
 
 
-def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:
+def test_a_cpu_engine_has_no_chunked_prefill_and_binds_no_cores() -> None:
     config = VllmConfig(max_model_len=4096, kv_cache_bytes=1 << 20, threads=2)
     assert platform_arguments(config) == {
         "kv_cache_memory_bytes": 1 << 20,
@@ -52,12 +52,12 @@ def limits_of(concurrency: int = 192, http: int = 8, **vllm: Any) -> EngineLimit
         (limits_of(extra={"max_num_seqs": 100, "max_num_batched_tokens": 512}), 100, 512),
     ],
 )
-def test_an_engine_has_room_for_all_that_its_server_lets_in(limits: EngineLimits, requests: int, tokens: int) -> None:
+def test_engine_limits_cover_all_requests_of_the_server(limits: EngineLimits, requests: int, tokens: int) -> None:
     arguments = limit_arguments(limits, {})
     assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (requests, tokens)
 
 
-def test_batches_of_every_size_are_decoded_in_captured_graphs_on_accelerators() -> None:
+def test_accelerators_capture_graphs_for_batches_of_every_size() -> None:
     assert [VllmConfig(platform=name).is_eager for name in ("cpu", "cuda", "ascend")] == [True, False, False]
     assert limit_arguments(limits_of(platform="ascend"), {})["max_cudagraph_capture_size"] == 400
     chosen = {"cudagraph_capture_sizes": [1, 8]}
@@ -65,25 +65,22 @@ def test_batches_of_every_size_are_decoded_in_captured_graphs_on_accelerators() 
         assert "max_cudagraph_capture_size" not in limit_arguments(limits, extra)
 
 
-def test_an_engine_with_other_limits_than_the_memory_plan_assumed_is_refused() -> None:
+def test_limits_that_differ_from_the_memory_plan_are_refused() -> None:
     limits = limits_of()
     check_limits(limits, SimpleNamespace(max_num_seqs=400, max_num_batched_tokens=8192))
     with pytest.raises(EngineError, match=r"'max_num_seqs': 128, .*'max_num_seqs': 400"):
         check_limits(limits, SimpleNamespace(max_num_seqs=128, max_num_batched_tokens=8192))
 
 
-def test_workers_of_an_engine_find_each_other_on_the_loopback_unless_the_user_says_otherwise() -> None:
-    assert (
-        environment_variables(VllmConfig()).items() >= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}.items()
-    )
+def test_workers_meet_on_the_loopback_unless_the_user_sets_an_address() -> None:
+    loopback = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    assert environment_variables(VllmConfig()).items() >= loopback.items()
     assert environment_variables(VllmConfig(platform="cuda"))["NCCL_SOCKET_IFNAME"] == "=lo"
     assert environment_variables(VllmConfig(platform="ascend"))["HCCL_SOCKET_IFNAME"] == "=lo"
     assert environment_variables(VllmConfig(environment={"VLLM_HOST_IP": "10.0.0.5"}))["VLLM_HOST_IP"] == "10.0.0.5"
 
 
-def test_a_cpu_engine_compiles_only_if_it_is_told_to_and_there_is_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_cpu_engine_compiles_only_if_configured_and_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "my-compiler"
     compiler.touch(mode=0o755)
     (tmp_path / "Python.h").touch()
@@ -101,7 +98,7 @@ def test_a_cpu_engine_compiles_only_if_it_is_told_to_and_there_is_a_compiler(
     assert "TORCHDYNAMO_DISABLE" not in environment_variables(VllmConfig(platform="cuda"))
 
 
-def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_share() -> None:
+def test_accelerators_get_their_memory_limits_and_replaceable_weights() -> None:
     config = VllmConfig(platform="ascend", additional_config={"enable_weight_nz_layout": False})
     assert platform_arguments(config) == {
         "gpu_memory_utilization": 0.8,
@@ -118,7 +115,7 @@ def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_sh
     assert platform_arguments(config) == {"gpu_memory_utilization": 0.8, "kv_cache_memory_bytes": 1 << 30}
 
 
-def test_an_ascend_engine_cannot_sleep_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascend_sleep_mode_refuses_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(EngineError, match="PYTORCH_NPU_ALLOC_CONF"):
         platform_arguments(VllmConfig(platform="ascend"), sleep_mode=True)
@@ -133,12 +130,12 @@ def test_an_ascend_engine_cannot_sleep_with_expandable_segments(monkeypatch: pyt
         ({"extra": {"logprobs_mode": "raw_logprobs"}}, "extra sets logprobs_mode"),
     ],
 )
-def test_wrong_combinations_are_refused_before_the_engine_starts(changes: dict[str, Any], message: str) -> None:
+def test_conflicting_settings_are_refused_by_the_configuration(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         VllmConfig(**changes)
 
 
-def test_a_vllm_for_another_device_is_named() -> None:
+def test_a_vllm_build_for_another_device_is_refused() -> None:
     check_platform(VllmConfig(), "cpu")
     check_platform(VllmConfig(platform="ascend"), "npu")
     with pytest.raises(EngineError, match=r"platform is cuda, .* cpu.*async-grpo install cuda"):

@@ -1,4 +1,4 @@
-"""The engine process is forked from a process that has done nothing but import, and has its parent's environment."""
+"""Engine processes forked from a process that has only imported vLLM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_forked_process_has_the_environment_of_its_start_and_no_file_of_its_parent(tmp_path: Path) -> None:
+def test_a_forked_process_gets_the_current_environment_and_no_open_files(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=30)
@@ -44,12 +44,12 @@ def test_a_forked_process_has_the_environment_of_its_start_and_no_file_of_its_pa
 
 
 @pytest.mark.parametrize("other", [{"platform": "cuda"}, {"tensor_parallel": 2}, {"multiprocessing": False}])
-def test_other_engines_are_left_to_vllm(other: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_engines_are_started_by_vllm_itself(other: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server.forkserver, "ensure_running", lambda: pytest.fail("forked"))
     fork_server.import_and_fork(VllmConfig.model_validate(other))
 
 
-def test_nothing_is_collected_while_packages_are_imported_and_what_is_there_then_never() -> None:
+def test_imports_run_without_garbage_collection_and_are_then_frozen() -> None:
     try:
         with pytest.raises(ImportError), uncollected():
             assert not gc.isenabled()

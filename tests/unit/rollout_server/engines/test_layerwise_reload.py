@@ -1,4 +1,4 @@
-"""What of a new version is loaded into a running model, on a model that counts as vLLM's does."""
+"""Tensors that an update loads, on a model that counts loaded elements as vLLM's does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYERS = {
 
 
 class CountingModel(torch.nn.Module):
-    """Layers that become whole, and only then change, when all of their elements were loaded."""
+    """Layers that change only when all of their elements were loaded."""
 
     def __init__(self, layers: dict[str, list[str]], padded: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class CountingModel(torch.nn.Module):
                 self.values |= self._loaded.pop(layer)
 
     def finalize(self, model: torch.nn.Module, model_config: object) -> None:
-        """What is left is processed as it is; the missing part of a layer is garbage."""
+        """Process what is left; the missing part of a layer is garbage."""
         self.finalized += 1
         for layer, loaded in self._loaded.items():
             if loaded:
@@ -83,7 +83,7 @@ def held(path: Path, identity: WeightVersion) -> HeldWeights:
 
 
 class Bench:
-    """A model, its reload, and a store whose version v holds v * 10 + position in every tensor."""
+    """A model, its reload, and a store whose version v has v * 10 + position in every tensor."""
 
     def __init__(self, model: CountingModel, *, counts: bool = True, captured_graphs: bool = False) -> None:
         self.model = model
@@ -93,15 +93,17 @@ class Bench:
         self.values = dict.fromkeys(NAMES, -1.0)
 
     def publish(self, version: int, changed: list[str] | None, base: int | None = None) -> WeightVersion:
-        """A version in which `changed` moved since `base` (None: since the version before); None: all, untold."""
+        """Publish a version in which `changed` moved since `base` (None: the version before); None: all, without note."""
         block = np.frombuffer(self.store.begin_write(), np.float32)
         for position, spec in enumerate(LAYOUT.tensors):
             if changed is None or spec.name in changed:
                 self.values[spec.name] = version * 10.0 + position
             block[spec.offset // 4 : spec.offset // 4 + 4] = self.values[spec.name]
         flags = [changed is not None and name in changed for name in NAMES]
-        told = None if changed is None else (0, version - 1 if base is None else base)
-        self.store.commit_write(WeightVersion(0, version), VersionNotes(base=told, changed=chunks.pack_bits(flags)))
+        noted_base = None if changed is None else (0, version - 1 if base is None else base)
+        self.store.commit_write(
+            WeightVersion(0, version), VersionNotes(base=noted_base, changed=chunks.pack_bits(flags))
+        )
         return WeightVersion(0, version)
 
     def update(self, version: int, changed: list[str] | None, base: int | None = None) -> list[list[str]]:
@@ -118,25 +120,25 @@ def _no_shared_memory_is_left() -> Iterator[None]:
     remove_stores(RUN)
 
 
-def test_the_first_update_loads_everything_and_later_ones_what_changed_with_the_rest_of_its_block() -> None:
+def test_later_updates_load_only_the_blocks_that_changed() -> None:
     bench = Bench(CountingModel(LAYERS))
     assert bench.update(1, NAMES) == [NAMES]
     assert bench.update(2, ["layers.0.mlp.up.weight"]) == [["layers.0.mlp.gate.weight", "layers.0.mlp.up.weight"]]
     assert bench.update(3, ["head.weight", "layers.0.norm.weight"]) == [["layers.0.norm.weight", "head.weight"]]
     assert bench.update(4, []) == []
     assert bench.model.finalized == 3
-    bench.store = WeightStore.create(store_path(RUN, "store"), LAYOUT)  # made anew, and so mapped anew
+    bench.store = WeightStore.create(store_path(RUN, "store"), LAYOUT)  # a new file, so the reload maps it again
     assert bench.update(5, None) == [NAMES]
 
 
-def test_changes_since_another_version_than_the_loaded_one_mean_everything() -> None:
+def test_changes_since_another_than_the_loaded_version_load_everything() -> None:
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
     bench.publish(2, ["head.weight"])
     assert bench.update(3, ["embed.weight"], base=2) == [NAMES]
 
 
-def test_a_layer_across_blocks_is_never_left_half_loaded() -> None:
+def test_a_layer_across_blocks_is_never_partly_loaded() -> None:
     layers = {"whole": [*LAYERS["embed"], *LAYERS["head"]], "gate_up": LAYERS["gate_up"], "norm": LAYERS["norm"]}
     bench = Bench(CountingModel(layers))
     bench.update(1, None)
@@ -145,19 +147,19 @@ def test_a_layer_across_blocks_is_never_left_half_loaded() -> None:
     assert sorted(first + rest) == sorted(NAMES)
 
 
-def test_a_padded_layer_is_known_to_be_whole_after_the_first_update() -> None:
+def test_a_padded_layer_counts_as_complete_after_the_first_update() -> None:
     bench = Bench(CountingModel(LAYERS, padded=("embed",)))
     bench.update(1, None)
     assert bench.update(2, ["embed.weight"]) == [["embed.weight"]]
 
 
-def test_without_vllms_count_everything_is_loaded() -> None:
+def test_without_element_counts_everything_is_loaded() -> None:
     bench = Bench(CountingModel(LAYERS), counts=False)
     bench.update(1, None)
     assert bench.update(2, ["head.weight"]) == [NAMES]
 
 
-def test_after_a_failed_update_everything_is_loaded() -> None:
+def test_a_failed_update_makes_the_next_load_everything() -> None:
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
     identity = bench.publish(2, ["head.weight"])
@@ -169,7 +171,7 @@ def test_after_a_failed_update_everything_is_loaded() -> None:
     assert bench.update(3, ["head.weight"]) == [NAMES]
 
 
-def test_a_version_or_store_that_is_not_there_is_refused_with_the_model_as_it_was() -> None:
+def test_a_missing_version_or_store_leaves_the_model_unchanged() -> None:
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
     with pytest.raises(WeightsError, match="version 9"):
@@ -179,13 +181,13 @@ def test_a_version_or_store_that_is_not_there_is_refused_with_the_model_as_it_wa
     assert bench.update(2, ["head.weight"]) == [["head.weight"]]
 
 
-def test_blocks_are_the_parts_of_a_numbered_layer() -> None:
+def test_blocks_are_parts_of_a_numbered_layer() -> None:
     names = ["m.layers.10.mlp.experts.3.w1.weight", "m.layers.10.mlp.gate.weight", "m.layers.1.mlp.gate.weight"]
     assert expand_to_blocks(names, names[:1]) == set(names[:2])
 
 
 @pytest.mark.parametrize("bias", [None, torch.zeros(2)])
-def test_a_tied_head_takes_the_packed_copy_of_its_embedding(bias: torch.Tensor | None) -> None:
+def test_a_tied_head_uses_the_packed_copy_of_its_embedding(bias: torch.Tensor | None) -> None:
     renewed: list[torch.nn.Module] = []
     model = torch.nn.Module()
     model.embed, model.lm_head = torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2, bias=False)
@@ -202,8 +204,7 @@ def test_a_tied_head_takes_the_packed_copy_of_its_embedding(bias: torch.Tensor |
 
 
 class FusedModel(torch.nn.Module):
-    """A tied model as vLLM has it on a CPU: q, k and v are one matrix, the vocabulary is padded, and the output layer
-    multiplies with a packed copy."""
+    """A tied model as in vLLM on CPU: fused q, k and v, a padded vocabulary, and a packed copy for the output layer."""
 
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
@@ -222,7 +223,7 @@ class FusedModel(torch.nn.Module):
         self.packed = packed
 
 
-def test_the_tensors_that_a_model_does_not_multiply_with_are_named() -> None:
+def test_differing_tensors_are_named() -> None:
     shapes = {
         "model.q_proj.weight": 4,
         "model.k_proj.weight": 2,
@@ -251,7 +252,7 @@ def test_the_tensors_that_a_model_does_not_multiply_with_are_named() -> None:
 
 
 def allocate_anew(model: CountingModel) -> Callable[[], object]:
-    """What some `process_weights_after_loading` of vLLM do: a parameter becomes another tensor."""
+    """Imitate some `process_weights_after_loading` of vLLM: a parameter becomes another tensor."""
 
     def process_weights_after_loading() -> None:
         model.weight = torch.nn.Parameter(model.weight.detach().clone())

@@ -1,4 +1,4 @@
-"""8-bit numbers are those of compressed-tensors, whose format vLLM is told that they have."""
+"""Quantised matrices equal those of compressed-tensors, the format that vLLM reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MATRIX = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_is_that_of_compressed_tensors(dtype: torch.dtype) -> None:
+def test_fp8_equals_compressed_tensors(dtype: torch.dtype) -> None:
     library = pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils.helpers import calculate_qparams
@@ -24,22 +24,22 @@ def test_fp8_is_that_of_compressed_tensors(dtype: torch.dtype) -> None:
     args = library.QuantizationArgs(**_group("fp8")["weights"])
     ends = (matrix.float().amin(1, keepdim=True), matrix.float().amax(1, keepdim=True))
     scales, zero = calculate_qparams(*ends, args)
-    numbers, found = quantize_matrix(matrix, "fp8")
-    assert torch.equal(found, scales)
+    numbers, own_scales = quantize_matrix(matrix, "fp8")
+    assert torch.equal(own_scales, scales)
     assert torch.equal(numbers.float(), quantize(matrix.float(), scales, zero, args, dtype=numbers.dtype).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_int8_number_is_the_nearest_and_a_rows_largest_is_127(dtype: torch.dtype) -> None:
+def test_int8_rounds_to_nearest_and_uses_the_full_range(dtype: torch.dtype) -> None:
     matrix = MATRIX.to(dtype)
     numbers, scales = quantize_matrix(matrix, "int8")
     assert ((numbers * scales - matrix.float()).abs() <= scales / 2 * (1 + 1e-5)).all()
     assert (numbers.abs().amax(1) == 127).all()
-    assert torch.equal(matrix, MATRIX.to(dtype))  # it is the memory of the trainer's weights
+    assert torch.equal(matrix, MATRIX.to(dtype))  # the input is not modified
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_rows_of_zeros_and_of_tiny_numbers_stay_finite(kind: Quantization) -> None:
+def test_rows_of_zeros_and_tiny_numbers_stay_finite(kind: Quantization) -> None:
     matrix = torch.zeros(2, 4)
     matrix[1] = 1e-42
     numbers, scales = quantize_matrix(matrix, kind)
@@ -47,7 +47,7 @@ def test_rows_of_zeros_and_of_tiny_numbers_stay_finite(kind: Quantization) -> No
     assert (numbers[0].float() == 0).all()
 
 
-def test_only_matrices_of_layers_are_quantised() -> None:
+def test_only_layer_matrices_are_quantised() -> None:
     names = {
         "model.embed_tokens.weight": 2,
         "model.layers.0.self_attn.q_proj.weight": 2,
@@ -58,11 +58,11 @@ def test_only_matrices_of_layers_are_quantised() -> None:
         "lm_head.weight": 2,
     }
     tensors = {name: torch.ones([2] * dimensions) for name, dimensions in names.items()}
-    found = dict(quantize_tensors(tensors.items(), "int8"))
-    small = {name for name, tensor in found.items() if tensor.dtype == torch.int8}
-    assert small == {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.3.gate_proj.weight"}
-    assert set(found) == set(names) | {f"{name}_scale" for name in small}
-    assert all(found[name] is tensor for name, tensor in tensors.items() if name not in small)
+    quantised = dict(quantize_tensors(tensors.items(), "int8"))
+    int8_names = {name for name, tensor in quantised.items() if tensor.dtype == torch.int8}
+    assert int8_names == {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.3.gate_proj.weight"}
+    assert set(quantised) == set(names) | {f"{name}_scale" for name in int8_names}
+    assert all(quantised[name] is tensor for name, tensor in tensors.items() if name not in int8_names)
     assert dict(quantize_tensors(tensors.items(), "none")) == tensors
 
 

@@ -1,4 +1,4 @@
-"""The log-probabilities that vLLM's sampler reports, with vLLM's own sampler."""
+"""Log-probabilities reported by vLLM's own sampler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEMPERATURE = 0.8
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_a_sampler_in_any_mode_then_reports_log_probabilities_at_the_temperature(mode: str) -> None:
+def test_a_sampler_in_any_mode_is_switched_to_logprobs_at_the_temperature(mode: str) -> None:
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
@@ -39,6 +39,6 @@ def test_a_sampler_in_any_mode_then_reports_log_probabilities_at_the_temperature
     )
     sampler = Sampler(mode)
     report_sampled_logprobs(sampler)
-    found = sampler(logits.clone(), metadata)
-    expected = (logits / TEMPERATURE).log_softmax(-1).gather(1, found.sampled_token_ids.long())
-    torch.testing.assert_close(found.logprobs_tensors.logprobs[:, :1], expected)
+    output = sampler(logits.clone(), metadata)
+    expected = (logits / TEMPERATURE).log_softmax(-1).gather(1, output.sampled_token_ids.long())
+    torch.testing.assert_close(output.logprobs_tensors.logprobs[:, :1], expected)

@@ -1,4 +1,4 @@
-"""A version is staged by a thread, as far as there is buffer, and only for the version that it belongs to."""
+"""Staging of a version by a thread: copies, capacity, versions and early loads."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_staged_tensors_are_copies_of_every_dtype_and_shape() -> None:
     assert wait_for(buffer) == 3 * ALIGNMENT
     expected = {"odd": odd.clone(), "half": half.clone(), "scalar": scalar.clone()}
     odd.zero_(), half.zero_(), scalar.zero_()
-    for name, made in buffer.collect_staged(FIRST).items():
-        ((key, tensor),) = made
-        assert key == name and tensor.dtype == expected[name].dtype
+    for name, tensors in buffer.collect_staged(FIRST).items():
+        ((loaded_name, tensor),) = tensors
+        assert loaded_name == name and tensor.dtype == expected[name].dtype
         assert torch.equal(tensor, expected[name]) and tensor.shape == expected[name].shape
     assert set(buffer.collect_staged(FIRST)) == set(expected)
 
 
-def test_what_finds_no_room_is_left_out_and_smaller_tensors_after_it_are_not() -> None:
+def test_tensors_that_do_not_fit_are_skipped_and_later_smaller_ones_staged() -> None:
     buffer = StagingBuffer(2 * ALIGNMENT, CPU)
     buffer.start_staging(FIRST, tensors_of(a=torch.ones(4), b=torch.ones(ALIGNMENT), c=torch.ones(4)))
     wait_for(buffer)
@@ -58,7 +58,7 @@ def test_parts_of_one_tensor_are_staged_together_or_not_at_all() -> None:
     assert wait_for(buffer) == 0 and not buffer.collect_staged(FIRST)
 
 
-def test_a_room_has_nothing_of_another_version() -> None:
+def test_nothing_is_collected_for_another_version() -> None:
     buffer = StagingBuffer(ALIGNMENT, CPU)
     buffer.start_staging(FIRST, tensors_of(a=torch.ones(4)))
     wait_for(buffer)
@@ -68,21 +68,21 @@ def test_a_room_has_nothing_of_another_version() -> None:
     assert not buffer.collect_staged(FIRST) and not buffer.collect_staged(SECOND)["a"][0][1].any()
 
 
-def test_a_load_that_comes_early_gets_what_is_whole_and_ends_the_copies() -> None:
-    buffer, reached, go_on = StagingBuffer(4 * ALIGNMENT, CPU), threading.Event(), threading.Event()
+def test_an_early_load_gets_complete_tensors_and_stops_the_copies() -> None:
+    buffer, reached, may_continue = StagingBuffer(4 * ALIGNMENT, CPU), threading.Event(), threading.Event()
 
     def slow() -> Tensors:
         reached.set()
-        go_on.wait(10)
+        may_continue.wait(10)
         return [("slow", torch.ones(4))]
 
     buffer.start_staging(FIRST, [*tensors_of(a=torch.ones(4)), ("slow", slow), *tensors_of(late=torch.ones(4))])
     assert reached.wait(10) and buffer.staged_bytes is None
-    threading.Timer(0.05, go_on.set).start()
+    threading.Timer(0.05, may_continue.set).start()
     assert set(buffer.collect_staged(FIRST)) == {"a", "slow"}
 
 
-def test_a_tensor_that_cannot_be_made_ends_the_copies_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tensor_that_cannot_be_made_stops_the_copies_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> Tensors:
         raise ValueError("no such bytes")
 

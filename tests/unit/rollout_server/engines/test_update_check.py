@@ -21,7 +21,7 @@ Table = npt.NDArray[np.float64]
 
 
 class TableEngine:
-    """Logits depend on the last token. `graphs`: the tables with which it decodes after 0, 1 and 2 updates."""
+    """Logits depend on the last token. `graphs`: the tables used in decoding after 0, 1 and 2 updates."""
 
     def __init__(self, graphs: str, *, distance: float = 1.0, noise: float = 0.0) -> None:
         self.random = np.random.default_rng(1)
@@ -43,8 +43,8 @@ class TableEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         weights = {"c": "checkpoint", "f": "flipped"}[self.graphs[self.updates]]
         last, tokens, logprobs = request.prompt[-1], [], []
-        for place in range(request.max_tokens):
-            row = self.row(weights if place else self.loaded, last)
+        for position in range(request.max_tokens):
+            row = self.row(weights if position else self.loaded, last)
             last = int(self.random.choice(VOCABULARY, p=np.exp(row)))
             tokens.append(last)
             logprobs.append(row[last] + self.noise * self.random.normal())
@@ -61,26 +61,26 @@ async def check(engine: Any, precision: Any = "float32") -> UpdateCheck:
     return await check_updates(engine, Path("unused"), precision, vocabulary=VOCABULARY, prompt_tokens=20)
 
 
-async def test_decoding_that_follows_passes_and_the_checkpoint_is_loaded_again() -> None:
+async def test_decoding_that_follows_updates_passes_and_ends_with_the_checkpoint() -> None:
     engine = TableEngine("cfc")
-    found = await check(engine)
-    assert found.gap < 1e-6 < found.allowed < found.distance
-    assert found.load_s == 2.0
+    result = await check(engine)
+    assert result.gap < 1e-6 < result.allowed < result.distance
+    assert result.load_s == 2.0
     assert (engine.loaded, engine.updates) == ("checkpoint", 2)
     assert engine.lengths == {23}  # longer than the prompts, so that no graph reads them
 
 
 @pytest.mark.parametrize(("graphs", "loaded"), [("ccc", "other weights"), ("cff", "checkpoint's weights")])
-async def test_decoding_that_stays_behind_in_either_update_is_refused(graphs: str, loaded: str) -> None:
+async def test_decoding_with_old_weights_after_either_update_is_refused(graphs: str, loaded: str) -> None:
     with pytest.raises(EngineError, match=f"{loaded}.* decoded tokens"):
         await check(TableEngine(graphs))
 
 
-async def test_rounding_that_was_there_before_any_update_is_no_fault() -> None:
+async def test_rounding_present_before_any_update_is_allowed() -> None:
     assert (await check(TableEngine("cfc", noise=0.02))).gap > 0.005
     assert (await check(TableEngine("cfc", noise=0.005), "bfloat16")).gap > 0.001
 
 
-async def test_policies_that_cannot_be_told_apart_prove_nothing() -> None:
+async def test_policies_that_are_too_similar_are_refused() -> None:
     with pytest.raises(EngineError, match="told apart"):
         await check(TableEngine("cfc", distance=0.001))

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and what is done without it: fake modules stand in for several releases."""
+"""Compatibility with several vLLM releases, imitated by fake modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RELOAD = f"{LOADER}.reload"
 
 
 class OldTransferEngine(ABC):
-    """As in 0.23: no lifecycle, and a method for the trainer's side."""
+    """The interface in 0.23: no lifecycle, and a method for the trainer's side."""
 
     def __init__(self, config: object, parallel_config: object, model: torch.nn.Module) -> None:
         self.model = model
@@ -47,7 +47,7 @@ class OldTransferEngine(ABC):
 
 
 class NewTransferEngine(ABC):
-    """As from 0.25 on."""
+    """The interface since 0.25."""
 
     def __init__(self, config: object, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         self.model = model
@@ -80,7 +80,7 @@ class DefaultModelLoader:
 
 
 class FakeVllm:
-    """Modules of a release, and what they were asked to do."""
+    """Modules of a release, which record calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, transfer_engine: type) -> None:
         self.registered: dict[str, type] = {}
@@ -104,16 +104,16 @@ class FakeVllm:
             monkeypatch.setitem(sys.modules, name, module)
 
     def lacks(self, module: str, name: str | None = None) -> None:
-        """Take a module, or one name out of it, away."""
+        """Remove a module, or one name from it."""
         if name is None:
             self._monkeypatch.setitem(sys.modules, module, None)
         else:
             self._monkeypatch.delattr(sys.modules[module], name)
 
     def import_worker(self) -> ModuleType:
-        """`vllm_worker` as a worker of this release would import it."""
+        """Import our worker module as a worker of this release would."""
         name = "rollout_server.engines.vllm.worker"
-        self._monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is there now comes back
+        self._monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that the present module is restored
         self._monkeypatch.delitem(sys.modules, name)
         return importlib.import_module(name)
 
@@ -141,7 +141,7 @@ def new(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
         (RELOAD, "finalize_layerwise_reload", "reload:finalize_layerwise_reload"),
     ],
 )
-def test_a_release_that_lacks_something_is_refused_by_what_it_lacks(
+def test_a_release_with_a_missing_part_is_refused_by_name(
     new: FakeVllm, module: str, name: str | None, missing: str
 ) -> None:
     new.lacks(module, name)
@@ -152,12 +152,12 @@ def test_a_release_that_lacks_something_is_refused_by_what_it_lacks(
 
 
 @pytest.mark.parametrize("name", [None, "get_layerwise_info"])
-def test_a_release_without_the_count_of_loaded_elements_loads_everything(new: FakeVllm, name: str | None) -> None:
+def test_a_release_without_element_counts_has_no_layer_info(new: FakeVllm, name: str | None) -> None:
     new.lacks(f"{RELOAD}.layerwise", name)
     assert find_vllm_api().layer_info is None
 
 
-def test_a_release_is_told_what_it_takes_of_the_reload_and_the_version() -> None:
+def test_only_arguments_that_a_release_accepts_are_passed() -> None:
     def old_start(is_checkpoint_format: bool = True) -> None: ...
 
     def new_finish(weight_version: str | None = None) -> None: ...
@@ -170,7 +170,7 @@ def test_a_release_is_told_what_it_takes_of_the_reload_and_the_version() -> None
     assert accepted_arguments(plain, **arguments) == {}
 
 
-def test_an_old_release_is_given_a_whole_update_in_receive_weights(
+def test_receive_weights_does_the_whole_update_in_an_old_release(
     old: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = old.import_worker()
@@ -184,7 +184,7 @@ def test_an_old_release_is_given_a_whole_update_in_receive_weights(
     assert old.contexts == []
 
 
-def test_a_new_release_is_given_its_own_configuration_around_the_update(
+def test_an_update_in_a_new_release_runs_with_its_current_configuration(
     new: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = new.import_worker()
@@ -200,7 +200,7 @@ def test_a_new_release_is_given_its_own_configuration_around_the_update(
     assert new.contexts == [config, config]
 
 
-def test_a_worker_knows_loaders_that_quantise_what_vllm_reads(old: FakeVllm) -> None:
+def test_a_worker_registers_quantising_loaders(old: FakeVllm) -> None:
     old.import_worker()
     loader = old.loaders["async_grpo_int8"](SimpleNamespace(load_format="async_grpo_int8"))
     assert loader.load_format == "auto"
@@ -220,7 +220,7 @@ def test_registering_twice_keeps_the_first(new: FakeVllm) -> None:
     ("platform", "enforce_eager", "captured"),
     [("cuda", None, True), ("cuda", True, False), ("ascend", False, True), ("cpu", None, False)],
 )
-def test_workers_know_whether_graphs_are_captured(platform: str, enforce_eager: bool | None, captured: bool) -> None:
+def test_updates_carry_whether_graphs_are_captured(platform: str, enforce_eager: bool | None, captured: bool) -> None:
     config = VllmConfig.model_validate({"platform": platform, "enforce_eager": enforce_eager})
     transfer = WeightTransfer(config, "bfloat16", EngineAdapters(None, Path("unused"), "bfloat16"))
     update = transfer._update_info(HeldWeights.in_store(Path("/x"), epoch=1, version=2))
@@ -228,11 +228,11 @@ def test_workers_know_whether_graphs_are_captured(platform: str, enforce_eager: 
 
 
 HELD = '{{"kind":"held_weights","epoch":1,"version":{},"source":{{"kind":"store_source","path":"/x"}}}}'
-"""What crosses into vLLM's workers."""
+"""JSON of HeldWeights, as sent to vLLM's workers."""
 
 
 def record_loads(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Calls of `LayerwiseReload.load_weights`: model, dtype, quantization, store, identity."""
+    """Record calls of `LayerwiseReload.load_weights`: model, dtype, quantization, store, identity."""
     recorded: list[tuple[Any, ...]] = []
 
     class Recorder:
