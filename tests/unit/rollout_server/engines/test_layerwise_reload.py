@@ -93,7 +93,10 @@ class Bench:
         self.values = dict.fromkeys(NAMES, -1.0)
 
     def publish(self, version: int, changed: list[str] | None, base: int | None = None) -> WeightVersion:
-        """Publish a version in which `changed` moved since `base` (None: the version before); None: all, without note."""
+        """Publish a version in which `changed` moved since `base` (None: the version before).
+
+        `changed` is None: all moved, and the version has no note of it.
+        """
         block = np.frombuffer(self.store.begin_write(), np.float32)
         for position, spec in enumerate(LAYOUT.tensors):
             if changed is None or spec.name in changed:
