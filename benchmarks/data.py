@@ -22,7 +22,7 @@ from async_grpo.config import RunConfig
 from async_grpo.config.data import PrepareConfig
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.data.jsonl import JsonlSource
-from async_grpo.data.prepare.pipeline import prepare
+from async_grpo.data.prepare.pipeline import prepare_dataset
 from async_grpo.data.prepared_source import PreparedSource
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.lab.bench.measure import Measurement, Stopwatch, progress_bar
@@ -97,7 +97,7 @@ class _Bench:
             held_out=64,
             max_prompt_tokens=_LONGEST,
         )
-        prepare(config, self._tokenizer, lambda done: None)
+        prepare_dataset(config, self._tokenizer, lambda done: None)
 
     def loop(self) -> int:
         tokens = 0

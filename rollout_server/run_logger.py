@@ -128,6 +128,6 @@ def _completion(sample: Sample, version: int, pieces: TokenPieces | None) -> dic
     if sample.turns:
         facts["turns"] = [[turn.start, turn.end, turn.by_policy] for turn in sample.turns]
     if pieces is not None:
-        facts["pieces"] = pieces.of(sample.token_ids().tolist())
+        facts["pieces"] = pieces.decode_each(sample.token_ids().tolist())
         facts["logprobs"] = (np.round(sample.token_logprobs().astype(np.float64), 4) + 0.0).tolist()  # no -0.0
     return facts

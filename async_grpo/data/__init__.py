@@ -1,11 +1,11 @@
-"""Where prompts come from. `make_source` picks the source that a configuration asks for.
+"""Sources of prompts. `make_source` creates the one that the configuration selects.
 
-- `base`              TaskSource, the contract; RejectedRow
+- `base`              TaskSource, the interface; RejectedRow
 - `arithmetic`        generated problems
 - `jsonl`             rows of a JSON-lines file
-- `prepared_source`   rows of a folder that `async-grpo prepare` has made; `prepared_dataset` is its format
-- `shuffle`           the order of rows: seeded, every row once a pass
-- `tokenizer`         texts to token ids, many at a time
+- `prepared_source`   rows of a folder made by `async-grpo prepare`; `prepared_dataset` is its format
+- `shuffle`           the order of rows: seeded, every row once per pass
+- `tokenizer`         texts to token ids, in batches
 - `prepare`           `async-grpo prepare`: published files to a prepared folder
 """
 
@@ -16,11 +16,11 @@ from async_grpo.data.base import TaskSource
 from async_grpo.data.tokenizer import Tokenizer
 
 
-def make_source(config: RunConfig, tokenizer: Tokenizer, *, kept: int | None = None) -> TaskSource:
-    """The source that `config.data` describes.
+def make_source(config: RunConfig, tokenizer: Tokenizer, *, held_out_by_run: int | None = None) -> TaskSource:
+    """Create the source that `config.data` describes. Raises DataError if no row can be used.
 
-    `kept` is for an evaluation with more held-out prompts than the run had: the run kept the first `kept` of them from
-    training, and further ones that it trains on are dropped. Raises DataError if no row can be used.
+    held_out_by_run: number of held-out prompts of the run, for an evaluation that uses more. The run did not train on
+    these; further held-out prompts that it does train on are dropped.
     """
     if config.data.path is not None and config.data.kind == "jsonl":
         if config.data.path.is_dir():
@@ -29,7 +29,7 @@ def make_source(config: RunConfig, tokenizer: Tokenizer, *, kept: int | None = N
             return PreparedSource(config, tokenizer)
         from async_grpo.data.jsonl import JsonlSource
 
-        return JsonlSource(config, tokenizer, kept=kept)
+        return JsonlSource(config, tokenizer, held_out_by_run=held_out_by_run)
     from async_grpo.data.arithmetic import ArithmeticSource
 
     return ArithmeticSource(config, tokenizer)

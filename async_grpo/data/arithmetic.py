@@ -18,7 +18,7 @@ from async_grpo.errors import DataError
 from async_grpo.wire import Task
 
 STREAM = "train"
-"""The stream that GRPO trains on. The warm-up has another one. No stream contains a held-out problem."""
+"""Name of the stream that GRPO trains on. The warm-up uses another. No stream contains a held-out problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """The question as text, without the template."""
+        """The question, without the template."""
         return f"{self.left}+{self.right}="
 
     @property
     def answer(self) -> str:
-        """The reference answer: the text in <answer> tags that earns reward 1."""
+        """The reference answer: this text in <answer> tags earns reward 1."""
         return str(self.left + self.right)
 
 
@@ -54,29 +54,31 @@ class ProblemSet:
         self._excluded = frozenset(self.held_out)
 
     def problem(self, stream: str, index: int) -> Problem:
-        """Problem `index` (>= 0) of the named stream: always the same, never a held-out one."""
+        """Return problem `index` (>= 0) of a stream. Deterministic, and never a held-out problem."""
         rng = random.Random(f"{self._seed}/{stream}/{index}")
-        while (problem := self._draw(rng)) in self._excluded:
-            pass
-        return problem
+        while True:
+            problem = self._draw(rng)
+            if problem not in self._excluded:
+                return problem
 
     def _draw_held_out(self) -> tuple[Problem, ...]:
         rng = random.Random(f"{self._seed}/held out")
-        drawn: dict[Problem, None] = {}
-        while len(drawn) < self._config.held_out:
-            drawn[self._draw(rng)] = None
-        return tuple(drawn)
+        problems: dict[Problem, None] = {}  # a set in order of drawing
+        while len(problems) < self._config.held_out:
+            problems[self._draw(rng)] = None
+        return tuple(problems)
 
     def _draw(self, rng: random.Random) -> Problem:
-        smallest, largest = 10 ** (self._config.digits - 1), 10**self._config.digits - 1
+        smallest = 10 ** (self._config.digits - 1)
+        largest = 10**self._config.digits - 1
         return Problem(rng.randint(smallest, largest), rng.randint(smallest, largest))
 
 
 class ArithmeticSource:
     """Generated problems as tasks: problem i of the stream is task i.
 
-    Raises DataError for a prompt that leaves no room for a whole completion, usually at construction: the held-out
-    problems have as many digits as all others.
+    Raises DataError for a prompt that is too long, usually at construction, because the held-out problems have as many
+    digits as all others.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -89,15 +91,15 @@ class ArithmeticSource:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Always empty: every generated problem can be used."""
+        """Always empty: every generated problem is usable."""
         return {}
 
     def task(self, index: int) -> Task:
-        """The task at this position of the stream."""
+        """Return the task at position `index` of the stream."""
         return self._task(index, self._problems.problem(STREAM, index))
 
     def held_out(self) -> list[Task]:
-        """The tasks for evaluation."""
+        """Return the tasks for evaluation."""
         return self._held_out
 
     def _task(self, index: int, problem: Problem) -> Task:
@@ -107,16 +109,17 @@ class ArithmeticSource:
         return make_task(index, prompt, tokens, problem.answer)
 
     def _check_fits(self, prompt: str, tokens: int) -> None:
-        if tokens <= (limit := prompt_limit(self._config)):
-            return
-        raise DataError(
-            f"the prompt {prompt[:80]!r} takes {tokens} tokens, but {limit} is the most: "
-            f"{prompt_limit_reason(self._config)}. Shorten data.template, or raise data.max_prompt_tokens or "
-            f"{self._config.rollout.limits.length_key}"
-        )
+        limit = prompt_limit(self._config)
+        if tokens > limit:
+            raise DataError(
+                f"the prompt {prompt[:80]!r} has {tokens} tokens, but the limit is {limit}: "
+                f"{prompt_limit_reason(self._config)}. Shorten data.template, or raise data.max_prompt_tokens or "
+                f"{self._config.rollout.limits.length_key}"
+            )
 
 
 def arithmetic_prompts(config: RunConfig) -> Iterator[str]:
-    """The prompts of the stream, in their template; an endless iterator."""
+    """Yield the prompts of the training stream, with the template, without end."""
     problems = ProblemSet(config.data.arithmetic, config.seed)
-    return (config.data.template.replace("{prompt}", problems.problem(STREAM, index).prompt) for index in count())
+    for index in count():
+        yield config.data.template.replace("{prompt}", problems.problem(STREAM, index).prompt)

@@ -1,6 +1,6 @@
-"""The contract of a source of prompts: an endless, deterministic stream of tasks, and held-out tasks for evaluation.
+"""The interface of prompt sources: an endless, deterministic stream of tasks, and held-out tasks for evaluation.
 
-The stream is a pure function of (configuration, index). So every server of a run sees the same tasks, and a restarted
+The stream is a pure function of (configuration, index). So all servers of a run get the same tasks, and a restarted
 server continues where it was.
 """
 
@@ -14,7 +14,7 @@ from async_grpo.wire import Task, tokens_to_bytes
 
 
 class RejectedRow(Exception):
-    """Raised for a row that cannot be used. `reason` is for counting, the text says what is wrong with it."""
+    """A row cannot be used. `reason` is a category for counting, the message describes this row's problem."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
@@ -22,24 +22,24 @@ class RejectedRow(Exception):
 
 
 class TaskSource(Protocol):
-    """A source of tasks. `task(i)` is deterministic and defined for every i >= 0, and is never a held-out prompt."""
+    """A source of tasks. `task(i)` is deterministic, defined for every i >= 0, and never a held-out prompt."""
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Number of rows that are not used, by reason. Its text also names the first row of each reason."""
+        """Number of unused rows by reason. `str()` of it also names the first row of each reason."""
         ...
 
     def task(self, index: int) -> Task:
-        """The task at this position of the stream."""
+        """Return the task at position `index` of the stream."""
         ...
 
     def held_out(self) -> list[Task]:
-        """The tasks for evaluation, always the same."""
+        """Return the tasks for evaluation, the same on every call."""
         ...
 
 
 def make_task(index: int, prompt: str, tokens: list[int], answer: str, metadata: dict[str, str] | None = None) -> Task:
-    """The task at position `index` of the stream, with its prompt as text and as token ids."""
+    """Create the task at position `index` of the stream. `tokens`: token ids of `prompt`."""
     return Task(
         index=index,
         prompt=prompt,
@@ -50,15 +50,15 @@ def make_task(index: int, prompt: str, tokens: list[int], answer: str, metadata:
 
 
 def prompt_limit(config: RunConfig) -> int:
-    """The most tokens of a prompt that leaves room for a whole completion."""
-    room = config.rollout.limits.max_length - config.sampling.max_tokens
-    return min(config.data.max_prompt_tokens, room)
+    """Maximum tokens of a prompt, such that a completion of maximum length still fits."""
+    room_for_prompt = config.rollout.limits.max_length - config.sampling.max_tokens
+    return min(config.data.max_prompt_tokens, room_for_prompt)
 
 
 def prompt_limit_reason(config: RunConfig) -> str:
-    """The keys that make `prompt_limit`, for error texts."""
+    """Description of the keys behind `prompt_limit`, for errors."""
     limits = config.rollout.limits
     return (
-        f"data.max_prompt_tokens is {config.data.max_prompt_tokens}, and {limits.length_key} ({limits.max_length}) "
-        f"less sampling.max_tokens ({config.sampling.max_tokens}) must hold it"
+        f"data.max_prompt_tokens is {config.data.max_prompt_tokens}, and a prompt must also fit into "
+        f"{limits.length_key} ({limits.max_length}) minus sampling.max_tokens ({config.sampling.max_tokens})"
     )

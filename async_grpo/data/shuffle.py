@@ -1,13 +1,13 @@
-"""The order of a finite data set in an endless stream: every pass visits each row once, reshuffled.
+"""The order of a finite data set in an endless stream: each pass visits every row once, reshuffled.
 
     index --> pass = index // N, position = index % N --> row = permutation(seed, pass)(position)
 
-A row is a pure function of (N, seed, index) in constant time and memory. So a run only has to remember its position in
-the stream: the buffer counts the tasks that were put, and the next server to feed it continues there.
+The row at an index is a pure function of (N, seed, index), in constant time and memory. So a run's only state is its
+position in the stream: the buffer counts the tasks put into it, and the next server that feeds it continues there.
 
-The permutation is a Feistel network over the smallest square of a power of two that holds N. It walks along its cycle
-until it lands below N (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The square is less than 4 N
-for N > 1, so it takes fewer than 4 steps on average.
+The permutation is a Feistel network over range(4^k), for the smallest 4^k >= N. It is applied repeatedly until the
+result is below N: cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). 4^k < 4 N for
+N > 1, so this takes fewer than 4 applications on average.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROUNDS = 8
 
 
 class Permutation:
-    """A permutation of range(size) that only depends on `key` and is never stored.
+    """A permutation of range(size) that depends only on `key` and is never stored.
 
     >>> permutation = Permutation(10, "seed 1, pass 0")
     >>> sorted(permutation(position) for position in range(10)) == list(range(10))
@@ -35,7 +35,7 @@ class Permutation:
         self._keys = struct.unpack(f"<{_ROUNDS}Q", hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest())
 
     def __call__(self, position: int) -> int:
-        """The image of `position` (0 <= position < size). Raises IndexError outside that range."""
+        """Return the image of `position` in range(size). Raises IndexError for other positions."""
         if not 0 <= position < self._size:
             raise IndexError(f"position {position} is not in range({self._size})")
         value = self._mix(position)
@@ -45,7 +45,8 @@ class Permutation:
 
     def _mix(self, value: int) -> int:
         """A bijection of range(4 ** half_bits): each round is a bijection for any function of `right`."""
-        left, right = value >> self._half_bits, value & self._mask
+        left = value >> self._half_bits
+        right = value & self._mask
         for key in self._keys:
             scrambled = xxhash.xxh3_64_intdigest(right.to_bytes(8, "little"), key)
             left, right = right, left ^ (scrambled & self._mask)
@@ -53,21 +54,22 @@ class Permutation:
 
 
 class ShuffledPasses:
-    """Maps positions in the stream to rows. Deterministic for a seed; each pass is a permutation of the rows."""
+    """Maps positions in the stream to rows. Deterministic for a seed; each pass is a permutation of all rows."""
 
     def __init__(self, rows: int, *, seed: int, shuffle: bool) -> None:
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
-        self._pass = -1
+        self._pass_number: int | None = None
+        """Pass of the cached permutation."""
         self._permutation = Permutation(rows, "")
 
-    def row(self, index: int) -> int:
-        """The row at position `index` (>= 0)."""
+    def row_at(self, index: int) -> int:
+        """Return the row at position `index` (>= 0) of the stream."""
         number, position = divmod(index, self._rows)
         if not self._shuffle:
             return position
-        if number != self._pass:
+        if number != self._pass_number:
             self._permutation = Permutation(self._rows, f"{self._seed}/pass/{number}")
-            self._pass = number
+            self._pass_number = number
         return self._permutation(position)

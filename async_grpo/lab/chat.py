@@ -16,7 +16,7 @@ from typing import Protocol
 from async_grpo.config import RunConfig
 from async_grpo.data.prepare.formats import Chat, Example
 from async_grpo.data.prepare.templates import BUILTIN, Template
-from async_grpo.data.prepared_dataset import open_prepared
+from async_grpo.data.prepared_dataset import open_prepared_folder
 from async_grpo.data.tokenizer import Tokenizer, encode_one
 from async_grpo.errors import ConfigError, DataError
 from rollout_server.engines.base import GenerationRequest, Sampler
@@ -84,7 +84,7 @@ def make_prompt(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", 
                 "message"
             )
         return PlainPrompt(config.data.template, tokenizer)
-    recipe = open_prepared(path).manifest.recipe
+    recipe = open_prepared_folder(path).manifest.recipe
     name = str(recipe.get("template", "raw"))
     if name not in BUILTIN:
         raise ConfigError(

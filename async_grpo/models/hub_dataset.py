@@ -18,8 +18,8 @@ from pathlib import Path
 from async_grpo.config.data import DataConfig
 from async_grpo.config.model import Hub
 from async_grpo.data.base import RejectedRow
-from async_grpo.data.prepare.formats import FORMATS, FieldMap, example_of, fitting_format
-from async_grpo.data.prepare.readers import read_rows
+from async_grpo.data.prepare.formats import FORMATS, FieldMap, detect_format, parse_example
+from async_grpo.data.prepare.readers import read_raw_rows
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.models.hub import HubRepo, cache_dir, hub_repo
 from async_grpo.utils.files import atomic_file, write_atomic
@@ -176,16 +176,16 @@ def _rows(files: Sequence[Path], data: DataConfig) -> Iterator[dict[str, str]]:
     named = FieldMap(data.prompt_field, data.answer_field, after_hashes=True)
     for file in files:
         where: FieldMap | None = None
-        for row in read_rows(file):
+        for row in read_raw_rows(file):
             if row.problem:
                 continue
             if where is None:
-                fitting = FORMATS.get(fitting_format(row.fields) or "")
-                where = named if named.needed <= row.fields.keys() else fitting
+                fitting = FORMATS.get(detect_format(row.fields) or "")
+                where = named if named.required_fields <= row.fields.keys() else fitting
             if where is None:
                 continue
             try:
-                example = example_of(row.fields, where)
+                example = parse_example(row.fields, where)
             except (RejectedRow, DataError):
                 continue
             digest = hashlib.blake2b(example.identity.encode(), digest_size=16).digest()

@@ -9,7 +9,7 @@ from typing import Any
 from async_grpo.config import RunConfig
 from async_grpo.config.data import PrepareConfig
 from async_grpo.data.prepare.formats import Rejections
-from async_grpo.data.prepare.pipeline import prepare
+from async_grpo.data.prepare.pipeline import prepare_dataset
 from async_grpo.data.prepared_dataset import DatasetManifest
 from async_grpo.data.tokenizer import Tokenizer
 from tests.support.tokenizers import Bytes
@@ -31,7 +31,7 @@ def prepared(
     """`folder/out` from `folder/rows.jsonl`, with two held-out rows."""
     file = written(folder / "rows.jsonl", rows)
     options = {"files": [file], "out": folder / "out", "model": folder, "held_out": 2, **changes}
-    return prepare(PrepareConfig.model_validate(options), tokenizer or Bytes(), lambda done: None)
+    return prepare_dataset(PrepareConfig.model_validate(options), tokenizer or Bytes(), lambda done: None)
 
 
 def config_of(seed: int = 1, prompts: int = 2, longest: int = 1024, **data: Any) -> RunConfig:

@@ -99,7 +99,7 @@ def _from_hub(options: dict[str, Any], dataset: str, split: str, subset: str, hu
 
 
 def _prepare(options: dict[str, Any]) -> None:
-    from async_grpo.data.prepare.pipeline import prepare as make
+    from async_grpo.data.prepare.pipeline import prepare_dataset
     from async_grpo.data.tokenizer import find_tokenizer
 
     config = _checked(options)
@@ -107,7 +107,7 @@ def _prepare(options: dict[str, Any]) -> None:
     with progress_bar(DownloadColumn()) as progress:
         total = sum(file.stat().st_size for file in [*config.files, *config.held_out_from] if file.is_file())
         bar = progress.add_task("preparing", total=total)
-        manifest, rejected = make(config, tokenizer, lambda done: progress.update(bar, completed=done))
+        manifest, rejected = prepare_dataset(config, tokenizer, lambda done: progress.update(bar, completed=done))
     Console().print(_summary(config, manifest, rejected))
 
 

@@ -1,1 +1,1 @@
-"""`async-grpo prepare`: from published data files to a prepared folder."""
+"""`async-grpo prepare`: turns published data files into a prepared folder."""

@@ -240,6 +240,6 @@ async def open_eval_context(
 ) -> AsyncIterator[EvalContext]:
     """Combine a sampler with the held-out prompts, workflow and rewards of the configuration. The first `kept` prompts
     were not trained on. Raises ConfigError or DataError."""
-    source = make_source(config, tokenizer, kept=kept)
+    source = make_source(config, tokenizer, held_out_by_run=kept)
     async with RewardPool(config.rewards) as pool:
         yield EvalContext(config, name, sampler, pool, make_workflow(config.rollout, tokenizer), source)

@@ -71,7 +71,7 @@ def test_groups_are_picked_by_their_sequence_number(tmp_path: Path) -> None:
 def test_the_last_of_the_tokens_that_make_a_character_has_it(text: str) -> None:
     tokenizer = ByteLevel()
     ids = tokenizer.encode(text)
-    pieces = TokenPieces(tokenizer).of(ids)
+    pieces = TokenPieces(tokenizer).decode_each(ids)
     assert len(pieces) == len(ids) and "".join(pieces) == text
     assert all(piece in ("", "ab") or len(piece) == 1 for piece in pieces)
 
@@ -79,7 +79,7 @@ def test_the_last_of_the_tokens_that_make_a_character_has_it(text: str) -> None:
 def test_bytes_that_make_no_character_are_shown_as_such() -> None:
     tokenizer = ByteLevel()
     torn = tokenizer.encode("é")[:1]
-    assert TokenPieces(tokenizer).of([*torn * 6, *tokenizer.encode("c")]) == ["\ufffd"] * 6 + ["c"]
+    assert TokenPieces(tokenizer).decode_each([*torn * 6, *tokenizer.encode("c")]) == ["\ufffd"] * 6 + ["c"]
 
 
 def test_a_row_that_could_not_be_written_is_not_passed_over(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from async_grpo.config import RunConfig
 from async_grpo.config.data import DataConfig
 from async_grpo.data.jsonl import PromptLengths, check_rows, count_prompt_tokens
 from async_grpo.data.prepare.formats import Rejections
-from async_grpo.data.prepared_source import open_folder
+from async_grpo.data.prepared_source import open_configured_folder
 from async_grpo.data.tokenizer import find_tokenizer
 from async_grpo.errors import ConfigError, DataError
 
@@ -27,7 +27,7 @@ def find_rejected_rows(config: RunConfig) -> Rejections:
         return Rejections()
     if not config.data.path.is_dir():
         return check_rows(config)
-    open_folder(config).close()
+    open_configured_folder(config).close()
     return Rejections()
 
 

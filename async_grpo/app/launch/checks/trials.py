@@ -21,7 +21,7 @@ from async_grpo.data.arithmetic import STREAM, ProblemSet
 from async_grpo.data.base import make_task
 from async_grpo.data.jsonl import usable_rows
 from async_grpo.data.prepare.formats import Rejections
-from async_grpo.data.prepared_source import open_folder
+from async_grpo.data.prepared_source import open_configured_folder
 from async_grpo.data.tokenizer import Tokenizer, find_tokenizer
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.plugins import is_plugin, load_plugin
@@ -97,10 +97,10 @@ def _rows(config: RunConfig) -> Iterator[RewardInput]:
         for row in usable_rows(data.path, data, Rejections()):
             yield RewardInput(row.answer, row.answer, row.prompt, {"line": str(row.line)})
     elif data.path is not None and data.path.is_dir():
-        prepared = open_folder(config)
+        prepared = open_configured_folder(config)
         try:
             for index in range(min(ROWS, len(prepared.train))):
-                _, stored = prepared.train.row(index)
+                _, stored = prepared.train.read_row(index)
                 yield RewardInput(stored.answer, stored.answer, stored.prompt, stored.metadata)
         finally:
             prepared.close()

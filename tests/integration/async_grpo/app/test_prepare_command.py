@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
 from async_grpo.config.model import RandomModelConfig
-from async_grpo.data.prepared_dataset import open_prepared
+from async_grpo.data.prepared_dataset import open_prepared_folder
 from async_grpo.models.tiny.random_qwen2 import train_tokenizer
 
 ROOT = Path(__file__).parents[4]
@@ -24,10 +24,10 @@ PREPARE = """
 import sys
 from pathlib import Path
 from async_grpo.config.data import PrepareConfig
-from async_grpo.data.prepare.pipeline import prepare
+from async_grpo.data.prepare.pipeline import prepare_dataset
 from tests.support.tokenizers import Bytes
 rows, out = map(Path, sys.argv[1:])
-prepare(PrepareConfig(files=[rows], out=out, model=out, held_out=10), Bytes(), lambda done: None)
+prepare_dataset(PrepareConfig(files=[rows], out=out, model=out, held_out=10), Bytes(), lambda done: None)
 """
 READ = """
 import sys
@@ -96,7 +96,7 @@ def test_killed_at_any_moment_it_leaves_nothing_that_could_be_taken_for_whole(
     if not out.exists():  # it may just have been done
         assert draft.is_dir()
         ended(start(PREPARE, write_rows(tmp_path / "few.jsonl", 100), out))
-    found = open_prepared(out)
+    found = open_prepared_folder(out)
     assert len(found.train) in (90, MANY - 10)
     assert not draft.exists()
 
@@ -109,7 +109,7 @@ def test_two_at_once_do_not_mix(tmp_path: Path, many: Path) -> None:
     _, errors = second.communicate(timeout=60)
     assert "another process is preparing" in errors or "out exists" in errors
     ended(first)
-    assert len(open_prepared(out).train) == MANY - 10
+    assert len(open_prepared_folder(out).train) == MANY - 10
 
 
 def test_reading_takes_no_more_memory_for_twenty_times_as_many_rows(tmp_path: Path, many: Path) -> None:
@@ -146,7 +146,7 @@ def test_the_command_makes_a_folder_and_says_what_is_in_it(tmp_path: Path, model
     assert result.exit_code == 0, result.output
     for words_of_it in ("32", "8", "not taken: not a row", "1, first rows.jsonl, line 41", f"data.path={tmp_path}/out"):
         assert words_of_it in result.output
-    assert len(open_prepared(tmp_path / "out").train) == 32
+    assert len(open_prepared_folder(tmp_path / "out").train) == 32
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from async_grpo.app.launch.checks.data import find_rejected_rows
 from async_grpo.data.arithmetic import ArithmeticSource
 from async_grpo.data.jsonl import JsonlSource
-from async_grpo.data.prepare.formats import reference
+from async_grpo.data.prepare.formats import extract_reference
 from async_grpo.errors import DataError
 from tests.support.data_cases import config_of, questions, written
 from tests.support.gsm8k import TRAIN, needs_gsm8k
@@ -46,7 +46,7 @@ def test_who_holds_out_more_than_the_run_did_gets_no_prompt_that_it_trains_on(tm
     eval_path = written(tmp_path / "eval.jsonl", [{"question": question, "answer": "1"} for question in held_out])
     data = {"path": written(tmp_path / "d.jsonl", questions(5)), "eval_path": eval_path}
     run = JsonlSource(config_of(prompts=2, **data), Bytes())
-    more = JsonlSource(config_of(prompts=4, **data), Bytes(), kept=2)
+    more = JsonlSource(config_of(prompts=4, **data), Bytes(), held_out_by_run=2)
     assert [task.prompt for task in more.held_out()] == ["q1", "new", "newer"]
     assert more.held_out()[:2] == run.held_out() and more.task(7) == run.task(7)
     assert more.dropped == {"also held out": 1, "also trained on": 1}
@@ -137,11 +137,11 @@ def test_data_that_no_run_can_be_started_with_are_refused_by_check_and_source(
     ("answer", "gold"), [("a 1,8 b #### 1,800", "1800"), ("x\n#### -5\n", "-5"), (" plain, text ", "plain, text")]
 )
 def test_the_reference_stands_behind_the_last_hashes(answer: str, gold: str) -> None:
-    assert reference(answer) == gold
+    assert extract_reference(answer) == gold
 
 
 def test_a_template_that_leaves_no_room_for_a_completion_is_an_error_with_the_fix() -> None:
-    with pytest.raises(DataError, match=r"1006 tokens.* 992 .*max_model_len \(1024\).*data\.template"):
+    with pytest.raises(DataError, match=r"1006 tokens.* 992: .*max_model_len \(1024\).*data\.template"):
         ArithmeticSource(config_of(template="x" * 1000 + "{prompt}", max_prompt_tokens=2000, arithmetic=TWO), Bytes())
     with pytest.raises(DataError, match=r"data\.max_prompt_tokens is 5\b"):
         ArithmeticSource(config_of(max_prompt_tokens=5, arithmetic=TWO), Bytes())

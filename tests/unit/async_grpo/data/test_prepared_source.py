@@ -67,8 +67,8 @@ def test_wrong_files_are_named_before_anything_starts(folder: Path, tmp_path: Pa
     for path, message in [
         (folder, ""),
         (tmp_path / "rows.jsonl", ""),
-        (tmp_path / "gone", "not there"),
-        (tmp_path / "empty", r"no prepared\.json"),
+        (tmp_path / "gone", "does not exist"),
+        (tmp_path / "empty", r"no readable prepared\.json"),
         (array, f"JSON array.*async-grpo prepare {array}"),
         (parquet, "Parquet.*async-grpo prepare"),
         (folder / "train.tokens", "part of a prepared folder"),

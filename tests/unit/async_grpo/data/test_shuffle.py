@@ -46,16 +46,16 @@ def test_a_position_outside_is_refused(position: int) -> None:
 def test_a_row_is_a_function_of_seed_and_index_whatever_was_asked_before() -> None:
     forward, backward = ShuffledPasses(7, seed=1, shuffle=True), ShuffledPasses(7, seed=1, shuffle=True)
     indices = range(50)
-    assert [forward.row(index) for index in indices] == [backward.row(index) for index in reversed(indices)][::-1]
-    assert [forward.row(index) for index in indices] != [
-        ShuffledPasses(7, seed=2, shuffle=True).row(index) for index in indices
+    assert [forward.row_at(index) for index in indices] == [backward.row_at(index) for index in reversed(indices)][::-1]
+    assert [forward.row_at(index) for index in indices] != [
+        ShuffledPasses(7, seed=2, shuffle=True).row_at(index) for index in indices
     ]
 
 
 def test_each_pass_visits_each_row_once_in_another_order_or_in_that_of_the_file() -> None:
     passes = ShuffledPasses(30, seed=1, shuffle=True)
-    orders = [[passes.row(number * 30 + position) for position in range(30)] for number in range(3)]
+    orders = [[passes.row_at(number * 30 + position) for position in range(30)] for number in range(3)]
     assert all(sorted(order) == list(range(30)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
     passes = ShuffledPasses(3, seed=1, shuffle=False)
-    assert [passes.row(index) for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [passes.row_at(index) for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]

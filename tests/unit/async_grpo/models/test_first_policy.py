@@ -79,7 +79,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "no JSON": (written("config.json", "{"), "config.json cannot be read as JSON"),
     "deep JSON": (written("config.json", "[" * 20_000), "config.json cannot be read as JSON (maximum recursion depth"),
-    "no object": (written("config.json", "[1]"), "config.json holds a list, not a JSON object"),
+    "no object": (written("config.json", "[1]"), "config.json is a JSON list, not an object"),
     "a word for a size": (change(num_hidden_layers="two"), "is not one that transformers reads"),
     "no heads": (change(num_attention_heads=0), "describes no model (integer division or modulo by zero)"),
     "no tokenizer": (written("tokenizer.json", "{"), "the tokenizer in model cannot be loaded"),

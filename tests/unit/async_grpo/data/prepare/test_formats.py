@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_grpo.data.base import RejectedRow
-from async_grpo.data.prepare.formats import FORMATS, FieldMap, example_of, fitting_format
+from async_grpo.data.prepare.formats import FORMATS, FieldMap, detect_format, parse_example
 from async_grpo.data.prepare.templates import Template
 from async_grpo.errors import ConfigError
 from tests.support.tokenizers import Bytes
@@ -29,15 +29,16 @@ WANTED = {
 
 
 def test_every_format_has_its_question_and_reference() -> None:
-    assert {name: fitting_format(row) for name, row in ROWS.items()} == {name: name for name in FORMATS}
-    assert fitting_format({"text": "a", "answer": "b"}) is None
-    found = {name: example_of(row, FORMATS[name]) for name, row in ROWS.items()}
+    assert {name: detect_format(row) for name, row in ROWS.items()} == {name: name for name in FORMATS}
+    assert detect_format({"text": "a", "answer": "b"}) is None
+    found = {name: parse_example(row, FORMATS[name]) for name, row in ROWS.items()}
     assert {name: (example.question, example.answer) for name, example in found.items()} == WANTED
 
 
 def test_fields_of_your_own_may_lie_inside_others() -> None:
     row = {"task": {"text": 7}, "gold": "so #### 3", "level": 5, "a.b": "dotted"}
-    example = example_of(row, FieldMap("task.text", "gold", after_hashes=True), kept=["level", "a.b", "absent"])
+    field_map = FieldMap("task.text", "gold", after_hashes=True)
+    example = parse_example(row, field_map, metadata_fields=["level", "a.b", "absent"])
     assert (example.question, example.answer) == ("7", "3")
     assert example.metadata == {"level": "5", "a.b": "dotted"}
 
@@ -54,19 +55,19 @@ def test_fields_of_your_own_may_lie_inside_others() -> None:
         ({"question": "q", "answer": True}, "not a text", "bool"),
         ({"question": [], "answer": "1"}, "no chat", "not of messages"),
         ({"question": ["q"], "answer": "1"}, "no chat", "not of messages"),
-        ({"question": [{"role": "assistant", "content": "q"}], "answer": "1"}, "no chat", "of 'assistant'"),
+        ({"question": [{"role": "assistant", "content": "q"}], "answer": "1"}, "no chat", "role 'assistant'"),
         ({"question": "q\ud800", "answer": "1"}, "no Unicode", "position 1"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(row: dict[str, Any], reason: str, detail: str) -> None:
     with pytest.raises(RejectedRow, match=detail) as raised:
-        example_of(row, FORMATS["gsm8k"])
+        parse_example(row, FORMATS["gsm8k"])
     assert raised.value.reason == reason
 
 
 def test_questions_are_the_same_whatever_their_white_space_and_composition() -> None:
     one, same, other = (
-        example_of({"question": text, "answer": "1"}, FORMATS["gsm8k"]).identity
+        parse_example({"question": text, "answer": "1"}, FORMATS["gsm8k"]).identity
         for text in ("caf\u00e9  at\n8?", "cafe\u0301 at 8?", "cafe at 8?")
     )
     assert one == same != other
@@ -86,8 +87,8 @@ class Tokenizer(Bytes):
 
 
 def rendered(name: str, row: dict[str, Any], system: str = "") -> str:
-    found = fitting_format(row)
-    return Template(name, Tokenizer(), system).render(example_of(row, FORMATS[found]))
+    found = detect_format(row)
+    return Template(name, Tokenizer(), system).render(parse_example(row, FORMATS[found]))
 
 
 def test_qwen_r1_asks_for_thinking_an_answer_and_a_box() -> None:
@@ -120,7 +121,7 @@ def test_a_jinja_file_of_your_own_has_question_chat_system_and_tokens(tmp_path: 
     [
         ("{{ question", "line 1: "),
         ("{{ question }} {{ answer }}", "'answer' is undefined"),
-        ("Solve it.", "the question is not"),
+        ("Solve it.", "does not contain the question"),
         ("{{ question }}{{ question.__class__.__mro__ }}", "cannot be rendered"),
         ("{% include '/etc/passwd' %}{{ question }}", "cannot be rendered"),
         ("{% set a = messages.append(1) %}{{ question }}", "cannot be rendered"),
@@ -168,4 +169,4 @@ def test_a_template_that_cannot_be_had_is_an_error_with_the_fix(
 )
 def test_only_thousands_separators_are_taken_from_a_reference(written: str, reference: str) -> None:
     row = {"question": "q", "answer": f"so #### {written}"}
-    assert example_of(row, FORMATS["gsm8k"]).answer == reference
+    assert parse_example(row, FORMATS["gsm8k"]).answer == reference

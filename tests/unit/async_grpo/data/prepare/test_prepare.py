@@ -14,8 +14,8 @@ import pytest
 
 from async_grpo.config.data import PrepareConfig
 from async_grpo.config.model import RandomModelConfig
-from async_grpo.data.prepare.pipeline import BATCH_ROWS, prepare
-from async_grpo.data.prepared_dataset import open_prepared
+from async_grpo.data.prepare.pipeline import BATCH_ROWS, prepare_dataset
+from async_grpo.data.prepared_dataset import open_prepared_folder
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.models.tiny.arithmetic import build_char_tokenizer
 from async_grpo.models.tiny.random_qwen2 import train_tokenizer
@@ -26,8 +26,8 @@ from tests.support.tokenizers import Bytes
 
 def prompts(folder: Path) -> tuple[list[str], list[str]]:
     """Of the training rows, and of the held-out ones, in their order."""
-    found = open_prepared(folder)
-    splits = [[split.row(i)[1].prompt for i in range(len(split))] for split in (found.train, found.held_out)]
+    found = open_prepared_folder(folder)
+    splits = [[split.read_row(i)[1].prompt for i in range(len(split))] for split in (found.train, found.held_out)]
     found.close()
     return splits[0], splits[1]
 
@@ -43,7 +43,7 @@ def test_every_row_is_in_one_split_with_its_tokens_reference_and_line(tmp_path: 
     train, held_out = prompts(tmp_path / "out")
     assert (len(train), len(held_out)) == (18, 2)
     assert sorted(train + held_out) == sorted(f"q{number}" for number in range(20))
-    tokens, row = open_prepared(tmp_path / "out").train.row(0)
+    tokens, row = open_prepared_folder(tmp_path / "out").train.read_row(0)
     number = int(row.prompt[1:])
     assert bytes(np.frombuffer(tokens, "<i4").tolist()).decode() == row.prompt
     assert row.answer == str(number)
@@ -65,7 +65,7 @@ def test_rows_that_are_not_taken_stand_in_a_file_with_line_and_reason(tmp_path: 
     assert sorted(rejected(tmp_path / "out")) == list(zip(range(6, 13), reasons, strict=True))
     assert manifest.rejected == Counter(reasons)
     assert rejections.first["duplicate"] == "rows.jsonl, line 12: the question is already in line 2"
-    assert rejections.first["prompt too long"].endswith("51 tokens, and 50 is the most")
+    assert rejections.first["prompt too long"].endswith("51 tokens, and the limit is 50")
 
 
 def test_the_same_arguments_make_the_same_bytes_and_another_seed_another_order(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_a_fast_tokenizer_gives_by_the_batch_what_it_gives_one_by_one(tmp_path: 
     tokenizer.backend_tokenizer.enable_truncation(5)
     tokenizer.backend_tokenizer.enable_padding(length=200)
     prepared(tmp_path, [{"question": text, "answer": "1"} for text in texts], tokenizer=tokenizer)
-    found = open_prepared(tmp_path / "out").train
+    found = open_prepared_folder(tmp_path / "out").train
     for index in range(len(found)):
-        tokens, row = found.row(index)
+        tokens, row = found.read_row(index)
         assert np.frombuffer(tokens, "<i4").tolist() == tokenizer.encode(row.prompt)
         assert len(tokens) > 5 * 4
 
@@ -198,13 +198,13 @@ def test_damage_to_any_file_is_noticed_before_a_row_is_read(tmp_path: Path, part
     else:
         file.write_bytes({"flip": bytes(data), "cut": data[:-4], "grow": data + bytes(4)}[damage])
     with pytest.raises(DataError, match=rf"{part}: .*damaged"):
-        open_prepared(tmp_path / "out")
+        open_prepared_folder(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"no prepared\.json"),
+        (None, r"no readable prepared\.json"),
         ("", "damaged"),
         ("[]", "damaged"),
         ('{"magic": "other", "format": 1}', "'other' of format 1"),
@@ -217,14 +217,14 @@ def test_a_folder_that_is_something_else_is_refused(tmp_path: Path, content: str
     manifest = tmp_path / "out" / "prepared.json"
     manifest.unlink() if content is None else manifest.write_text(content)
     with pytest.raises(DataError, match=message):
-        open_prepared(tmp_path / "out")
+        open_prepared_folder(tmp_path / "out")
 
 
 @pytest.mark.parametrize("row", [-1, 3])
 def test_a_row_that_is_not_there_is_no_other_row(tmp_path: Path, row: int) -> None:
     prepared(tmp_path, questions(5))
     with pytest.raises(IndexError, match=r"range\(3\)"):
-        open_prepared(tmp_path / "out").train.row(row)
+        open_prepared_folder(tmp_path / "out").train.read_row(row)
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,9 @@ def test_gsm8k_as_published_is_prepared_without_loss(tmp_path: Path) -> None:
     options = {"files": [TRAIN], "held_out_from": [TEST], "out": tmp_path / "out", "model": tmp_path}
     done: list[int] = []
     config = PrepareConfig.model_validate({**options, "template": "qwen_r1", "max_prompt_tokens": 4000})
-    manifest, _ = prepare(config, Bytes(), done.append)
+    manifest, _ = prepare_dataset(config, Bytes(), done.append)
     assert (manifest.rows, manifest.rejected) == ({"train": 7473, "held_out": 1319}, {})
     assert done == sorted(done) and done[-1] == TRAIN.stat().st_size + TEST.stat().st_size
-    found = open_prepared(tmp_path / "out")
+    found = open_prepared_folder(tmp_path / "out")
     for split in (found.train, found.held_out):
-        assert all(float(split.row(index)[1].answer) is not None for index in range(len(split)))
+        assert all(float(split.read_row(index)[1].answer) is not None for index in range(len(split)))

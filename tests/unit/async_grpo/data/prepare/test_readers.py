@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.data.prepare import readers
-from async_grpo.data.prepare.readers import kind_of, read_rows
+from async_grpo.data.prepare.readers import detect_kind, read_raw_rows
 from async_grpo.errors import DataError
 
 
@@ -26,7 +26,7 @@ def test_json_lines_are_read_with_their_line_numbers_and_numbers_as_they_are_wri
     long = "1" * 5000
     last = f'{{"a": 18.0, "b": {long}, "c": 1e3, "d": true}}'
     path = written(tmp_path, b'\xef\xbb\xbf{"a": "1"}\r\n\n  {"a": "2"}  \n' + last.encode())
-    found = list(read_rows(path))
+    found = list(read_raw_rows(path))
     assert [(row.line, row.fields, row.problem) for row in found] == [
         (1, {"a": "1"}, ""),
         (3, {"a": "2"}, ""),
@@ -48,7 +48,7 @@ def test_json_lines_are_read_with_their_line_numbers_and_numbers_as_they_are_wri
     ],
 )
 def test_a_line_that_cannot_be_read_is_a_problem_of_its_own(tmp_path: Path, line: bytes, problem: str) -> None:
-    before, bad, after = read_rows(written(tmp_path, b'{"a": "1"}\n' + line + b'\n{"a": "2"}\n'))
+    before, bad, after = read_raw_rows(written(tmp_path, b'{"a": "1"}\n' + line + b'\n{"a": "2"}\n'))
     assert (before.fields, after.fields) == ({"a": "1"}, {"a": "2"})
     assert (bad.line, bad.fields) == (2, {}) and problem in bad.problem
 
@@ -57,7 +57,7 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(readers, "MAX_ROW_BYTES", 50)
     monkeypatch.setattr(readers, "_CHUNK_BYTES", 16)
     path = written(tmp_path, b'{"a": "' + b"x" * 500 + b'"}\n{"a": "2"}\n')
-    long, after = read_rows(path)
+    long, after = read_raw_rows(path)
     assert long.problem == "above 50 bytes" and len(long.shown) <= 200
     assert (after.line, after.fields, after.position) == (2, {"a": "2"}, path.stat().st_size)
 
@@ -83,12 +83,12 @@ def test_an_array_is_read_in_pieces_of_any_size(
     path = written(tmp_path_factory.mktemp("array"), text.encode(errors="surrogatepass"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "_CHUNK_BYTES", chunk)
-        assert [row.fields for row in read_rows(path)] == elements
+        assert [row.fields for row in read_raw_rows(path)] == elements
 
 
 def test_an_element_of_an_array_knows_the_line_it_begins_on(tmp_path: Path) -> None:
     path = written(tmp_path, b'[\n  {"a":\n "1"},\n  7,\n\n  {"a": "2"}\n]\n')
-    assert [(row.line, row.problem) for row in read_rows(path)] == [
+    assert [(row.line, row.problem) for row in read_raw_rows(path)] == [
         (2, ""),
         (4, "not an object but a str"),
         (6, ""),
@@ -99,16 +99,16 @@ def test_an_element_of_an_array_knows_the_line_it_begins_on(tmp_path: Path) -> N
     ("text", "line", "what"),
     [
         ('[{"a": "1"},\n{"a": "2"', 2, "no value"),
-        ('[{"a": "1"}\n{"a": "2"}]', 2, "where a comma"),
+        ('[{"a": "1"}\n{"a": "2"}]', 2, "instead of a comma"),
         ('[{"a": "1"},\n\n]', 3, "no value"),
-        ('[{"a": "1"}', 1, "where a comma"),
+        ('[{"a": "1"}', 1, "instead of a comma"),
         ("[" * 100_000, 1, "no value"),
         ('[{"a": "\udcff"}]', 1, "not UTF-8"),
     ],
 )
 def test_an_array_that_breaks_off_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, what: str) -> None:
     with pytest.raises(DataError, match=rf"line {line}: .*{what}"):
-        list(read_rows(written(tmp_path, text.encode(errors="surrogateescape"))))
+        list(read_raw_rows(written(tmp_path, text.encode(errors="surrogateescape"))))
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_an_array_that_breaks_off_is_an_error_with_its_line(tmp_path: Path, text
 )
 def test_other_files_are_refused_by_name_and_missing_ones(tmp_path: Path, data: bytes, kind: str) -> None:
     path = written(tmp_path, data)
-    assert kind_of(path) == kind
+    assert detect_kind(path) == kind
     with pytest.raises(DataError, match=f"is {kind}"):
-        read_rows(path)
+        read_raw_rows(path)
     with pytest.raises(DataError, match="cannot be read"):
-        read_rows(tmp_path / "gone")
+        read_raw_rows(tmp_path / "gone")
 
 
 def test_parquet_is_read_row_by_row(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_parquet_is_read_row_by_row(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([{"prompt": chat, "reward_model": {"ground_truth": str(i)}} for i in range(3000)])
     path = tmp_path / "data.parquet"
     parquet.write_table(table, path)
-    found = list(read_rows(path))
+    found = list(read_raw_rows(path))
     assert [row.line for row in found] == list(range(1, 3001))
     assert found[7].fields == {"prompt": chat, "reward_model": {"ground_truth": "7"}}
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DataError, match="damaged Parquet"):
-        list(read_rows(path))
+        list(read_raw_rows(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.data.prepare.formats import reference
+from async_grpo.data.prepare.formats import extract_reference
 from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.registry import load_verifier
 from async_grpo.rewards.verifiers.answers import gsm8k
@@ -31,7 +31,7 @@ FORMS = {
 def test_every_gold_answer_scores_1_against_itself_and_not_against_its_neighbour(name: str) -> None:
     form, wrong = FORMS[name]
     verifier, _ = load_verifier(name)
-    golds = [reference(answer) for answer in answers(TEST)]
+    golds = [extract_reference(answer) for answer in answers(TEST)]
     assert len(golds) == 1319
     for gold in golds:
         other = str(int(gold) + 1)
