@@ -200,9 +200,9 @@ def controller_for(
     if config is None:
         return None
     window = policy.window
-    now = window.in_force if staleness is None else staleness
+    now = window.effective_staleness if staleness is None else staleness
     return StalenessController(
-        config, groups_per_step=window.groups_per_step, least=policy.least_staleness, staleness=now
+        config, groups_per_step=window.groups_per_step, least=policy.smallest_staleness, staleness=now
     )
 
 

@@ -1,4 +1,4 @@
-"""Staleness arithmetic: how many groups may be admitted, how they are selected, how old they may get. Pure.
+"""Staleness arithmetic: how many groups may be admitted, how batches are selected, how old tokens may get. Pure.
 
     ReplayPolicy = StalenessWindow + Selector + OnStale + RateLimit + max_uses
 
@@ -18,7 +18,7 @@ s groups before it never will be, so v'*P <= s - d < (v + S + 1)*P, that is v' -
 the group is older than v, because a server starts it only with weights of version >= v.
 
 `RateLimit` bounds how far sampling may run ahead of inserting, or fall behind it, with the arithmetic of Reverb's rate
-limiter (arXiv 2102.04736, section 3.3). With I groups inserted, U uses (a group counts each time it is sampled),
+limiter (arXiv 2102.04736, section 3.3). With I groups inserted, U uses (a group counts each time that it is sampled),
 R = samples_per_insert and the balance
 
     diff = R * I - U
@@ -31,10 +31,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 UNLIMITED = 1e15
-"""A diff that is never reached. A Lua number holds it exactly."""
+"""A balance that is never reached. A Lua number represents it exactly."""
 
 Selector = Literal["fifo", "windowed_fifo", "freshest", "uniform", "exact_age"]
 SELECTORS: dict[Selector, str] = {
@@ -44,24 +44,28 @@ SELECTORS: dict[Selector, str] = {
     "uniform": "any, with equal chance",
     "exact_age": "fifo once the whole window is finished, so that from step S on every token is exactly S steps old",
 }
-"""Which READY groups make the next batch, in words."""
-WALKING: frozenset[Selector] = frozenset({"fifo", "windowed_fifo", "exact_age"})
-"""Selectors that go through the groups in ticket order, so that a batch may come in parts and the age of what they
-choose is bounded. The others choose a whole batch, and what grows too old meanwhile must be dropped or masked."""
+"""Selector -> description of the READY groups that it puts into the next batch."""
+ORDERED_SELECTORS: frozenset[Selector] = frozenset({"fifo", "windowed_fifo", "exact_age"})
+"""Selectors that take groups in ticket order.
+
+A batch can then be taken in parts, and the order bounds the age of its groups. The other selectors choose a whole
+batch, and groups that they pass over grow old without bound unless they are dropped or masked.
+"""
 
 OnStale = Literal["wait", "drop", "mask"]
-"""What happens to tokens older than S when their batch is taken.
+"""Treatment of tokens older than S when their batch is taken.
 
-wait: nothing; the order of a walking selector bounds their age. drop: their group ends, READY ones as stale, unfinished
-ones (with their partial) as expired. mask: they stay as context and get no gradient; a group that has only such tokens
-ends as stale.
+wait: none; an ordered selector bounds their age. drop: their group ends, READY ones as stale, unfinished ones (with
+their partial) as expired. mask: they stay as context and get no gradient; a group with only such tokens ends as stale.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """Bounds on the balance of uses and inserts. While it `limits` the ratio, a full buffer makes room by evicting its
-    oldest READY group, as a Reverb table does."""
+    """Bounds on the balance of uses and inserts.
+
+    If it `limits` the ratio, a full buffer evicts its oldest READY group to make room, as a Reverb table does.
+    """
 
     min_size: int = 0
     samples_per_insert: float = 1.0
@@ -69,66 +73,69 @@ class RateLimit:
     max_diff: float = UNLIMITED
 
     @classmethod
-    def ratio(cls, samples_per_insert: float, *, min_size: int, error_buffer: float) -> RateLimit:
-        """Keep uses : inserts near `samples_per_insert`: within error_buffer uses of the balance at which the table has
-        just reached min_size."""
+    def from_ratio(cls, samples_per_insert: float, *, min_size: int, error_buffer: float) -> RateLimit:
+        """Keep uses : inserts near `samples_per_insert`.
+
+        The balance may deviate by `error_buffer` uses from its value when the table first reaches min_size.
+        """
         start = samples_per_insert * min_size
         return cls(min_size, samples_per_insert, start - error_buffer, start + error_buffer)
 
     @property
     def limits(self) -> bool:
-        """Whether the ratio of uses to inserts is limited."""
+        """True if the ratio of uses to inserts is limited."""
         return self.max_diff < UNLIMITED
 
-    def insertable(self, *, inserts: int, uses: int, size: int, needed_size: int) -> int:
-        """Number of groups that may be inserted now, in addition to `inserts` that were inserted or are being made."""
+    def allowed_inserts(self, *, inserts: int, uses: int, size: int, needed_size: int) -> int:
+        """Number of further groups that may be inserted; `inserts` includes the groups in flight."""
         by_size = needed_size - size
         by_ratio = math.floor((self.max_diff + uses) / self.samples_per_insert) - inserts
         return max(0, by_size, by_ratio)
 
-    def may_sample(self, batch: int, *, inserts: int, uses: int) -> bool:
-        """Whether a batch may be sampled."""
+    def allows_sample(self, batch: int, *, inserts: int, uses: int) -> bool:
+        """True if a batch of `batch` groups may be sampled."""
         return self.samples_per_insert * inserts - (uses + batch) >= self.min_diff
 
 
 @dataclass(frozen=True, slots=True)
 class StalenessWindow:
-    """S, P and the horizon: the number of groups that the whole run trains, with repetitions (steps * P).
+    """S, P and the horizon: the number of groups that the whole run trains, repetitions included (steps * P).
 
-    S bounds the age. `staleness` is the effective S, at most S: groups are admitted as if it were S. A group keeps the
-    bound of its admission, so that the effective S may rise and fall while the run is live, and nothing is lost.
+    S bounds the age. `staleness` is the effective S, at most S: groups are admitted as if it were S. Each group keeps
+    the bound of its admission, so the effective S may change while the run is live, and no group is lost.
     """
 
     max_staleness: int
     groups_per_step: int
     horizon: int
     staleness: int | None = None
-    """None: S itself."""
+    """Effective S; None: S itself."""
 
     def __post_init__(self) -> None:
+        # One spelling per window, so that equal windows compare equal.
         if self.staleness is not None and self.staleness >= self.max_staleness:
             object.__setattr__(self, "staleness", None)
 
     @property
-    def in_force(self) -> int:
-        """Effective S: groups are admitted by it."""
+    def effective_staleness(self) -> int:
+        """Effective S, which bounds admission."""
         return self.max_staleness if self.staleness is None else self.staleness
 
     @property
     def capacity(self) -> int:
-        """(effective S + 1) * P groups."""
-        return (self.in_force + 1) * self.groups_per_step
+        """Maximum number of active groups: (effective S + 1) * P."""
+        return (self.effective_staleness + 1) * self.groups_per_step
 
     @property
-    def largest(self) -> StalenessWindow:
-        """The window with the largest effective S that the run may have."""
+    def at_max_staleness(self) -> StalenessWindow:
+        """The same window with the largest effective S."""
         return replace(self, staleness=None)
 
 
 def age(trainer_version: int, oldest_version: int) -> int:
     """Age in optimizer steps of tokens sampled from `oldest_version` when trained at `trainer_version`.
 
-    A trainer that replays steps after a crash may train tokens of a version that it has not reached again; their age
+    A trainer that replays steps after a crash can train tokens of a version that it has not reached again. Their age
     is 0.
     """
     return max(0, trainer_version - oldest_version)
@@ -136,7 +143,7 @@ def age(trainer_version: int, oldest_version: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPolicy:
-    """All settings of the buffer. Raises ValueError for a combination that would stall or have no effect."""
+    """All settings of the buffer. Raises ValueError for settings that would stall the run or have no effect."""
 
     window: StalenessWindow
     selector: Selector = "fifo"
@@ -147,12 +154,14 @@ class ReplayPolicy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for check in (self._check_selector, self._check_uses, self._check_rate):
-            check()
+        self._check_choices()
+        self._check_selector()
+        self._check_uses()
+        self._check_rate()
 
     @property
     def age_bound(self) -> int:
-        """No token that gets a gradient is older than this many optimizer steps.
+        """Maximum age in optimizer steps of a token that gets a gradient.
 
         It is S if older tokens are dropped or masked. Under `wait` it follows from the order: when a group is admitted,
         at most (S+1)*P - 1 others are active, and at most W - 1 later ones overtake it. Each is trained at most k
@@ -161,17 +170,17 @@ class ReplayPolicy:
         """
         if self.on_stale != "wait":
             return self.window.max_staleness
-        most = (self.window.largest.capacity + self.selector_window - 1) * self.max_uses
-        return (most - 1) // self.window.groups_per_step
+        total_uses = (self.window.at_max_staleness.capacity + self.selector_window - 1) * self.max_uses
+        return (total_uses - 1) // self.window.groups_per_step
 
     @property
-    def walks(self) -> bool:
-        """Whether the selector goes through the groups in ticket order, so that a batch may come in parts."""
-        return self.selector in WALKING
+    def preserves_ticket_order(self) -> bool:
+        """True if the selector takes groups in ticket order, so that a batch may be taken in parts."""
+        return self.selector in ORDERED_SELECTORS
 
     @property
     def min_ready(self) -> int:
-        """READY groups with which a step may begin, while that many are left to train.
+        """Number of READY groups required to start a step, while that many are left to train.
 
         exact_age waits for the whole window: then nothing is in flight when a version is published, each version
         generates the P groups that its predecessor's batch made room for, and they are trained S steps later.
@@ -179,40 +188,56 @@ class ReplayPolicy:
         return self.window.capacity if self.selector == "exact_age" else self.rate.min_size
 
     @property
-    def size_to_take(self) -> int:
-        """Number of READY groups that a take needs, while that many are left to train."""
+    def ready_groups_needed(self) -> int:
+        """Number of READY groups required to take a batch, while that many are left to train."""
         return max(self.min_ready, self.window.groups_per_step)
 
     @property
-    def least_staleness(self) -> int:
-        """The smallest effective S with room for a batch: (S + 1) * P >= max(W, min_size). exact_age and a limited
-        ratio count on the whole window."""
+    def smallest_staleness(self) -> int:
+        """Smallest effective S with room for a batch: (S + 1) * P >= max(W, min_size).
+
+        exact_age and a limited ratio need the whole window.
+        """
         if self.selector == "exact_age" or self.rate.limits:
             return self.window.max_staleness
         return -(-max(1, self.selector_window, self.rate.min_size) // self.window.groups_per_step) - 1
 
-    def with_staleness(self, in_force: int) -> ReplayPolicy:
-        """The same with another effective S, kept between `least_staleness` and S."""
-        bounded = max(self.least_staleness, min(in_force, self.window.max_staleness))
+    def with_staleness(self, effective_staleness: int) -> ReplayPolicy:
+        """The same policy with another effective S, bounded by `smallest_staleness` and S."""
+        bounded = max(self.smallest_staleness, min(effective_staleness, self.window.max_staleness))
         return replace(self, window=replace(self.window, staleness=bounded))
 
     def mask_below(self, trainer_version: int) -> int:
-        """Tokens of versions below this get no gradient at `trainer_version`; 0: all get one."""
+        """Oldest version whose tokens get a gradient at `trainer_version`; 0: all tokens do."""
         if self.on_stale != "mask":
             return 0
         return max(0, trainer_version - self.window.max_staleness)
+
+    def _check_choices(self) -> None:
+        # Literals are not checked at run time, and Lua would not fail either: it would neither drop nor mask the old
+        # tokens under an unknown on_stale, so they would be trained without any bound on their age.
+        if self.selector not in SELECTORS:
+            raise ValueError(
+                f"selector {self.selector!r} is unknown, so no batch could be chosen. "
+                f"Set selector.kind to one of {', '.join(SELECTORS)}"
+            )
+        if self.on_stale not in get_args(OnStale):
+            raise ValueError(
+                f"on_stale {self.on_stale!r} is unknown, so nothing would bound the age of tokens. "
+                f"Set on_stale to one of {', '.join(get_args(OnStale))}"
+            )
 
     def _check_selector(self) -> None:
         capacity = self.window.capacity
         if self.selector != "windowed_fifo" and self.selector_window != 1:
             raise ValueError(
-                f"selector.window ({self.selector_window}) is a dial of windowed_fifo, but the selector is "
+                f"selector.window ({self.selector_window}) is a setting of windowed_fifo, but the selector is "
                 f"{self.selector}: it would have no effect. Remove it, or set selector.kind to windowed_fifo"
             )
         if not 1 <= self.selector_window <= capacity:
             raise ValueError(
-                f"selector.window ({self.selector_window}) exceeds the capacity (S + 1) * P = {capacity}: there are "
-                "never that many groups to choose from. Lower selector.window or raise max_staleness"
+                f"selector.window ({self.selector_window}) is not between 1 and the capacity (S + 1) * P = {capacity}: "
+                "there are never more groups to choose from. Lower selector.window or raise max_staleness"
             )
         if self.selector == "exact_age" and (self.max_uses > 1 or self.rate != RateLimit()):
             raise ValueError(
@@ -220,22 +245,23 @@ class ReplayPolicy:
                 "several ages, and an admission rule would have no effect or break the order. Set max_uses to 1 and "
                 "admission.kind to staleness_window"
             )
-        if self.on_stale == "wait" and not self.walks:
+        if self.on_stale == "wait" and not self.preserves_ticket_order:
             raise ValueError(
                 f"on_stale wait with selector {self.selector}: groups that are overtaken again and again would grow "
-                "old without bound and hold their slots for ever. Set on_stale to drop or mask"
+                "old without bound and occupy their slots for ever. Set on_stale to drop or mask"
             )
 
     def _check_uses(self) -> None:
-        most = self.window.max_staleness + 1
-        if self.on_stale != "wait" and self.max_uses > most:
+        usable_steps = self.window.max_staleness + 1
+        if self.on_stale != "wait" and self.max_uses > usable_steps:
             raise ValueError(
-                f"max_uses ({self.max_uses}) cannot be reached: with on_stale {self.on_stale} a group is of use for "
-                f"S + 1 = {most} steps. Lower max_uses or raise max_staleness"
+                f"max_uses ({self.max_uses}) cannot be reached: with on_stale {self.on_stale} a group can be trained "
+                f"in S + 1 = {usable_steps} steps. Lower max_uses or raise max_staleness"
             )
 
     def _check_rate(self) -> None:
-        capacity, size = self.window.capacity, self.window.groups_per_step
+        capacity = self.window.capacity
+        batch = self.window.groups_per_step
         if self.rate.min_size > capacity:
             raise ValueError(
                 f"admission.min_size ({self.rate.min_size}) exceeds the capacity (S + 1) * P = {capacity}: training "
@@ -248,10 +274,10 @@ class ReplayPolicy:
                 "Raise max_uses or lower admission.samples_per_insert"
             )
         slack = self.rate.max_diff - self.rate.min_diff
-        need = size + self.rate.samples_per_insert
-        if slack < need:
+        needed_slack = batch + self.rate.samples_per_insert
+        if slack < needed_slack:
             raise ValueError(
-                f"admission.error_buffer leaves max_diff - min_diff = {slack:g}, but a batch of P = {size} and one "
-                f"insert of {self.rate.samples_per_insert:g} need {need:g}: neither side could move. "
-                f"Set admission.error_buffer to at least {need / 2:g}"
+                f"admission.error_buffer leaves max_diff - min_diff = {slack:g}, but a batch of P = {batch} and one "
+                f"insert of {self.rate.samples_per_insert:g} need {needed_slack:g}: neither side could proceed. "
+                f"Set admission.error_buffer to at least {needed_slack / 2:g}"
             )

@@ -57,7 +57,7 @@ class GenerationServer:
                     self._slot_freed.clear()
                     await self._slot_freed.wait()
                 try:
-                    tickets = await self._buffer.admit(
+                    tickets = await self._buffer.admit_groups(
                         SLOTS - self._running, holder=self.name, timeout_s=1.0, slots=SLOTS
                     )
                 except WaitTimeout:
@@ -71,7 +71,7 @@ class GenerationServer:
     async def _generate_group(self, ticket: Ticket) -> None:
         for _ in range(self._random.randint(MIN_PIECES, MAX_PIECES)):
             await asyncio.sleep(STEP_S + GROUP_S * self._running)
-        await self._buffer.insert(ticket, make_group(ticket, self.name))
+        await self._buffer.insert_group(ticket, make_group(ticket, self.name))
         self._running -= 1
         self._slot_freed.set()
 
@@ -88,14 +88,14 @@ def make_group(ticket: Ticket, server: str) -> Group:
 
 
 def admit_without_others(buffer: RedisBuffer) -> None:
-    """Let `buffer` ask as if no other server were waiting: the greedy rule."""
-    fair = buffer._try_admit
+    """Let `buffer` request as if no other server were waiting: the greedy rule."""
+    fair = buffer._try_to_admit
 
     async def greedy(request):  # type: ignore[no-untyped-def]
-        request.kept_since, request.kept_s = 2**52, 1.0  # nobody has asked since then
+        request.reserved_since, request.reserved_s = 2**52, 1.0  # no server has requested since then
         return await fair(request)
 
-    buffer._try_admit = greedy  # type: ignore[method-assign]
+    buffer._try_to_admit = greedy  # type: ignore[method-assign]
 
 
 async def measure(url: str, servers: int, *, fair: bool, steps: int, seed: int) -> tuple[float, list[int]]:
@@ -125,10 +125,10 @@ async def measure(url: str, servers: int, *, fair: bool, steps: int, seed: int) 
         if version == WARMUP_STEPS:
             made.clear()
             started_s = time.monotonic()
-        batch = await trainer.take(epoch=1, version=version, timeout_s=60.0)
+        batch = await trainer.take_batch(epoch=1, version=version, timeout_s=60.0)
         made.update(group.server for group in batch.groups)
         await trainer.publish_version(epoch=1, version=version + 1)
-        await trainer.release(batch)
+        await trainer.release_batch(batch)
         await trainer.commit_checkpoint(epoch=1, version=version + 1)
     groups_per_s = made.total() / (time.monotonic() - started_s)
 

@@ -1,4 +1,4 @@
-"""The contract of the replay buffer; `InMemoryBuffer` and `RedisBuffer` both keep it.
+"""The replay buffer and the run board: the interfaces and what they guarantee.
 
     put_tasks --> WAITING --admit--> INFLIGHT --insert--> READY --take--> TAKEN --release--> RELEASED(trained)
                                       |    ^               ^  |             |
@@ -6,26 +6,29 @@
                        discard        +--> RELEASED(reason)|  +-- too old --> RELEASED(stale)
                        too old        +--> RELEASED(expired)
 
-Who waits for what:
+`InMemoryBuffer` and `RedisBuffer` implement it, and one contract suite tests both.
 
-- `admit` waits for a task and for room in the staleness window that is not the share of other servers, and where the
-  ratio of uses to inserts is limited also for the trainer, under a quota also for memory. `release`, `discard`,
-  `put_tasks`, `take`, `commit_checkpoint`, `expire_leases` and an expiring lease unblock it.
-- `take` waits until the groups that its selector wants are READY. `insert` and `discard` unblock it.
+Waits:
+
+- `admit_groups` waits for a task and for room in the staleness window that is not reserved for other waiting servers.
+  It also waits for the trainer if the ratio of uses to inserts is limited, and for memory under a quota. It is
+  unblocked by `release_batch`, `discard_group`, `put_tasks`, `take_batch`, `commit_checkpoint`, `expire_leases`, and by
+  a lease that expires.
+- `take_batch` waits until the groups that its selector wants are READY. `insert_group` and `discard_group` unblock it.
 
 Guarantees (S, P, selector, on_stale, max_uses: `ReplayPolicy`):
 
 - 0 <= active = admitted - released <= (S + 1) * P, at every moment.
 - Every admitted group is released exactly once, with one `ReleaseReason`.
-- Every call may be repeated after a lost reply without changing anything twice.
+- Every call may be repeated after a lost reply and changes nothing the second time.
 - No token that gets a gradient is older than `ReplayPolicy.age_bound` when its batch is taken.
 - The groups of a batch are in ticket order; if it was taken in parts, in ticket order within each part.
-- Steps after the last committed checkpoint are kept: a trainer that resumes at version v gets exactly the batches
-  again that were trained after v (`Batch.replayed`).
+- Steps after the last committed checkpoint are retained: a trainer that resumes at version v gets exactly the batches
+  that were trained after v again (`Batch.replayed`).
 
-The run board holds the few facts that the processes of a run share beside the buffer: where the publisher of the
-weights listens, how far a trainer that resumed repeats its steps, a heartbeat of every rollout server, counters that
-survive restarts, results of evaluations, and the probe samples that the trainer compares log-probabilities with.
+The run board holds the few facts that the processes of a run share besides the buffer: the address of the weight
+publisher, the progress of a trainer that repeats steps after a restart, a heartbeat per rollout server, counters that
+survive restarts, evaluation results, and the probe samples on which the trainer compares log-probabilities.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ STATS_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class BufferStats:
-    """A consistent snapshot of a run's counters."""
+    """A consistent snapshot of a run's counters. The field names are keys of JSON reports."""
 
     epoch: int
     version: int
@@ -59,9 +62,9 @@ class BufferStats:
     taken: int
     admitted: int
     released: dict[str, int] = field(default_factory=dict)
-    """Number of groups that ended, for every `ReleaseReason`."""
+    """Number of groups that ended, per `ReleaseReason`."""
     released_by_length: dict[str, int] = field(default_factory=dict)
-    """"<reason>:<n>": groups whose longest completion had at most n tokens and more than n / 2."""
+    """"<reason>:<n>" -> number of groups whose longest completion had at most n and more than n / 2 tokens."""
     max_staleness: int = 0
     staleness: int = 0
     """Effective S."""
@@ -70,18 +73,18 @@ class BufferStats:
     selector: str = "fifo"
     selector_window: int = 1
     inserted: int = 0
-    """Groups that ever became READY."""
+    """Number of groups that ever became READY."""
     used: int = 0
-    """Groups taken; a group counts each time that it was taken."""
+    """Number of uses: a group counts each time it is taken."""
     ended: bool = False
     kept: int = 0
-    """Groups whose payload is kept: READY, TAKEN, and those that no committed checkpoint contains."""
+    """Number of groups whose payload is stored: READY, TAKEN, and those that no committed checkpoint contains."""
     stored_bytes: int = 0
-    """Size of their payloads. The buffer of one process knows it only with a quota."""
+    """Size of these payloads. `InMemoryBuffer` measures it only under a quota."""
     room_bytes: int = 0
-    """What the run's quota leaves for payloads; 0: it has no quota."""
+    """Bytes that the run's quota leaves for payloads; 0 without a quota."""
     group_bytes: int = 0
-    """The most that a group is expected to take; 0 without a quota."""
+    """Maximum expected size of a group; 0 without a quota."""
 
     @property
     def released_total(self) -> int:
@@ -90,102 +93,105 @@ class BufferStats:
 
     @property
     def active(self) -> int:
-        """Groups that hold a slot of the staleness window."""
+        """Number of groups that occupy a slot of the staleness window."""
         return self.admitted - self.released_total
 
     @property
     def capacity(self) -> int:
-        """(effective S + 1) * P: groups that may be active."""
+        """Maximum number of active groups: (effective S + 1) * P."""
         return (self.staleness + 1) * self.groups_per_step
 
     @property
-    def held_by_quota(self) -> bool:
-        """Whether the quota leaves no room for one more group."""
+    def is_limited_by_quota(self) -> bool:
+        """True if the quota leaves no room for another group."""
         return not MemoryQuota(0, self.room_bytes, self.group_bytes).admits(self.stored_bytes, self.inflight)
 
     @property
     def balanced(self) -> bool:
-        """Whether the counters equal the sizes of the sets they count."""
+        """True if the counters match the sizes of the sets that they count."""
         return self.active == self.inflight + self.ready + self.taken
 
 
 class CachedStats:
-    """The counters, asked for at most once in STATS_MAX_AGE_S seconds."""
+    """The buffer's statistics, requested at most once per STATS_MAX_AGE_S seconds."""
 
     def __init__(self) -> None:
         self.stats: BufferStats | None = None
-        """None if the buffer did not answer, or has not been asked."""
-        self._at_s = -STATS_MAX_AGE_S
-        self._asking = asyncio.Lock()
+        """The latest statistics. None before the first request, and if the buffer did not answer the last one."""
+        self._requested_s = -STATS_MAX_AGE_S
+        self._lock = asyncio.Lock()
 
-    async def refresh(self, ask: Callable[[], Awaitable[BufferStats]]) -> None:
-        """Ask, unless the last answer is young enough. Raises nothing: without an answer, `stats` becomes None."""
-        async with self._asking:
-            if time.monotonic() - self._at_s < STATS_MAX_AGE_S:
+    async def refresh(self, request_stats: Callable[[], Awaitable[BufferStats]]) -> None:
+        """Request new statistics if the last ones are too old. Raises nothing: after a failure, `stats` is None."""
+        async with self._lock:
+            if time.monotonic() - self._requested_s < STATS_MAX_AGE_S:
                 return
             try:
                 async with asyncio.timeout(STATS_TIMEOUT_S):
-                    self.stats = await ask()
+                    self.stats = await request_stats()
             except (AsyncGrpoError, TimeoutError):
                 self.stats = None
-            self._at_s = time.monotonic()
+
+            # Also after a failure: retrying on every call would block each caller for STATS_TIMEOUT_S.
+            self._requested_s = time.monotonic()
 
 
 class RunBoard(Protocol):
     """Facts that the processes of a run share. `InMemoryBoard` and `RedisBoard` implement it."""
 
     async def set_publisher(self, address: PublisherAddress) -> None:
-        """Announce where the publisher of a new trainer listens. An older epoch never replaces a newer one."""
+        """Announce the address of a new trainer's weight publisher. An older epoch never replaces a newer one."""
         ...
 
-    async def publisher(self) -> PublisherAddress | None:
-        """The address of the newest publisher; None if there was none yet."""
+    async def publisher_address(self) -> PublisherAddress | None:
+        """Return the address of the newest publisher; None before the first."""
         ...
 
     async def report_replay(self, progress: ReplayProgress) -> None:
-        """Report how far the trainer has repeated its steps after a restart. An older epoch never replaces a newer
-        one."""
+        """Report how far a restarted trainer has repeated its steps. An older epoch never replaces a newer one."""
         ...
 
     async def replay_progress(self) -> ReplayProgress | None:
-        """The last report of the newest trainer; None if there was none yet."""
+        """Return the last report of the newest trainer; None before the first."""
         ...
 
-    async def beat(self, beat: ServerBeat, *, ttl_s: float) -> None:
-        """Announce that a rollout server is alive. The board forgets it after `ttl_s` seconds."""
+    async def announce_server(self, beat: ServerBeat, *, ttl_s: float) -> None:
+        """Announce that a rollout server is alive. The entry expires after `ttl_s` seconds."""
         ...
 
-    async def servers(self) -> list[ServerBeat]:
-        """The newest heartbeat of each live rollout server, sorted by name."""
+    async def live_servers(self) -> list[ServerBeat]:
+        """Return the newest heartbeat of each live rollout server, sorted by name."""
         ...
 
-    async def count(self, name: str, amount: int) -> None:
-        """Add `amount` to the counter `name` of the run."""
+    async def add_to_counter(self, name: str, amount: int) -> None:
+        """Add `amount` to the run's counter `name`."""
         ...
 
     async def counters(self) -> dict[str, int]:
-        """All counters, by name."""
+        """Return all counters by name."""
         ...
 
-    async def claim(self, what: str, holder: str, *, ttl_s: float) -> bool:
-        """Claim a job that only one process may do, for `ttl_s` seconds. False if another process holds it.
-        The holder renews its claim by claiming again."""
+    async def claim_job(self, job: str, holder: str, *, ttl_s: float) -> bool:
+        """Claim a job that only one process may do, for `ttl_s` seconds. False if another process has claimed it.
+
+        The holder renews its claim by claiming again.
+        """
         ...
 
     async def put_evaluation(self, evaluation: Evaluation) -> None:
-        """Publish a result. Each version has one: the first stays."""
+        """Publish an evaluation result. The first result per version stays."""
         ...
 
     async def evaluations(self) -> list[Evaluation]:
-        """All results, sorted by version."""
+        """Return all evaluation results, sorted by version."""
         ...
 
     async def put_probe(self, probe: Probe) -> None:
-        """Publish samples of one version with their behaviour log-probabilities. Only the newest probe is kept."""
+        """Publish samples of one version with their behaviour log-probabilities. Only the newest probe is retained."""
         ...
 
-    async def probe(self, version: int, *, timeout_s: float) -> Probe:
-        """Wait for the probe of `version`. Raises WaitTimeout if it does not come, or a newer one has replaced it."""
+    async def wait_for_probe(self, version: int, *, timeout_s: float) -> Probe:
+        """Wait for the probe of `version`. Raises WaitTimeout if it is late, or if a newer probe has replaced it."""
         ...
 
     async def aclose(self) -> None:
@@ -195,146 +201,157 @@ class RunBoard(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a trainer learns when it takes over: its epoch, and the newest version that was ever published.
-
-    The batches between the version of its checkpoint and `head_version` are replayed.
-    """
+    """Result of a rollback. The batches from the trainer's checkpoint up to `head_version` are replayed."""
 
     epoch: int
+    """Epoch of the trainer that takes over."""
     head_version: int
+    """Newest version that was ever published."""
     lost_steps: int = 0
-    """Steps before the newest committed checkpoint whose groups are gone; they are trained again on new groups."""
+    """Steps before the newest committed checkpoint whose groups are deleted; they are trained on new groups."""
 
 
 class ReplayBuffer(Protocol):
     """The buffer of one run. Every wait that does not succeed ends with WaitTimeout or RunEnded."""
 
     async def put_tasks(self, tasks: Sequence[Task]) -> int:
-        """Append tasks to the stream; returns the next index expected.
+        """Append tasks to the stream. Returns the next index expected.
 
-        Tasks below that index are there already and are skipped, so several feeders may race. Raises StreamGap if the
+        Tasks below that index are already stored and are skipped, so several feeders may race. Raises StreamGap if the
         first index is beyond the next one expected, and ValueError if the indices are not consecutive.
         """
         ...
 
-    async def admit(self, limit: int, *, holder: str, timeout_s: float, slots: int | None = None) -> list[Ticket]:
-        """Lease 1 to `limit` groups: first those that lost their holder, lowest sequence first, with the attempt
-        raised and the partial attached; then new ones.
+    async def admit_groups(
+        self, limit: int, *, holder: str, timeout_s: float, slots: int | None = None
+    ) -> list[Ticket]:
+        """Lease 1 to `limit` groups: first those without a holder, lowest sequence first, then new ones.
 
-        While several servers wait, each gets its share of the room (`buffer.fair_share`). `slots`: groups that this
-        server can work on at once, of which `limit` are free (default: all of them).
-        A group with max_attempts strikes is released as `failed` instead. An expired lease is a strike, and so is a
-        `give_back` that says so. Under on_stale drop, a group whose partial is older than S is released as `expired`. A
-        group without a partial restarts at the newest version. A cancelled call gives back what it was granted. Raises
-        RunEnded, and WaitTimeout if nothing could be admitted.
+        A group that is leased again gets the next attempt number and its partial, or restarts at the newest version if
+        there is no partial. Two kinds of group end instead: those with max_attempts expired leases, as `failed`, and,
+        under on_stale drop, those whose partial is older than S, as `expired`.
+
+        While several servers wait, each gets its fair share of the room (`buffer.fair_share`). `slots`: number of
+        groups that this server can generate concurrently, of which `limit` are free (default: all of them).
+
+        A cancelled call gives back the groups that it was granted. Raises RunEnded, and WaitTimeout if nothing could be
+        admitted.
         """
         ...
 
-    async def heartbeat(self, tickets: Sequence[Ticket]) -> list[int]:
-        """Renew leases. Returns the sequences that the holder has lost and must stop working on."""
+    async def renew_leases(self, tickets: Sequence[Ticket]) -> list[int]:
+        """Renew leases. Returns the sequences whose lease is lost; the holder must stop generating them."""
         ...
 
-    async def progress(self, ticket: Ticket, partial: Partial) -> None:
-        """Store what is generated so far and renew the lease. Raises LeaseLost."""
+    async def save_partial(self, ticket: Ticket, partial: Partial) -> None:
+        """Store the tokens generated so far and renew the lease. Raises LeaseLost."""
         ...
 
-    async def give_back(self, ticket: Ticket, *, strike: bool = False) -> None:
+    async def give_back(self, ticket: Ticket, *, count_as_expired: bool = False) -> None:
         """End the lease now, so that another server can continue. Idempotent; a lost lease is no error.
 
-        `strike`: count this attempt, as an expired lease counts, because the group may have killed its engine.
+        `count_as_expired`: count this lease in `Ticket.expired_leases`, because the group may have killed its engine.
         """
         ...
 
     async def expire_leases(self, name: str, *, life: int) -> None:
-        """Expire now the leases that the server `name` took in lives up to `life` (`buffer.holders`), because they are
-        over. Idempotent, and also if it arrives late: leases of a later life stay.
+        """Expire the leases that the server `name` took in its lives up to `life` (`buffer.holders`), which are over.
 
-        As with any lease that expires, the attempt counts, and an insert still succeeds until another server takes
-        over.
+        Idempotent, even if the call arrives late: leases of a later life stay. As with any expired lease, the attempt
+        counts, and an insert still succeeds until another server takes over.
         """
         ...
 
-    async def insert(self, ticket: Ticket, group: Group) -> None:
+    async def insert_group(self, ticket: Ticket, group: Group) -> None:
         """INFLIGHT -> READY. Idempotent. Raises LeaseLost if another attempt holds the group.
 
-        An expired lease still counts until another holder takes over, so that finished work is kept.
+        An expired lease is valid until another holder takes over, so that finished work is not lost.
         """
         ...
 
-    async def discard(self, ticket: Ticket, reason: ReleaseReason) -> None:
-        """INFLIGHT -> RELEASED(reason), which frees the slot. Idempotent. Raises LeaseLost, and ValueError for the
-        reason `trained`."""
+    async def discard_group(self, ticket: Ticket, reason: ReleaseReason) -> None:
+        """INFLIGHT -> RELEASED(reason), which frees the slot. Idempotent.
+
+        Raises LeaseLost, and ValueError for the reason `trained`.
+        """
         ...
 
-    async def take(self, *, epoch: int, version: int, timeout_s: float) -> Batch:
+    async def take_batch(self, *, epoch: int, version: int, timeout_s: float) -> Batch:
         """Take P groups for the step `version` -> `version + 1`, all or nothing, in ticket order.
 
-        Another call for the same version (after a lost reply or `rollback`) returns the same groups, even after `end`.
-        Groups that are too old for the step end first: READY ones as `stale`, or as `trained` if they were trained
-        before, unfinished ones as `expired`. Raises Fenced, WaitTimeout, RunEnded.
+        Another call for the same version (after a lost reply or `rollback`) returns the same groups, even after
+        `end_run`. Groups that are too old for the step end first: READY ones as `stale`, or as `trained` if they were
+        trained before, unfinished ones as `expired`. Raises Fenced, WaitTimeout, RunEnded.
         """
         ...
 
-    async def take_part(self, *, epoch: int, version: int, have: int, timeout_s: float) -> Batch:
+    async def take_batch_part(self, *, epoch: int, version: int, have: int, timeout_s: float) -> Batch:
         """Take further groups for the step: at least one, and as many as the selector allows now.
 
-        `have`: how many groups of the step the caller has. `Batch.missing` is the number still to come. What was taken
-        stays taken: later calls, also of a trainer that takes over and begins at 0, and `take` return the same groups
-        in the same order before any others. A selector that does not walk (`ReplayPolicy.walks`) chooses whole batches,
-        so that all P come at once. Raises as `take` does.
+        `have`: number of groups of the step that the caller has. `Batch.missing`: number still to come. Groups that
+        were taken stay taken: later calls, including `take_batch` and those of a trainer that takes over and starts
+        with `have` 0, return them in the same order before any others. A selector that does not preserve ticket order
+        (`ReplayPolicy.preserves_ticket_order`) chooses whole batches, so all P groups arrive together.
+
+        Raises Fenced, WaitTimeout, RunEnded.
         """
         ...
 
-    async def release(self, batch: Batch) -> None:
-        """TAKEN -> RELEASED(trained) for every group of the batch, or READY again if it has uses left. The payloads
-        stay until `commit_checkpoint`.
+    async def release_batch(self, batch: Batch) -> None:
+        """TAKEN -> RELEASED(trained) for every group of the batch, or READY again if it has uses left.
 
-        Call it after `publish_version(batch.version + 1)`. Idempotent. Raises Fenced.
+        Call it after `publish_version(batch.version + 1)`. In the other order, a group admitted into the freed slots
+        would carry the old version, and could be trained when it is one step older than S. The payloads stay until
+        `commit_checkpoint`. Idempotent. Raises Fenced.
         """
         ...
 
     async def publish_version(self, *, epoch: int, version: int) -> None:
-        """Announce the newest policy version, which tickets admitted from now on carry. A version below the newest
-        changes nothing. Raises Fenced."""
+        """Announce the newest policy version, which tickets carry from now on. An older version changes nothing.
+
+        Raises Fenced.
+        """
         ...
 
     async def commit_checkpoint(self, *, epoch: int, version: int) -> None:
-        """Forget the payloads of the steps before `version`, whose checkpoint is safe. Raises Fenced."""
+        """Delete the payloads of the steps before `version`, whose checkpoint is on disk. Raises Fenced."""
         ...
 
     async def rollback(self, version: int, *, accept_loss: bool = False) -> Resume:
         """Let a trainer take over at `version` (0 at the first start).
 
-        A new epoch begins and fences all older ones. Batches taken for steps >= `version` will be delivered again.
+        Starts a new epoch, which fences all older ones. Batches taken for steps >= `version` will be delivered again.
         Batches of earlier steps are in the trainer's checkpoint: those not released yet are released as `trained`. A
         run that has ended continues if steps are left.
 
-        Raises StepsForgotten for a version below a committed checkpoint, whose batches are gone. With `accept_loss`
-        generation starts again there instead: active groups end (as `stale` or `expired`), batches taken for later
-        steps are forgotten, and the version falls to `version`.
+        Raises StepsForgotten for a version below a committed checkpoint, whose batches are deleted. With `accept_loss`
+        generation restarts there instead: active groups end (as `stale` or `expired`), batches taken for later steps
+        are deleted, and the version falls to `version`.
         """
         ...
 
-    async def update_admission(self, policy: ReplayPolicy) -> None:
-        """Replace the policy of a live run. Groups that are taken stay taken, and a smaller window admits nothing until
-        enough groups are released. P must stay while a step is taken in parts: its batch keeps its size, for which a
-        smaller window may have no room."""
+    async def update_policy(self, policy: ReplayPolicy) -> None:
+        """Replace the policy of a live run. Groups that are taken stay taken.
+
+        A smaller window admits nothing until enough groups are released. P must not change while a step is taken in
+        parts: its batch keeps its size, which may not fit into a smaller window.
+        """
         ...
 
     async def set_staleness(self, *, epoch: int, staleness: int) -> None:
-        """Change the effective S of admission, kept between `ReplayPolicy.least_staleness` and max_staleness.
+        """Change the effective S of admission, bounded by `ReplayPolicy.smallest_staleness` and max_staleness.
 
-        A larger one admits at once. A smaller one admits nothing until enough groups are released; what was admitted
-        keeps the bound of its admission, and ends as it would have. Raises Fenced.
+        A larger S admits groups immediately. A smaller one admits nothing until enough groups are released; groups
+        already admitted keep the bound of their admission. Raises Fenced.
         """
         ...
 
-    async def end(self) -> None:
+    async def end_run(self) -> None:
         """End the run: every wait ends with RunEnded."""
         ...
 
     async def stats(self) -> BufferStats:
-        """A consistent snapshot of the counters."""
+        """Return a consistent snapshot of the counters."""
         ...
 
     async def aclose(self) -> None:

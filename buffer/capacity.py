@@ -157,7 +157,7 @@ def memory_plan(config: RunConfig) -> BufferMemoryPlan:
         group_bytes=config.group_size * sample + prompt + GROUP_BYTES,
         task_bytes=prompt + GROUP_BYTES,
         active_groups=config.capacity_groups,
-        least_groups=config.capacity_groups if whole_window else policy.size_to_take,
+        least_groups=config.capacity_groups if whole_window else policy.ready_groups_needed,
         logged_groups=logged_steps * config.groups_per_step,
         waiting_tasks=TASKS_AHEAD * config.capacity_groups,
         quota_bytes=config.redis.quota_bytes,

@@ -1,4 +1,4 @@
-"""What the buffer of one process knows of a group and of a batch."""
+"""State of a group and of a batch in the buffer of one process (`BufferState`)."""
 
 from __future__ import annotations
 
@@ -9,35 +9,41 @@ from async_grpo.wire import Batch, Group, Partial, Task
 
 @dataclass(slots=True)
 class ActiveGroup:
-    """An active group, INFLIGHT while `group` is None. `deadline_s` is 0 if it was given back and has no holder."""
+    """An active group. It is INFLIGHT while `group` is None.
+
+    deadline_s  None       never leased, or given back: no holder
+                in future  leased by `holder`
+                in past    expired; `holder` may still insert, until another holder takes over
+    """
 
     task: Task
-    begun: int
-    """While INFLIGHT, no reported token is older than this version."""
+    start_version: int
+    """While INFLIGHT, a version that none of the reported tokens is older than."""
     attempt: int = 0
-    strikes: int = 0
-    """Number of attempts that their holder, or its engine, did not survive."""
-    holder: str = ""
-    """Who holds the lease, also after it has expired; "" if nobody does."""
-    deadline_s: float = 0.0
+    """Number of leases so far."""
+    expired_leases: int = 0
+    """Number of leases that expired, or whose engine died."""
+    holder: str | None = None
+    """Holder of the lease, also after it has expired."""
+    deadline_s: float | None = None
     partial: Partial | None = None
     group: Group | None = None
     longest: int = 0
     """Tokens of the longest completion reported so far."""
     uses: int = 0
-    """Number of times that it was taken."""
+    """Number of times that the group was taken."""
 
 
 @dataclass(slots=True)
 class TakenStep:
-    """The batch taken for a step, kept until a checkpoint contains it."""
+    """The batch taken for a step, retained until a committed checkpoint contains the step."""
 
     epoch: int
     mask_below: int
     size: int
     """Number of groups of the complete batch."""
     groups: dict[int, Group] = field(default_factory=dict)
-    settled: bool = False
+    is_trained: bool = False
 
     @property
     def missing(self) -> int:
@@ -45,7 +51,7 @@ class TakenStep:
         return self.size - len(self.groups)
 
     def batch(self, epoch: int, version: int, have: int) -> Batch:
-        """What a trainer that has the first `have` groups gets."""
+        """Return the groups after the first `have`, which the trainer of `epoch` has already."""
         return Batch(
             epoch=epoch,
             version=version,
@@ -57,5 +63,5 @@ class TakenStep:
 
 
 def length_bucket(tokens: int) -> int:
-    """The smallest power of two that is at least `tokens` (which is at least 1)."""
+    """Return the smallest power of two that is at least `tokens`, which is at least 1."""
     return 1 << (tokens - 1).bit_length()

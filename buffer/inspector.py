@@ -22,7 +22,7 @@ from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault
 from async_grpo.staleness import ReplayPolicy, age
 from buffer.base import BufferStats
-from buffer.redis.buffer import RedisBuffer, batched
+from buffer.redis.buffer import RedisBuffer, split_reply
 from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
 from buffer.redis.scripts import RunKeys, script
@@ -52,7 +52,7 @@ class GroupFacts:
     state: GroupState
     attempt: int
     """Number of leases so far."""
-    strikes: int = 0
+    expired_leases: int = 0
     """Number of leases that expired, or whose engine died."""
     uses: int = 0
     oldest_version: int | None = None
@@ -103,7 +103,7 @@ class GroupRecord(NamedTuple):
     """RECORD of lua/parts/records.lua."""
 
     attempt: int
-    strikes: int
+    expired_leases: int
     longest: int
     oldest: int
     newest: int
@@ -226,7 +226,7 @@ class Inspector:
 
     async def _look(self) -> _Look:
         reply = await self._run_script("look")
-        meta = {name.decode(): value.decode() for name, value in batched(reply[0], 2)}
+        meta = {name.decode(): value.decode() for name, value in split_reply(reply[0], 2)}
         if int(meta.get("format", 0)) != BOOKS_FORMAT:
             raise BufferFault(
                 f"the run {self._run} keeps its books in format {meta.get('format')}, and this release reads format "
@@ -268,15 +268,15 @@ def _group_facts(reply: list[Any]) -> list[GroupFacts]:
     """What the reply of lua/look.lua says of each group."""
     _, leases, begun, ready, taken, records, log, _, (seconds, micros) = reply
     now_ms = 1000 * int(seconds) + int(micros) / 1000
-    deadlines_ms = {int(seq): float(deadline) for seq, deadline in batched(leases, 2)}
-    begun_versions = {int(seq): int(version) for seq, version in batched(begun, 2)}
+    deadlines_ms = {int(seq): float(deadline) for seq, deadline in split_reply(leases, 2)}
+    begun_versions = {int(seq): int(version) for seq, version in split_reply(begun, 2)}
     states = dict.fromkeys(map(int, taken), GroupState.TAKEN) | dict.fromkeys(map(int, ready), GroupState.READY)
     states |= dict.fromkeys(deadlines_ms, GroupState.INFLIGHT)
     steps: dict[int, int] = {}  # of the log: version -> epoch|settled|mask_below|size|seq,seq,...
-    for version, entry in sorted((int(version), entry) for version, entry in batched(log, 2)):
+    for version, entry in sorted((int(version), entry) for version, entry in split_reply(log, 2)):
         steps |= {int(seq): version for seq in entry.decode().rsplit("|", 1)[1].split(",") if seq}
     facts = []
-    for seq, text in sorted((int(seq), text) for seq, text in batched(records, 2)):
+    for seq, text in sorted((int(seq), text) for seq, text in split_reply(records, 2)):
         record, state = GroupRecord(*map(int, text.split())), states.get(seq, GroupState.KEPT)
         finished, deadline_ms = state is not GroupState.INFLIGHT, deadlines_ms.get(seq)
         facts.append(
@@ -284,7 +284,7 @@ def _group_facts(reply: list[Any]) -> list[GroupFacts]:
                 seq=seq,
                 state=state,
                 attempt=record.attempt,
-                strikes=record.strikes,
+                expired_leases=record.expired_leases,
                 uses=record.uses,
                 oldest_version=record.oldest if finished else begun_versions.get(seq),
                 newest_version=record.newest if finished else None,

@@ -1,13 +1,13 @@
-"""Which groups make the next batch, and which are too old for one: decided from facts alone.
+"""Selection of the groups of the next batch, and of those too old for one. Pure.
 
 All selectors look at ticket sequences, never at the order in which groups were finished.
 
-    fifo, windowed_fifo   walk the open groups upwards; one in flight at sequence h ends the walk at h + W
+    fifo, windowed_fifo   scan the open groups upwards; one in flight at sequence h ends the scan at h + W
     exact_age             as fifo; the take waits until the whole window is READY
     freshest              the P highest READY sequences
     uniform               P ranks among the READY sequences, drawn without replacement
 
-A batch is delivered in ticket order, whatever the selector.
+A batch is delivered in ticket order, whatever the selector. lua/take_batch.lua has the same rules.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ from collections.abc import Iterator, Sequence
 from async_grpo.staleness import ReplayPolicy, age
 from async_grpo.wire import Group
 
-_MODULUS, _MULTIPLIER, _STRIDE, _SKIPPED = 2**31 - 1, 48271, 1_000_003, 3
-"""The generator of Park and Miller ("minstd"): its products are exact in a script's double numbers."""
+_MODULUS, _MULTIPLIER = 2**31 - 1, 48271
+"""The generator of Park and Miller ("minstd"). Its products are exact in the double-precision numbers of Lua."""
+_STEP_STRIDE = 1_000_003
+"""Distance between the seeds of two steps."""
+_SKIPPED = 3
+"""Numbers dropped at the start: the first ones of a small seed are small themselves."""
 
 
-def select(policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tuple[int, bool]], size: int) -> list[int]:
-    """`size` groups for the batch, or as many as may be taken now; in ticket order.
+def select_groups(
+    policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tuple[int, bool]], size: int
+) -> list[int]:
+    """Return `size` groups for the batch, or as many as may be taken now, in ticket order.
 
-    `open_groups`: (sequence, whether it is READY; else it is in flight), by sequence.
+    `open_groups`: (sequence, True if READY or False if in flight), sorted by sequence.
     """
     ready = [seq for seq, is_ready in open_groups if is_ready]
     match policy.selector:
         case "fifo" | "windowed_fifo" | "exact_age":
-            chosen = list(_walk(open_groups, size, policy.selector_window))
+            chosen = list(_scan_in_order(open_groups, size, policy.selector_window))
         case "freshest":
             chosen = ready[-size:]
         case "uniform":
@@ -38,7 +44,7 @@ def select(policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tup
 
 
 def too_old_to_train(policy: ReplayPolicy, trainer_version: int, group: Group) -> bool:
-    """Whether no batch from `trainer_version` on may contain the READY group."""
+    """True if no batch from `trainer_version` on may contain the READY group."""
     match policy.on_stale:
         case "wait":
             return False
@@ -49,12 +55,13 @@ def too_old_to_train(policy: ReplayPolicy, trainer_version: int, group: Group) -
     return age(trainer_version, version) > policy.window.max_staleness
 
 
-def too_old_to_finish(policy: ReplayPolicy, version: int, begun_version: int) -> bool:
-    """Whether a group in flight, whose oldest token is of `begun_version`, could no longer be trained whole."""
-    return policy.on_stale == "drop" and age(version, begun_version) > policy.window.max_staleness
+def too_old_to_finish(policy: ReplayPolicy, version: int, start_version: int) -> bool:
+    """True if a group in flight, whose oldest token is of `start_version`, could only be dropped once finished."""
+    return policy.on_stale == "drop" and age(version, start_version) > policy.window.max_staleness
 
 
-def _walk(open_groups: Sequence[tuple[int, bool]], size: int, selector_window: int) -> Iterator[int]:
+def _scan_in_order(open_groups: Sequence[tuple[int, bool]], size: int, selector_window: int) -> Iterator[int]:
+    """Yield up to `size` READY sequences, of which those behind an unfinished group lie within the window."""
     first_in_flight: int | None = None
     for seq, is_ready in open_groups:
         if size == 0 or (first_in_flight is not None and seq >= first_in_flight + selector_window):
@@ -67,13 +74,17 @@ def _walk(open_groups: Sequence[tuple[int, bool]], size: int, selector_window: i
 
 
 def _draw(ready: list[int], size: int, seed: int, trainer_version: int) -> list[int]:
-    left, numbers = list(ready), _numbers(seed, trainer_version)
-    return [left.pop(next(numbers) % len(left)) for _ in range(min(size, len(left)))]
+    remaining = list(ready)
+    numbers = _random_numbers(seed, trainer_version)
+    chosen = []
+    for _ in range(min(size, len(remaining))):
+        chosen.append(remaining.pop(next(numbers) % len(remaining)))
+    return chosen
 
 
-def _numbers(seed: int, trainer_version: int) -> Iterator[int]:
-    """Random integers, the same for the same step."""
-    state = (seed % _MODULUS + trainer_version * _STRIDE) % _MODULUS or 1
+def _random_numbers(seed: int, trainer_version: int) -> Iterator[int]:
+    """Random integers, the same at every repetition of a step."""
+    state = (seed % _MODULUS + trainer_version * _STEP_STRIDE) % _MODULUS or 1
     for _ in range(_SKIPPED):
         state = state * _MULTIPLIER % _MODULUS
     while True:

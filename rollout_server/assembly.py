@@ -89,7 +89,7 @@ async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuff
 async def _publisher_of(board: RunBoard) -> PublisherAddress | None:
     """Where weights are published, if they are. Raises ConfigError if that trainer is of a release with which this one
     cannot speak."""
-    found = await board.publisher()
+    found = await board.publisher_address()
     if found is not None and found.protocol != PROTOCOL:
         raise ConfigError(
             f"the trainer of this run speaks protocol {found.protocol}, this rollout server {PROTOCOL}: their releases "

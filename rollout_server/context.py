@@ -8,7 +8,7 @@ from async_grpo.config import RunConfig
 from async_grpo.data.base import TaskSource
 from async_grpo.rewards.pool import RewardPool
 from buffer.base import ReplayBuffer, RunBoard
-from buffer.holders import holder_of
+from buffer.holders import holder_name
 from rollout_server.engines.base import Engine, Sampler
 from rollout_server.engines.proof import LogprobProof
 from rollout_server.run_logger import RolloutLogger
@@ -48,4 +48,4 @@ class ServerContext(EvalContext):
     @property
     def holder(self) -> str:
         """The holder of this server's leases."""
-        return holder_of(self.name, self.life)
+        return holder_name(self.name, self.life)

@@ -75,7 +75,7 @@ class Heartbeat:
             logprob_gap=None if self._context.proof is None else self._context.proof.gap_max,
             evaluation=self._evaluator.progress,
         )
-        await self._context.board.beat(beat, ttl_s=TTL_S)
+        await self._context.board.announce_server(beat, ttl_s=TTL_S)
         await self.count_tokens()
         if (found := self._contention.look()).share >= NOTEWORTHY:  # `why` reads it from the timeline
             self._context.logger.contention(found)
@@ -89,7 +89,7 @@ class Heartbeat:
             return
         total = self._context.engine.load().generated_tokens - self._evaluator.tokens
         if total > self._counted:
-            await self._context.board.count(GENERATED_TOKENS, total - self._counted)
+            await self._context.board.add_to_counter(GENERATED_TOKENS, total - self._counted)
             self._counted = total
 
     async def _waiting_for(self, load: EngineLoad) -> str:
@@ -103,5 +103,5 @@ class Heartbeat:
             stats = await self._context.buffer.stats()
             if stats.waiting == 0:
                 return "tasks"
-            return "room under redis.quota_bytes" if stats.held_by_quota else "staleness window"
+            return "room under redis.quota_bytes" if stats.is_limited_by_quota else "staleness window"
         return "weights" if len(self._dispatcher.groups) and not load.running + load.waiting else ""

@@ -68,7 +68,7 @@ class RolloutServer:
             context.buffer,
             context.source,
             target=TASKS_AHEAD * context.config.capacity_groups,
-            claim=lambda: context.board.claim("tasks", context.name, ttl_s=FEEDER_TTL_S),
+            claim=lambda: context.board.claim_job("tasks", context.name, ttl_s=FEEDER_TTL_S),
             starved=partial(context.logger.wait, "tasks"),
         )
         self._dispatcher = Dispatcher(context, watcher, self._feeder)

@@ -1,10 +1,11 @@
 """How the ranks of the trainer take part in the run: rank 0 talks to the buffer and the run board, the others to it.
 
-What rank 0 waits for: `take` for P finished groups, `take_part` for one (both come from the rollout servers), `probe`
-for a server that has the final weights, `wait_for_evaluation` for one that has measured them, `SharedDevices.held` for
-engines to sleep. The other ranks wait for rank 0 in a broadcast, which the process group's timeout ends. SIGTERM ends
-these waits of rank 0, but not that for engines, and nothing else: a step once begun is finished. A publication that has
-failed (`watch_publishing`) ends them with its error: servers without new weights make no groups to wait for.
+What rank 0 waits for: `take_batch` for P finished groups, `take_batch_part` for one (both come from the rollout
+servers), `probe` for a server that has the final weights, `wait_for_evaluation` for one that has measured them,
+`SharedDevices.held` for engines to sleep. The other ranks wait for rank 0 in a broadcast, which the process group's
+timeout ends. SIGTERM ends these waits of rank 0, but not that for engines, and nothing else: a step once begun is
+finished. A publication that has failed (`watch_publishing`) ends them with its error: servers without new weights make
+no groups to wait for.
 """
 
 from __future__ import annotations
@@ -115,13 +116,13 @@ class Coordinator:
         """Take the batch of the step `version` -> `version + 1`; None if the run must stop now."""
         timeout_s = self._config.trainer.take_timeout_s
         # A take that is given up is no loss: the same groups are delivered when it is asked again.
-        return self._shared(lambda: self._buffer.take(epoch=self._epoch, version=version, timeout_s=timeout_s))
+        return self._shared(lambda: self._buffer.take_batch(epoch=self._epoch, version=version, timeout_s=timeout_s))
 
     def take_part(self, version: int, have: int) -> Batch | None:
         """Take further groups of that batch, of which the trainer has `have`; None if the run must stop now."""
         timeout_s = self._config.trainer.take_timeout_s
         return self._shared(
-            lambda: self._buffer.take_part(epoch=self._epoch, version=version, have=have, timeout_s=timeout_s)
+            lambda: self._buffer.take_batch_part(epoch=self._epoch, version=version, have=have, timeout_s=timeout_s)
         )
 
     def set_publisher(self, address: PublisherAddress) -> None:
@@ -142,7 +143,7 @@ class Coordinator:
 
     def release(self, batch: Batch) -> None:
         """Release a batch that has been trained and whose weights are published."""
-        self._lead(lambda: self._buffer.release(batch))
+        self._lead(lambda: self._buffer.release_batch(batch))
 
     def buffer_stats(self) -> BufferStats | None:
         """The buffer's counters; None on ranks other than 0."""
@@ -170,12 +171,14 @@ class Coordinator:
         if self._config.redis.quota_bytes is None:
             return self.has_room()
         stats = self.buffer_stats()
-        starved = stats is not None and stats.held_by_quota and stats.ready + stats.inflight < stats.groups_per_step
+        starved = (
+            stats is not None and stats.is_limited_by_quota and stats.ready + stats.inflight < stats.groups_per_step
+        )
         return self._agree(not starved)
 
     def end(self) -> None:
         """Tell the run that every step is trained."""
-        self._lead(lambda: self._buffer.end())
+        self._lead(lambda: self._buffer.end_run())
 
     def probe(self, version: int, timeout_s: float) -> Batch | None:
         """Wait for groups that the final version sampled; None if none came in time, or before SIGTERM."""
@@ -214,7 +217,7 @@ class Coordinator:
 
     async def _find_probe(self, version: int, timeout_s: float) -> Batch | None:
         try:
-            probe = await self._board.probe(version, timeout_s=timeout_s)
+            probe = await self._board.wait_for_probe(version, timeout_s=timeout_s)
         except WaitTimeout:
             return None
         return Batch(epoch=self._epoch, version=version, groups=probe.groups) if probe.groups else None

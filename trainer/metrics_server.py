@@ -266,7 +266,7 @@ class MetricsServer:
         if self._buffer is None or self._board is None:
             self._buffer = attach(self._config.redis, self._config.name)
             self._board = attach_board(self._config.redis, self._config.name)
-        self.demand.beats(await self._board.servers())
+        self.demand.beats(await self._board.live_servers())
         while self._rows:
             self.demand.step(self._rows.popleft())
         scaled = self._config.launch

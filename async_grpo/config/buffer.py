@@ -50,7 +50,7 @@ class AdmissionConfig(StrictModel):
             return RateLimit(min_size=self.min_size)
         size = max(self.min_size, groups_per_step)
         error_buffer = self.error_buffer or 2.0 * groups_per_step
-        return RateLimit.ratio(self.samples_per_insert, min_size=size, error_buffer=error_buffer)
+        return RateLimit.from_ratio(self.samples_per_insert, min_size=size, error_buffer=error_buffer)
 
     def _defaults(self) -> set[str]:
         """Fields that are as they would be if nobody had set them."""

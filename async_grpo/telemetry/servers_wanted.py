@@ -82,7 +82,7 @@ def lag_of(policy: ReplayPolicy) -> int:
     A selector that waits for more READY groups than a batch leaves fewer; one that lets groups overtake leaves more.
     """
     size = policy.window.groups_per_step
-    return (policy.window.capacity - policy.size_to_take) // size + (policy.selector_window - 1) // size
+    return (policy.window.capacity - policy.ready_groups_needed) // size + (policy.selector_window - 1) // size
 
 
 def servers_wanted(rates: Rates, most: int = MOST) -> int:

@@ -204,8 +204,8 @@ class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
     """The leased right to generate the group of `task`.
 
     `seq` orders groups by admission. `version` is the policy version published at admission; no token of the group may
-    be older. `attempt` counts the leases of this group from 1, and fences late messages of an earlier holder. `strikes`
-    counts those that their holder, or its engine, did not survive.
+    be older. `attempt` counts the leases of this group from 1, and fences late messages of an earlier holder.
+    `expired_leases` counts those that expired, or whose engine died.
     """
 
     seq: NonNegative
@@ -216,7 +216,8 @@ class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
     holder: str
     lease_s: float
     partial: Partial | None = None
-    strikes: int = 0
+    expired_leases: int = msgspec.field(default=0, name="strikes")
+    """Named `strikes` on the wire."""
 
 
 class Group(Record, frozen=True, kw_only=True, tag="group"):

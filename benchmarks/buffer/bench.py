@@ -256,7 +256,7 @@ class FullRun:
             tickets = await self._admit(min(FILLED_AT_ONCE, self.size.ready - ready))
             async with asyncio.TaskGroup() as inserting:
                 for ticket in tickets:
-                    inserting.create_task(self.buffer.insert(ticket, tiny_group(ticket)))
+                    inserting.create_task(self.buffer.insert_group(ticket, tiny_group(ticket)))
             ready += len(tickets)
 
     async def cycle(self) -> None:
@@ -265,15 +265,15 @@ class FullRun:
         await timed("put_tasks", self._put(2))
         (kept,) = await timed("admit", self._admit(1))
         (dropped,) = await timed("admit", self._admit(1))
-        await timed("heartbeat", buffer.heartbeat([kept]))
+        await timed("heartbeat", buffer.renew_leases([kept]))
         partial = Partial(seq=kept.seq, attempt=kept.attempt, samples=[*tiny_group(kept).samples])
-        await timed("progress", buffer.progress(kept, partial))
-        await timed("insert", buffer.insert(kept, tiny_group(kept)))
-        await timed("discard", buffer.discard(dropped, ReleaseReason.FILTERED))
-        batch = await timed("take", buffer.take(epoch=self.epoch, version=self.version, timeout_s=WAIT_S))
+        await timed("progress", buffer.save_partial(kept, partial))
+        await timed("insert", buffer.insert_group(kept, tiny_group(kept)))
+        await timed("discard", buffer.discard_group(dropped, ReleaseReason.FILTERED))
+        batch = await timed("take", buffer.take_batch(epoch=self.epoch, version=self.version, timeout_s=WAIT_S))
         self.version += 1
         await timed("publish_version", buffer.publish_version(epoch=self.epoch, version=self.version))
-        await timed("release", buffer.release(batch))
+        await timed("release", buffer.release_batch(batch))
         await timed("commit_checkpoint", buffer.commit_checkpoint(epoch=self.epoch, version=self.version))
         await timed("stats", buffer.stats())
 
@@ -291,7 +291,7 @@ class FullRun:
         self.tasks_put += count
 
     async def _admit(self, limit: int) -> list[Ticket]:
-        return await self.buffer.admit(limit, holder="bench", timeout_s=WAIT_S)
+        return await self.buffer.admit_groups(limit, holder="bench", timeout_s=WAIT_S)
 
     async def _timed(self, transition: str, call: Awaitable[T]) -> T:
         begin_s = time.perf_counter()

@@ -106,19 +106,19 @@ class BufferLoop:
 
     async def tickets(self, limit: int) -> list[Ticket]:
         """The right to make 1..limit groups."""
-        return await self._buffer.admit(limit, holder=self._holder, timeout_s=WAIT_S)
+        return await self._buffer.admit_groups(limit, holder=self._holder, timeout_s=WAIT_S)
 
     async def push(self, ticket: Ticket, group: Group) -> None:
         """Hand over a finished group."""
-        await self._buffer.insert(ticket, group)
+        await self._buffer.insert_group(ticket, group)
 
     async def batches(self, groups: int) -> AsyncIterator[list[Group]]:
         """Batches until so many groups were delivered, decoded; each is settled before the next is asked for."""
         for version in range(groups // self._batch):
-            batch = await self._buffer.take(epoch=self._epoch, version=version, timeout_s=WAIT_S)
+            batch = await self._buffer.take_batch(epoch=self._epoch, version=version, timeout_s=WAIT_S)
             yield batch.groups
             await self._buffer.publish_version(epoch=self._epoch, version=version + 1)
-            await self._buffer.release(batch)
+            await self._buffer.release_batch(batch)
             await self._buffer.commit_checkpoint(epoch=self._epoch, version=version + 1)
 
     async def aclose(self) -> None:

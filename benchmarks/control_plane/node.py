@@ -50,7 +50,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     """What the servers of a process saw during an observation."""
 
     admit_s: list[float]
-    """Seconds of every call of `admit`."""
+    """Seconds of every call of `admit_groups`."""
     insert_s: list[float]
     """Seconds of every insert."""
     applied: list[tuple[int, float]]
@@ -92,9 +92,9 @@ class TimedBoard(TimedCalls):
         self._late_s = late_s
         self._last_s: float | None = None
 
-    async def beat(self, *args: Any, **kwargs: Any) -> None:
+    async def announce_server(self, *args: Any, **kwargs: Any) -> None:
         """Pass the heartbeat on, then note when it had arrived."""
-        await self._target.beat(*args, **kwargs)
+        await self._target.announce_server(*args, **kwargs)
         now_s = time.monotonic()
         if self._last_s is not None:
             self._late_s.append(max(0.0, now_s - self._last_s - heartbeat.EVERY_S))
@@ -174,12 +174,12 @@ class VirtualServers:
             pool=cast(RewardPool, EqualVerdicts()),
             workflow=ReplayWorkflow(),
             source=ReplaySource(),
-            buffer=cast(ReplayBuffer, TimedCalls(state, admit=self._admit_s, insert=self._insert_s)),
+            buffer=cast(ReplayBuffer, TimedCalls(state, admit_groups=self._admit_s, insert_group=self._insert_s)),
             board=cast(RunBoard, TimedBoard(board, self._late_s)),
             logger=logger,
         )
         path = store_path(config.local_name, f"node-{node}")
-        receiver = SharedWeightReceiver(board.publisher, path, config.weights, name=name)
+        receiver = SharedWeightReceiver(board.publisher_address, path, config.weights, name=name)
         stack.push_async_callback(receiver.close)
         watcher = WeightWatcher(
             receiver,

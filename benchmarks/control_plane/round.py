@@ -110,9 +110,9 @@ class ModelessTrainer:
     async def run(self) -> None:
         """Take, publish, release, as long as groups come. Raises WaitTimeout if they stay away."""
         for version in range(ENDLESS):
-            batch = await self._state.take(epoch=self._epoch, version=version, timeout_s=TAKE_TIMEOUT_S)
+            batch = await self._state.take_batch(epoch=self._epoch, version=version, timeout_s=TAKE_TIMEOUT_S)
             await self._publish(version + 1)
-            await self._state.release(batch)
+            await self._state.release_batch(batch)
             await self._state.commit_checkpoint(epoch=self._epoch, version=version + 1)
 
     async def look(self) -> Look:
@@ -125,7 +125,7 @@ class ModelessTrainer:
             redis_cpu_s=about["used_cpu_user"] + about["used_cpu_sys"],
             trainer_cpu_s=sum(sum(process.cpu_times()[:2]) for process in self._processes),
             connections=about["connected_clients"],
-            servers=len(await self._board.servers()),
+            servers=len(await self._board.live_servers()),
         )
 
     async def _publish(self, version: int) -> None:

@@ -36,7 +36,7 @@ class RedisBoard:
     async def set_publisher(self, address: PublisherAddress) -> None:
         await self._set_of_epoch("publisher", address)
 
-    async def publisher(self) -> PublisherAddress | None:
+    async def publisher_address(self) -> PublisherAddress | None:
         (payload,) = await self._link.fetch([self._of("publisher")])
         return decode(payload, PublisherAddress) if payload is not None else None
 
@@ -47,15 +47,15 @@ class RedisBoard:
         (payload,) = await self._link.fetch([self._of("replay")])
         return decode(payload, ReplayProgress) if payload is not None else None
 
-    async def beat(self, beat: ServerBeat, *, ttl_s: float) -> None:
+    async def announce_server(self, beat: ServerBeat, *, ttl_s: float) -> None:
         await self._link.call(lambda: self._beat(beat, _ms(ttl_s)))
 
-    async def servers(self) -> list[ServerBeat]:
+    async def live_servers(self) -> list[ServerBeat]:
         known = await self._link.call(lambda: self._client.smembers(self._of("servers")))
         payloads = await self._link.fetch([self._of(f"server:{name.decode()}") for name in sorted(known)])
         return [decode(payload, ServerBeat) for payload in payloads if payload is not None]
 
-    async def count(self, name: str, amount: int) -> None:
+    async def add_to_counter(self, name: str, amount: int) -> None:
         keys = [self._of("counters"), self._of(f"counted:{uuid.uuid4().hex}")]
         await self._link.run(script("board_count"), keys, name, amount, REMEMBER_COUNT_MS)
 
@@ -63,8 +63,8 @@ class RedisBoard:
         counters = await self._link.call(lambda: self._client.hgetall(self._of("counters")))
         return {name.decode(): int(value) for name, value in counters.items()}
 
-    async def claim(self, what: str, holder: str, *, ttl_s: float) -> bool:
-        keys = [self._of(f"claim:{what}")]
+    async def claim_job(self, job: str, holder: str, *, ttl_s: float) -> bool:
+        keys = [self._of(f"claim:{job}")]
         return bool(await self._link.run(script("board_claim"), keys, holder, _ms(ttl_s)))
 
     async def put_evaluation(self, evaluation: Evaluation) -> None:
@@ -80,7 +80,7 @@ class RedisBoard:
         staged = [Payload(keys[0], encode(probe))]
         await self._link.run(script("board_probe"), keys, probe.version, payloads=staged)
 
-    async def probe(self, version: int, *, timeout_s: float) -> Probe:
+    async def wait_for_probe(self, version: int, *, timeout_s: float) -> Probe:
         waited_for = f"the probe of version {version} from a rollout server"
 
         async def look() -> Probe | RetryLater:
@@ -91,7 +91,7 @@ class RedisBoard:
                 raise WaitTimeout(waited_for, 0, f"The probe of version {probe.version} has already replaced it")
             return probe
 
-        return await self._link.until(self._of("wake:probe"), look, waited_for=waited_for, timeout_s=timeout_s)
+        return await self._link.retry_until(self._of("wake:probe"), look, waited_for=waited_for, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
         await self._link.aclose()

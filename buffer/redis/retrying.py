@@ -130,7 +130,7 @@ class RetryingClient:
             found += await self.call(lambda page=keys[start : start + PAGE]: self.client.mget(page))  # type: ignore[misc]
         return found
 
-    async def until(
+    async def retry_until(
         self, wake: str, attempt: Callable[[], Awaitable[T | RetryLater]], *, waited_for: str, timeout_s: float
     ) -> T:
         """The first result of `attempt` other than RetryLater. It is repeated whenever the list `wake` has an element.

@@ -26,9 +26,9 @@ All keys have one hash tag, so that a cluster keeps them on one node. Every scri
 - `stage`       string  a partial on its way in; exists only within one transaction
 
 Payloads, by plain SET and MGET: `task:<seq>`, `partial:<seq>`, `group:<seq>:<attempt>`. Answers to calls whose reply
-may have been lost: `grant:<request>` to an `admit`, `rollback:<request>` to a `rollback`. The index of a task is the
-sequence of its ticket: both count from 0, and tasks are admitted in order. A group's key names the attempt that made
-it, so a group can be written to its final place before it is known whether its lease still holds: a lost attempt
+may have been lost: `grant:<request>` to an `admit_groups`, `rollback:<request>` to a `rollback`. The index of a task is
+the sequence of its ticket: both count from 0, and tasks are admitted in order. A group's key names the attempt that
+made it, so a group can be written to its final place before it is known whether its lease still holds: a lost attempt
 overwrites no other.
 
 The Lua scripts in lua/, one per transition, are called by digest and loaded if the server does not know them. The

@@ -15,11 +15,12 @@ Partials: what was generated is stored every progress_interval_s, so a server th
 `run` is cancelled, or the engine dies, admission ends, what exists is stored and all tickets are given back. The server
 that resumes a group goes on behind the last token of every sample.
 
-Strikes: a group that kills its engine must not kill them all, so every group with a request in a dying engine gets a
-strike, and with max_attempts of them it is `failed`. Most of these groups are innocent. So a group with CAREFUL_STRIKES
-is generated with care: only one such group at a time is in this server's engine. Then a group that kills engines dies
-alone among them and uses up its attempts, while the innocent ones finish at their turn. Groups with fewer strikes run
-next to it, so that the engine stays full; another death costs each of them one strike.
+Expired leases: a group that kills its engine must not kill all engines. So if an engine dies, the lease of every group
+with a request in it counts as expired, and a group with max_attempts of them is `failed`. Most of these groups are
+innocent, so a group with CAREFUL_EXPIRED_LEASES is generated with care: only one such group at a time is in this
+server's engine. A group that kills engines then dies alone among them and uses up its attempts, and the innocent ones
+finish in turn. Groups with fewer expired leases run next to it, so that the engine stays full; another death costs them
+one more.
 
 Pausing and draining (`admission`): a ticket that comes after either is given back at once. A dispatcher that drains
 asks for no more tickets and ends once its groups have finished. Groups that have not finished after
@@ -65,9 +66,9 @@ from rollout_server.workflows.session import SampleSession
 ADMIT_TIMEOUT_S = 10.0
 GIVE_BACK_TIMEOUT_S = 10.0
 NOTED_WAIT_S = 0.05
-CAREFUL_STRIKES = 2
-"""Strikes from which on a group is generated with care. Not 1: a machine that fails strikes all of its groups once, and
-to generate these one at a time would starve the trainer."""
+CAREFUL_EXPIRED_LEASES = 2
+"""Number of expired leases from which a group is generated with care. Not 1: when a machine fails, all of its groups
+have one, and generating those one at a time would starve the trainer."""
 MAX_FAILURES_IN_A_ROW, MAX_OVERDUE_IN_A_ROW = 32, 4
 """Groups in a row that fail or cannot be judged before the server gives up. The second figure holds if the last of them
 missed its deadline: that takes so long that the trainer would give up first."""
@@ -106,7 +107,7 @@ class Dispatcher:
         self._failures_in_a_row = 0
         self._careful_turn = asyncio.Lock()
         # With few attempts, care has to start before the last one.
-        self._careful_strikes = max(1, min(CAREFUL_STRIKES, rollout.max_attempts - 1))
+        self._careful_expired_leases = max(1, min(CAREFUL_EXPIRED_LEASES, rollout.max_attempts - 1))
 
     async def run(self) -> None:
         """Make groups until the run has ended, or this server is drained. Raises EngineError (the engine died),
@@ -182,7 +183,7 @@ class Dispatcher:
         wanted = self.slots.groups_wanted(size)
         self.asking_since_s = time.time()
         try:
-            tickets = await self._context.buffer.admit(
+            tickets = await self._context.buffer.admit_groups(
                 wanted, holder=self._context.holder, timeout_s=ADMIT_TIMEOUT_S, slots=self.slots.groups_at_once(size)
             )
         except WaitTimeout:
@@ -202,7 +203,7 @@ class Dispatcher:
         return group
 
     def _needs_care(self, group: GroupRollout) -> bool:
-        return group.ticket.strikes >= self._careful_strikes
+        return group.ticket.expired_leases >= self._careful_expired_leases
 
     def _note_wait(self, since_s: float) -> None:
         self.asking_since_s = None
@@ -228,10 +229,10 @@ class Dispatcher:
                 raise  # by the dispatcher, or by `GroupsInProgress`: whoever did it parts with the group
             log.error("a group's task was cancelled by something that it awaits", seq=group.ticket.seq)
 
-        # A safety net: a group that is still here although its task ends would have its lease renewed for ever. With a
-        # strike, so that a group to which this happens each time does not come back without end.
+        # A safety net: a group that is still here although its task ends would have its lease renewed for ever. Its
+        # lease counts as expired, so that a group to which this happens each time ends as `failed`.
         if group in self.groups:
-            group.is_struck = True
+            group.counts_as_expired = True
             await self.groups.end(group, GiveBack())
 
     async def _generate_group(self, group: GroupRollout) -> None:
@@ -262,7 +263,7 @@ class Dispatcher:
             # Now, before this failure cancels the other samples and groups: then their tokens are lost, and it can no
             # longer be told which of them were in the engine.
             self.groups.freeze_partials()
-            self.groups.strike_groups_in_engine()
+            self.groups.count_lease_of_groups_in_engine()
             raise
         finally:
             self.groups.free_slot(group)
@@ -319,7 +320,7 @@ class Dispatcher:
         kinds = Counter(failure.kind for result in results for failure in result.failures.values())
         for kind, count in kinds.items():
             self.counters.reward_failures[kind] += count
-            await self._context.board.count(f"{REWARD_FAILURES_PREFIX}{kind}", count)
+            await self._context.board.add_to_counter(f"{REWARD_FAILURES_PREFIX}{kind}", count)
         return [with_rewards(sample, result) for sample, result in zip(samples, results, strict=True)]
 
     async def _discard_group(self, group: GroupRollout, reason: ReleaseReason, why: str) -> None:

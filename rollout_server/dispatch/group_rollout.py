@@ -35,7 +35,7 @@ class GroupRollout:
     """Samples that count as committed in the dispatcher's slots; only `GroupsInProgress` changes it."""
     frozen_partial: Partial | None = None
     """The partial as it was just before generation was cancelled."""
-    is_struck: bool = False
+    counts_as_expired: bool = False
     """True if the engine died with a request of this group."""
     error: str = ""
     """Why a workflow failed, "" if none did."""

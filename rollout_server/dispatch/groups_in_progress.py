@@ -104,11 +104,11 @@ class GroupsInProgress:
 
             how              its task            partial   call to the buffer            False if
             ---------------  ------------------  --------  ----------------------------  ------------------------
-            Insert(group)    is the caller       -         insert                        the lease was lost
-            Discard(reason)  is the caller       -         discard                       the lease was lost
-            GiveBack()       cancelled, if any   saved     progress (for new tokens),    never
-                                                           give_back (with the group's
-                                                           strike, if it has one)
+            Insert(group)    is the caller       -         insert_group                  the lease was lost
+            Discard(reason)  is the caller       -         discard_group                 the lease was lost
+            GiveBack()       cancelled, if any   saved     save_partial (new tokens),    never
+                                                           give_back (counted as
+                                                           expired if the group is)
             Drop()           cancelled, if any   -         none                          never
 
         In every case the group leaves this object, its leases are no longer renewed, and its slots are free. If the
@@ -124,9 +124,9 @@ class GroupsInProgress:
         try:
             match how:
                 case Insert(finished):
-                    await self._buffer.insert(group.ticket, finished)
+                    await self._buffer.insert_group(group.ticket, finished)
                 case Discard(reason):
-                    await self._buffer.discard(group.ticket, reason)
+                    await self._buffer.discard_group(group.ticket, reason)
                 case GiveBack():
                     await self._give_back(group)
         except LeaseLost:
@@ -150,7 +150,7 @@ class GroupsInProgress:
     async def renew_leases(self) -> None:
         """Renew all leases once, and drop the groups whose lease the buffer no longer knows."""
         groups = {group.ticket.seq: group for group in self if not group.is_ending}
-        lost = await self._buffer.heartbeat([group.ticket for group in groups.values()])
+        lost = await self._buffer.renew_leases([group.ticket for group in groups.values()])
 
         for seq in lost:
             # The group may have ended, or been replaced by a newer attempt, while we waited for the answer.
@@ -176,21 +176,22 @@ class GroupsInProgress:
         for group in self:
             group.freeze_partial()
 
-    def strike_groups_in_engine(self) -> None:
+    def count_lease_of_groups_in_engine(self) -> None:
         """The engine has died: mark the groups of which it had a request, because each of them may have killed it.
 
-        They are given back with a strike, so that a group that kills every engine ends as `failed` after max_attempts.
+        Their leases count as expired when they are given back, so that a group that kills every engine ends as `failed`
+        after max_attempts.
         """
         for group in self:
-            if not group.is_struck and (samples := group.samples_in_engine):
-                group.is_struck = True
+            if not group.counts_as_expired and (samples := group.samples_in_engine):
+                group.counts_as_expired = True
                 log.warning(
                     "the engine died while it generated this group",
                     seq=group.ticket.seq,
                     task=group.ticket.task.index,
                     attempt=group.ticket.attempt,
                     samples=", ".join(map(str, samples)),
-                    strikes=group.ticket.strikes + 1,
+                    expired_leases=group.ticket.expired_leases + 1,
                     failed_at=self._max_attempts,
                 )
 
@@ -200,7 +201,7 @@ class GroupsInProgress:
             return
 
         async def save() -> None:
-            await self._buffer.progress(group.ticket, partial)
+            await self._buffer.save_partial(group.ticket, partial)
             group.saved_tokens = token_count(partial)
 
         # A save that was cancelled may still be on its way to the server, where it could replace the newer partial
@@ -220,8 +221,8 @@ class GroupsInProgress:
         try:
             partial = group.partial()
             if token_count(partial) > group.saved_tokens:
-                await self._buffer.progress(group.ticket, partial)
-            await self._buffer.give_back(group.ticket, strike=group.is_struck)
+                await self._buffer.save_partial(group.ticket, partial)
+            await self._buffer.give_back(group.ticket, count_as_expired=group.counts_as_expired)
         except BufferFault:
             pass  # the lease or the run has ended, or the buffer is gone: the lease runs out by itself
 

@@ -133,7 +133,7 @@ class MilestoneEvaluator:
                 await race(evaluating, self._keep_claim(milestone))
         finally:
             self.busy, self.progress = False, None
-            await self._context.board.count("eval_tokens", self._runner.tokens - tokens_before)
+            await self._context.board.add_to_counter("eval_tokens", self._runner.tokens - tokens_before)
 
     async def _within_timeout(self, evaluation: Coroutine[Any, Any, None], version: int) -> None:
         """Raises WaitTimeout after eval.timeout_s seconds in which the engine was awake."""
@@ -207,7 +207,7 @@ class MilestoneEvaluator:
         return any(self._milestone(evaluation.version) == milestone for evaluation in evaluations)
 
     async def _claim(self, milestone: int) -> bool:
-        return await self._context.board.claim(f"evaluation {milestone}", self._context.name, ttl_s=CLAIM_TTL_S)
+        return await self._context.board.claim_job(f"evaluation {milestone}", self._context.name, ttl_s=CLAIM_TTL_S)
 
     async def _keep_claim(self, milestone: int) -> None:
         """Renew the claim until cancelled. Raises BufferFault."""

@@ -27,17 +27,17 @@ def probe(version: int) -> Probe:
 
 
 async def test_the_newest_publisher_is_known(board: RunBoard) -> None:
-    assert await board.publisher() is None
+    assert await board.publisher_address() is None
     for epoch in (1, 3, 2):
         await board.set_publisher(address(epoch))
-    assert await board.publisher() == address(3)
+    assert await board.publisher_address() == address(3)
 
 
 async def test_a_publisher_may_move_within_its_epoch(board: RunBoard) -> None:
     await board.set_publisher(address(1))
     moved = PublisherAddress(epoch=1, announce="tcp://b:1", requests="tcp://b:2")
     await board.set_publisher(moved)
-    assert await board.publisher() == moved
+    assert await board.publisher_address() == moved
 
 
 async def test_how_far_the_newest_trainer_repeats_its_steps_is_known(board: RunBoard) -> None:
@@ -48,27 +48,27 @@ async def test_how_far_the_newest_trainer_repeats_its_steps_is_known(board: RunB
 
 
 async def test_servers_are_listed_by_name_until_they_fall_silent(board: RunBoard) -> None:
-    await board.beat(ServerBeat(name="b", pid=2, version=0), ttl_s=30)
-    await board.beat(ServerBeat(name="a", pid=1, version=0), ttl_s=30)
-    await board.beat(ServerBeat(name="a", pid=1, version=4, waiting_for="weights"), ttl_s=30)
-    await board.beat(ServerBeat(name="c", pid=3, version=0), ttl_s=0.05)
+    await board.announce_server(ServerBeat(name="b", pid=2, version=0), ttl_s=30)
+    await board.announce_server(ServerBeat(name="a", pid=1, version=0), ttl_s=30)
+    await board.announce_server(ServerBeat(name="a", pid=1, version=4, waiting_for="weights"), ttl_s=30)
+    await board.announce_server(ServerBeat(name="c", pid=3, version=0), ttl_s=0.05)
     await asyncio.sleep(0.1)
-    assert [(beat.name, beat.version) for beat in await board.servers()] == [("a", 4), ("b", 0)]
+    assert [(beat.name, beat.version) for beat in await board.live_servers()] == [("a", 4), ("b", 0)]
 
 
 async def test_counters_add_up(board: RunBoard) -> None:
     assert await board.counters() == {}
-    await asyncio.gather(*(board.count("tokens", 10) for _ in range(5)), board.count("resumed", 1))
+    await asyncio.gather(*(board.add_to_counter("tokens", 10) for _ in range(5)), board.add_to_counter("resumed", 1))
     assert await board.counters() == {"tokens": 50, "resumed": 1}
 
 
 async def test_a_job_is_claimed_by_one_holder_until_it_lets_go(board: RunBoard) -> None:
-    assert await board.claim("evaluation-3", "server-0", ttl_s=30)
-    assert await board.claim("evaluation-3", "server-0", ttl_s=0.05)
-    assert not await board.claim("evaluation-3", "server-1", ttl_s=30)
-    assert await board.claim("evaluation-4", "server-1", ttl_s=30)
+    assert await board.claim_job("evaluation-3", "server-0", ttl_s=30)
+    assert await board.claim_job("evaluation-3", "server-0", ttl_s=0.05)
+    assert not await board.claim_job("evaluation-3", "server-1", ttl_s=30)
+    assert await board.claim_job("evaluation-4", "server-1", ttl_s=30)
     await asyncio.sleep(0.1)
-    assert await board.claim("evaluation-3", "server-1", ttl_s=30)
+    assert await board.claim_job("evaluation-3", "server-1", ttl_s=30)
 
 
 async def test_evaluations_are_kept_by_version_and_the_first_stays(board: RunBoard) -> None:
@@ -79,23 +79,23 @@ async def test_evaluations_are_kept_by_version_and_the_first_stays(board: RunBoa
 
 async def test_a_probe_is_waited_for(board: RunBoard) -> None:
     await board.put_probe(probe(1))
-    waiting = asyncio.create_task(board.probe(2, timeout_s=5))
+    waiting = asyncio.create_task(board.wait_for_probe(2, timeout_s=5))
     await asyncio.sleep(0.05)
     await board.put_probe(probe(2))
     async with asyncio.timeout(1):
         assert await waiting == probe(2)
-    assert await board.probe(2, timeout_s=0) == probe(2)
+    assert await board.wait_for_probe(2, timeout_s=0) == probe(2)
 
 
 async def test_an_older_probe_does_not_replace_a_newer_one(board: RunBoard) -> None:
     await board.put_probe(probe(2))
     await board.put_probe(probe(1))
-    assert await board.probe(2, timeout_s=0) == probe(2)
+    assert await board.wait_for_probe(2, timeout_s=0) == probe(2)
     async with asyncio.timeout(1):
         with pytest.raises(WaitTimeout, match="version 2"):
-            await board.probe(1, timeout_s=30)
+            await board.wait_for_probe(1, timeout_s=30)
 
 
 async def test_a_probe_that_never_comes_is_named(board: RunBoard) -> None:
     with pytest.raises(WaitTimeout, match="version 5"):
-        await board.probe(5, timeout_s=0.05)
+        await board.wait_for_probe(5, timeout_s=0.05)

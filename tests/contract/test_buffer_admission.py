@@ -31,12 +31,12 @@ async def test_a_group_lives_from_waiting_to_trained(open_buffer: Open) -> None:
     assert ((await buffer.stats()).waiting, (await buffer.stats()).active) == (3, 0)
     (ticket,) = await admit(buffer, 1)
     assert (await buffer.stats()).inflight == 1
-    await buffer.insert(ticket, group_of(ticket))
+    await buffer.insert_group(ticket, group_of(ticket))
     assert (await buffer.stats()).ready == 1
     batch = await take(buffer, 0)
     assert (await buffer.stats()).taken == 1
     await publish(buffer, 1)
-    await buffer.release(batch)
+    await buffer.release_batch(batch)
     stats = await buffer.stats()
     assert (stats.active, released(stats), stats.version, stats.balanced) == (0, {"trained": 1}, 1, True)
 
@@ -55,7 +55,7 @@ async def test_active_groups_never_exceed_the_window(open_buffer: Open, stalenes
     buffer = await open_buffer(dials)
     assert len(await admit(buffer, 100)) == dials.window.capacity
     with pytest.raises(WaitTimeout, match="window"):
-        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+        await buffer.admit_groups(1, holder="server-0", timeout_s=NO_WAIT_S)
     assert (await buffer.stats()).active == dials.window.capacity
 
 
@@ -64,9 +64,9 @@ async def test_a_slot_is_freed_by_release_and_not_by_take(open_buffer: Open) -> 
     await finish(buffer, *await admit(buffer, 2))
     batch = await take(buffer, 0)
     with pytest.raises(WaitTimeout):
-        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+        await buffer.admit_groups(1, holder="server-0", timeout_s=NO_WAIT_S)
     await publish(buffer, 1)
-    await buffer.release(batch)
+    await buffer.release_batch(batch)
     assert [ticket.seq for ticket in await admit(buffer, 100)] == [2, 3]
 
 
@@ -74,7 +74,7 @@ async def test_no_more_groups_are_admitted_than_the_run_can_train(open_buffer: O
     buffer = await open_buffer(policy(S=5, P=2, steps=2))
     tickets = await admit(buffer, 100)
     assert len(tickets) == 4
-    await buffer.discard(tickets[0], ReleaseReason.FILTERED)
+    await buffer.discard_group(tickets[0], ReleaseReason.FILTERED)
     assert [ticket.seq for ticket in await admit(buffer, 100)] == [4]
 
 
@@ -87,7 +87,7 @@ async def test_a_discarded_group_frees_its_slot_and_is_counted_by_reason(
     buffer = await open_buffer(policy(S=0, P=1))
     (ticket,) = await admit(buffer, 1)
     for _ in range(2):  # a repetition counts nothing
-        await buffer.discard(ticket, reason)
+        await buffer.discard_group(ticket, reason)
     assert released(await buffer.stats()) == {reason.value: 1}
     assert [ticket.seq for ticket in await admit(buffer, 1)] == [1]
 
@@ -96,7 +96,7 @@ async def test_nothing_can_be_discarded_as_trained(open_buffer: Open) -> None:
     buffer = await open_buffer()
     (ticket,) = await admit(buffer, 1)
     with pytest.raises(ValueError, match="trained"):
-        await buffer.discard(ticket, ReleaseReason.TRAINED)
+        await buffer.discard_group(ticket, ReleaseReason.TRAINED)
 
 
 async def test_two_feeders_may_race(open_buffer: Open) -> None:
@@ -126,11 +126,11 @@ async def test_tasks_that_were_finished_long_ago_are_not_put_again(open_buffer: 
 async def test_the_window_can_be_retuned_while_the_run_goes_on(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2))
     assert len(await admit(buffer, 100)) == 2
-    await buffer.update_admission(policy(S=1, P=2))
+    await buffer.update_policy(policy(S=1, P=2))
     assert len(await admit(buffer, 100)) == 2
-    await buffer.update_admission(policy(S=0, P=2))
+    await buffer.update_policy(policy(S=0, P=2))
     with pytest.raises(WaitTimeout):
-        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+        await buffer.admit_groups(1, holder="server-0", timeout_s=NO_WAIT_S)
     assert (await buffer.stats()).max_staleness == 0
 
 
@@ -149,7 +149,7 @@ async def test_the_staleness_in_force_rules_admission_and_the_bound_rules_age(op
     await finish(buffer, *first, *second, *third)
     for version in range(3):  # the window drains; groups of age 2 are above the effective S, not above the bound
         with pytest.raises(WaitTimeout):
-            await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+            await buffer.admit_groups(1, holder="server-0", timeout_s=NO_WAIT_S)
         await train(buffer, version)
     assert len(await admit(buffer, 100)) == 2
     assert (await buffer.stats()).released == {**dict.fromkeys(ReleaseReason, 0), "trained": 6}
@@ -204,7 +204,7 @@ async def test_the_end_of_the_run_ends_every_wait(open_buffer: Open) -> None:
     waiting = [asyncio.create_task(admit(buffer, 1, f"server-{i}")) for i in range(3)]
     waiting.append(asyncio.create_task(take(buffer, 0)))  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
-    await buffer.end()
+    await buffer.end_run()
     async with asyncio.timeout(1):
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [RunEnded] * 4
@@ -213,12 +213,12 @@ async def test_the_end_of_the_run_ends_every_wait(open_buffer: Open) -> None:
 async def test_work_in_flight_can_still_be_handed_in_after_the_end(open_buffer: Open) -> None:
     buffer = await open_buffer()
     first, second = await admit(buffer, 2)
-    await buffer.end()
-    await buffer.insert(first, group_of(first))
-    await buffer.discard(second, ReleaseReason.FILTERED)
+    await buffer.end_run()
+    await buffer.insert_group(first, group_of(first))
+    await buffer.discard_group(second, ReleaseReason.FILTERED)
     assert ((await buffer.stats()).ready, (await buffer.stats()).ended) == (1, True)
     with pytest.raises(RunEnded):
-        await buffer.admit(1, holder="server-0", timeout_s=LONG_S)
+        await buffer.admit_groups(1, holder="server-0", timeout_s=LONG_S)
 
 
 async def test_a_quota_holds_new_groups_back_until_a_checkpoint_frees_finished_ones(open_buffer: Open) -> None:
@@ -230,15 +230,15 @@ async def test_a_quota_holds_new_groups_back_until_a_checkpoint_frees_finished_o
         await generate_and_train(buffer, version)
     tickets = await admit(buffer, 100)
     stats = await buffer.stats()
-    assert (len(tickets), stats.active, stats.capacity, stats.held_by_quota) == (2, 2, 8, True)
+    assert (len(tickets), stats.active, stats.capacity, stats.is_limited_by_quota) == (2, 2, 8, True)
     assert stats.stored_bytes == pytest.approx(4 * size, abs=8)
     with pytest.raises(WaitTimeout):
-        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+        await buffer.admit_groups(1, holder="server-0", timeout_s=NO_WAIT_S)
     waiting = asyncio.create_task(admit(buffer, 100))
     await asyncio.sleep(0.05)
     await buffer.commit_checkpoint(epoch=1, version=2)
     assert len(await waiting) == 4
-    await buffer.discard(tickets[0], ReleaseReason.FILTERED)
+    await buffer.discard_group(tickets[0], ReleaseReason.FILTERED)
     assert len(await admit(buffer, 100)) == 1, "the slot of a group that ended, and its memory"
     assert (await buffer.stats()).stored_bytes == 0
 
@@ -246,8 +246,8 @@ async def test_a_quota_holds_new_groups_back_until_a_checkpoint_frees_finished_o
 async def test_a_group_that_is_larger_than_expected_counts_as_what_it_is(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=3, P=1), quota=MemoryQuota(10_000, room_bytes=4_000, group_bytes=1_000))
     (ticket,) = await admit(buffer, 1)
-    await buffer.insert(ticket, group_of(ticket, length=400))
+    await buffer.insert_group(ticket, group_of(ticket, length=400))
     stored = (await buffer.stats()).stored_bytes
     assert 3_000 < stored < 4_000
     with pytest.raises(WaitTimeout):
-        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+        await buffer.admit_groups(1, holder="server-0", timeout_s=NO_WAIT_S)

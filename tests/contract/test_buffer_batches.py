@@ -68,7 +68,7 @@ async def test_a_repeated_take_delivers_the_same_batch(open_buffer: Open) -> Non
 async def test_a_repeated_release_counts_once(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2))
     batch = await generate_and_train(buffer, 0)
-    await buffer.release(batch)
+    await buffer.release_batch(batch)
     assert released(await buffer.stats()) == {"trained": 2}
 
 
@@ -91,8 +91,8 @@ async def test_a_group_that_is_too_old_is_released_as_stale_and_the_next_one_con
     await generate_and_train(buffer, 0)
     await generate_and_train(buffer, 1)
     old, young = await admit(buffer, 2)
-    await buffer.insert(old, group_of(old, version=0))
-    await buffer.insert(young, group_of(young, version=1))
+    await buffer.insert_group(old, group_of(old, version=0))
+    await buffer.insert_group(young, group_of(young, version=1))
     assert seqs(await take(buffer, 2)) == [young.seq]
     stats = await buffer.stats()
     assert (released(stats), stats.balanced, stats.kept) == ({"trained": 2, "stale": 1}, True, 3)
@@ -117,7 +117,7 @@ async def test_a_trainer_that_waits_is_woken_when_the_group_before_is_discarded(
     await finish(buffer, second)
     waiting = asyncio.create_task(take(buffer, 0))
     await asyncio.sleep(0.05)
-    await buffer.discard(first, ReleaseReason.FILTERED)
+    await buffer.discard_group(first, ReleaseReason.FILTERED)
     async with asyncio.timeout(1):
         assert seqs(await waiting) == [1]
 
@@ -127,7 +127,7 @@ async def test_the_size_of_a_batch_can_be_retuned(open_buffer: Open) -> None:
     await finish(buffer, *await admit(buffer, 4))
     waiting = asyncio.create_task(train(buffer, 0))
     await waiting
-    await buffer.update_admission(policy(S=1, P=1))
+    await buffer.update_policy(policy(S=1, P=1))
     assert seqs(await take(buffer, 1)) == [2]
 
 

@@ -17,7 +17,7 @@ from tests.support.buffer_cases import LONG_S, NO_WAIT_S, Open, admit, finish, p
 
 
 async def ask(buffer: ReplayBuffer, server: str, free: int, slots: int, timeout_s: float = LONG_S) -> list[Ticket]:
-    return await buffer.admit(free, holder=server, timeout_s=timeout_s, slots=slots)
+    return await buffer.admit_groups(free, holder=server, timeout_s=timeout_s, slots=slots)
 
 
 async def refuse(buffer: ReplayBuffer, server: str, free: int, slots: int) -> None:
@@ -148,6 +148,6 @@ async def test_servers_at_work_in_a_small_window_get_equal_parts(open_buffer: Op
         for version in range(20):
             batch = await take(buffer, version)
             await buffer.publish_version(epoch=1, version=version + 1)
-            await buffer.release(batch)
+            await buffer.release_batch(batch)
     expected = 160 / servers
     assert all(abs(granted[f"server-{number}"] - expected) <= 0.35 * expected for number in range(servers)), granted

@@ -8,7 +8,7 @@ import pytest
 
 from async_grpo.errors import LeaseLost, WaitTimeout
 from async_grpo.wire import ReleaseReason
-from buffer.holders import holder_of
+from buffer.holders import holder_name
 from tests.support.buffer_cases import (
     NO_WAIT_S,
     Open,
@@ -29,7 +29,7 @@ SHORT_S = 0.15
 async def test_an_expired_lease_goes_to_the_next_holder_with_the_partial(open_buffer: Open) -> None:
     buffer = await open_buffer(lease_s=SHORT_S)
     (first,) = await admit(buffer, 1, "server-0")
-    await buffer.progress(first, partial_of(first))
+    await buffer.save_partial(first, partial_of(first))
     await asyncio.sleep(1.5 * SHORT_S)
     (second,) = await admit(buffer, 1, "server-1")
     assert (second.seq, second.attempt, second.holder) == (first.seq, 2, "server-1")
@@ -50,7 +50,7 @@ async def test_a_group_begins_anew_only_if_nothing_is_left_of_it(open_buffer: Op
     buffer = await open_buffer(policy(S=1, P=1))
     tickets = await admit(buffer, 2)
     if stored:
-        await buffer.progress(tickets[1], partial_of(tickets[1]))
+        await buffer.save_partial(tickets[1], partial_of(tickets[1]))
     await finish(buffer, tickets[0])
     await train(buffer, 0)
     await buffer.give_back(tickets[1])
@@ -63,9 +63,9 @@ async def test_a_heartbeat_keeps_a_lease_alive(open_buffer: Open) -> None:
     (ticket,) = await admit(buffer, 1)
     for _ in range(4):
         await asyncio.sleep(SHORT_S / 2)
-        assert await buffer.heartbeat([ticket]) == []
+        assert await buffer.renew_leases([ticket]) == []
     with pytest.raises(WaitTimeout):
-        await buffer.admit(1, holder="server-1", timeout_s=NO_WAIT_S)
+        await buffer.admit_groups(1, holder="server-1", timeout_s=NO_WAIT_S)
 
 
 async def test_a_heartbeat_names_the_groups_that_are_lost(open_buffer: Open) -> None:
@@ -73,7 +73,7 @@ async def test_a_heartbeat_names_the_groups_that_are_lost(open_buffer: Open) -> 
     kept, given_back, done = await admit(buffer, 3)
     await buffer.give_back(given_back)
     await finish(buffer, done)
-    assert await buffer.heartbeat([kept, given_back, done]) == [given_back.seq, done.seq]
+    assert await buffer.renew_leases([kept, given_back, done]) == [given_back.seq, done.seq]
 
 
 async def test_a_late_insert_of_an_old_attempt_is_refused(open_buffer: Open) -> None:
@@ -82,27 +82,27 @@ async def test_a_late_insert_of_an_old_attempt_is_refused(open_buffer: Open) -> 
     await buffer.give_back(old)
     (new,) = await admit(buffer, 1)
     for late in (
-        buffer.insert(old, group_of(old, version=7)),
-        buffer.discard(old, ReleaseReason.FILTERED),
-        buffer.progress(old, partial_of(old)),
+        buffer.insert_group(old, group_of(old, version=7)),
+        buffer.discard_group(old, ReleaseReason.FILTERED),
+        buffer.save_partial(old, partial_of(old)),
     ):
         with pytest.raises(LeaseLost, match="attempt 1 of group 0"):
             await late
-    await buffer.insert(new, group_of(new))
+    await buffer.insert_group(new, group_of(new))
     with pytest.raises(LeaseLost):
-        await buffer.insert(old, group_of(old, version=7))
+        await buffer.insert_group(old, group_of(old, version=7))
     assert (await take(buffer, 0)).groups == [group_of(new)]
 
 
 async def test_what_an_old_attempt_says_late_does_not_replace_the_partial(open_buffer: Open) -> None:
     buffer = await open_buffer()
     (old,) = await admit(buffer, 1)
-    await buffer.progress(old, partial_of(old, length=2))
+    await buffer.save_partial(old, partial_of(old, length=2))
     await buffer.give_back(old)
     (new,) = await admit(buffer, 1)
-    await buffer.progress(new, partial_of(new, length=5))
+    await buffer.save_partial(new, partial_of(new, length=5))
     with pytest.raises(LeaseLost):
-        await buffer.progress(old, partial_of(old, length=3))
+        await buffer.save_partial(old, partial_of(old, length=3))
     await buffer.give_back(new)
     assert (await admit(buffer, 1))[0].partial == partial_of(new, length=5)
 
@@ -114,7 +114,7 @@ async def test_giving_back_twice_or_too_late_changes_nothing(open_buffer: Open) 
     await buffer.give_back(old)
     (new,) = await admit(buffer, 1)
     await buffer.give_back(old)
-    assert await buffer.heartbeat([new]) == []
+    assert await buffer.renew_leases([new]) == []
 
 
 async def test_an_expired_lease_that_nobody_took_over_still_counts(open_buffer: Open) -> None:
@@ -144,19 +144,19 @@ async def test_a_group_that_keeps_killing_engines_is_failed_after_max_attempts(o
     buffer = await open_buffer(policy(S=0, P=1), max_attempts=3)
     for attempt in range(1, 4):
         (ticket,) = await admit(buffer, 1)
-        assert (ticket.seq, ticket.attempt, ticket.strikes) == (0, attempt, attempt - 1)
-        await buffer.give_back(ticket, strike=True)
-        await buffer.give_back(ticket, strike=True)  # its reply was lost: counted once
+        assert (ticket.seq, ticket.attempt, ticket.expired_leases) == (0, attempt, attempt - 1)
+        await buffer.give_back(ticket, count_as_expired=True)
+        await buffer.give_back(ticket, count_as_expired=True)  # its reply was lost: counted once
     (other,) = await admit(buffer, 1)
     stats = await buffer.stats()
-    assert (other.seq, other.strikes) == (1, 0)
+    assert (other.seq, other.expired_leases) == (1, 0)
     assert (released(stats), stats.active, stats.balanced) == ({"failed": 1}, 1, True)
 
 
 async def test_strikes_of_engines_and_of_expired_leases_are_added(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=1), lease_s=SHORT_S, max_attempts=2)
     (ticket,) = await admit(buffer, 1)
-    await buffer.give_back(ticket, strike=True)
+    await buffer.give_back(ticket, count_as_expired=True)
     assert [ticket.seq for ticket in await admit(buffer, 1)] == [0]
     await asyncio.sleep(1.5 * SHORT_S)
     assert [ticket.seq for ticket in await admit(buffer, 1)] == [1]
@@ -203,9 +203,9 @@ async def test_a_group_ends_in_one_way_only(open_buffer: Open) -> None:
     buffer = await open_buffer()
     inserted, discarded = await admit(buffer, 2)
     await finish(buffer, inserted)
-    await buffer.discard(discarded, ReleaseReason.FILTERED)
+    await buffer.discard_group(discarded, ReleaseReason.FILTERED)
     with pytest.raises(LeaseLost):
-        await buffer.discard(inserted, ReleaseReason.FILTERED)
+        await buffer.discard_group(inserted, ReleaseReason.FILTERED)
     with pytest.raises(LeaseLost):
         await finish(buffer, discarded)
 
@@ -230,22 +230,22 @@ async def test_an_admission_that_is_cancelled_keeps_no_ticket_and_costs_no_attem
 
 async def test_the_leases_of_a_dead_server_expire_at_once_and_those_of_its_next_life_stay(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=2, P=2), lease_s=3600.0)
-    (old,) = await admit(buffer, 1, holder_of("server-0", 10))
-    await buffer.progress(old, partial_of(old))
-    (other,) = await admit(buffer, 1, holder_of("server-00", 10))
-    (new,) = await admit(buffer, 1, holder_of("server-0", 11))
+    (old,) = await admit(buffer, 1, holder_name("server-0", 10))
+    await buffer.save_partial(old, partial_of(old))
+    (other,) = await admit(buffer, 1, holder_name("server-00", 10))
+    (new,) = await admit(buffer, 1, holder_name("server-0", 11))
     (nameless,) = await admit(buffer, 1, "server-0")
     await buffer.expire_leases("server-0", life=10)
     await buffer.expire_leases("server-0", life=10)
-    again, *_ = await admit(buffer, 2, holder_of("server-0", 12))
+    again, *_ = await admit(buffer, 2, holder_name("server-0", 12))
     assert (again.seq, again.attempt, again.partial) == (old.seq, 2, partial_of(old))
-    assert await buffer.heartbeat([old, other, new, nameless]) == [old.seq]
+    assert await buffer.renew_leases([old, other, new, nameless]) == [old.seq]
 
 
 async def test_a_server_that_waits_goes_on_with_the_groups_of_one_that_has_died(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2), lease_s=3600.0)
-    lost = await admit(buffer, 2, holder_of("server-0", 10))
-    waiting = asyncio.create_task(admit(buffer, 2, holder_of("server-1", 10)))
+    lost = await admit(buffer, 2, holder_name("server-0", 10))
+    waiting = asyncio.create_task(admit(buffer, 2, holder_name("server-1", 10)))
     await asyncio.sleep(0.05)
     await buffer.expire_leases("server-0", life=10)
     assert [ticket.seq for ticket in await waiting] == [ticket.seq for ticket in lost]
@@ -254,16 +254,16 @@ async def test_a_server_that_waits_goes_on_with_the_groups_of_one_that_has_died(
 async def test_a_group_that_kills_its_server_every_time_is_given_up(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=1), lease_s=3600.0, max_attempts=3)
     for life in (1, 2, 3):
-        (ticket,) = await admit(buffer, 1, holder_of("server-0", life))
+        (ticket,) = await admit(buffer, 1, holder_name("server-0", life))
         assert (ticket.seq, ticket.attempt) == (0, life)
         await buffer.expire_leases("server-0", life=life)
-    (ticket,) = await admit(buffer, 1, holder_of("server-0", 4))
+    (ticket,) = await admit(buffer, 1, holder_name("server-0", 4))
     assert (ticket.seq, released(await buffer.stats())) == (1, {"failed": 1})
 
 
 async def test_a_server_that_was_thought_dead_still_delivers_until_another_has_its_group(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2))
-    finished, taken_over = await admit(buffer, 2, holder_of("server-0", 10))
+    finished, taken_over = await admit(buffer, 2, holder_name("server-0", 10))
     await buffer.expire_leases("server-0", life=10)
     await finish(buffer, finished)
     await admit(buffer, 1, "server-1")

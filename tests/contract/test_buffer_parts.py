@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from async_grpo.errors import Fenced, RunEnded, WaitTimeout
-from async_grpo.staleness import SELECTORS, WALKING, Selector
+from async_grpo.staleness import ORDERED_SELECTORS, SELECTORS, Selector
 from async_grpo.wire import Batch
 from buffer import ReplayBuffer
 from tests.support.buffer_cases import (
@@ -26,7 +26,7 @@ from tests.support.buffer_cases import (
 
 
 async def take_part(buffer: ReplayBuffer, version: int, have: int, epoch: int = 1, timeout_s: float = LONG_S) -> Batch:
-    return await buffer.take_part(epoch=epoch, version=version, have=have, timeout_s=timeout_s)
+    return await buffer.take_batch_part(epoch=epoch, version=version, have=have, timeout_s=timeout_s)
 
 
 async def test_a_part_is_what_the_selector_allows_now(open_buffer: Open) -> None:
@@ -63,7 +63,7 @@ async def test_a_window_lets_a_part_overtake_what_is_in_flight(open_buffer: Open
     assert seqs(await take_part(buffer, 0, 1)) == [0, 2]
 
 
-@pytest.mark.parametrize("selector", [name for name in SELECTORS if name not in WALKING])
+@pytest.mark.parametrize("selector", [name for name in SELECTORS if name not in ORDERED_SELECTORS])
 async def test_what_chooses_whole_batches_comes_whole(open_buffer: Open, selector: Selector) -> None:
     buffer = await open_buffer(policy(S=1, P=2, selector=selector))
     tickets = await admit(buffer, 3)
@@ -91,7 +91,7 @@ async def test_a_trainer_that_takes_over_is_given_the_same_parts_first(open_buff
     whole = await take(buffer, 0, epoch)
     assert whole.groups == [group_of(tickets[seq]) for seq in (1, 0, 2)]
     await publish(buffer, 1, epoch)
-    await buffer.release(whole)
+    await buffer.release_batch(whole)
     assert released(await buffer.stats()) == {"trained": 3}
 
 
@@ -108,7 +108,7 @@ async def test_a_step_keeps_its_size_when_the_run_is_retuned(open_buffer: Open) 
     tickets = await admit(buffer, 4)
     await finish(buffer, tickets[0])
     await take_part(buffer, 0, 0)
-    await buffer.update_admission(policy(S=1, P=4))
+    await buffer.update_policy(policy(S=1, P=4))
     await finish(buffer, *tickets[1:])
     part = await take_part(buffer, 0, 1)
     assert (seqs(part), part.missing) == ([1], 0)
@@ -118,7 +118,7 @@ async def test_what_is_too_old_ends_before_a_part_is_taken(open_buffer: Open) ->
     buffer = await open_buffer(policy(S=1, P=2, on_stale="drop"))
     tickets = await admit(buffer, 3)
     await publish(buffer, 2)
-    await buffer.insert(tickets[1], group_of(tickets[1], version=2))
+    await buffer.insert_group(tickets[1], group_of(tickets[1], version=2))
     await finish(buffer, tickets[0])
     part = await take_part(buffer, 2, 0)
     assert (seqs(part), released(await buffer.stats())) == ([1], {"expired": 1, "stale": 1})
@@ -128,7 +128,7 @@ async def test_a_step_that_was_begun_is_delivered_after_the_end(open_buffer: Ope
     buffer = await open_buffer(policy(S=0, P=2))
     await finish(buffer, (await admit(buffer, 2))[0])
     await take_part(buffer, 0, 0)
-    await buffer.end()
+    await buffer.end_run()
     assert seqs(await take_part(buffer, 0, 0)) == [0]
     with pytest.raises(RunEnded):
         await take_part(buffer, 0, 1)

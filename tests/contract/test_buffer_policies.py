@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.errors import WaitTimeout
-from async_grpo.staleness import SELECTORS, WALKING, OnStale, RateLimit, Selector
+from async_grpo.staleness import ORDERED_SELECTORS, SELECTORS, OnStale, RateLimit, Selector
 from async_grpo.wire import Batch, ReleaseReason
 from buffer import ReplayBuffer
 from tests.support.buffer_cases import (
@@ -31,12 +31,12 @@ async def nothing_to_take(buffer: ReplayBuffer, version: int) -> None:
 
 async def nothing_to_admit(buffer: ReplayBuffer) -> None:
     with pytest.raises(WaitTimeout, match="window"):
-        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+        await buffer.admit_groups(1, holder="server-0", timeout_s=NO_WAIT_S)
 
 
 async def settle(buffer: ReplayBuffer, batch: Batch) -> None:
     await publish(buffer, batch.version + 1)
-    await buffer.release(batch)
+    await buffer.release_batch(batch)
 
 
 async def test_windowed_fifo_overtakes_within_its_window_only(open_buffer: Open) -> None:
@@ -70,7 +70,7 @@ async def test_exact_age_waits_for_the_whole_window_and_then_every_group_has_age
     tickets = await admit(buffer, 6)
     await finish(buffer, *tickets[:5])
     await nothing_to_take(buffer, 0)  # group 5 would finish under version 1
-    await buffer.discard(tickets[5], ReleaseReason.FILTERED)
+    await buffer.discard_group(tickets[5], ReleaseReason.FILTERED)
     await finish(buffer, *await admit(buffer, 1))  # and so would the one that takes its place
     ages = []
     for version in range(5):
@@ -87,10 +87,10 @@ async def test_exact_age_waits_for_the_whole_window_and_then_every_group_has_age
 async def test_what_ends_is_counted_by_the_length_of_its_longest_completion(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2))
     short, long = await admit(buffer, 2)
-    await buffer.insert(short, group_of(short, length=4))
-    await buffer.insert(long, group_of(long, length=100))
+    await buffer.insert_group(short, group_of(short, length=4))
+    await buffer.insert_group(long, group_of(long, length=100))
     await train(buffer, 0)
-    await buffer.discard((await admit(buffer, 1))[0], ReleaseReason.FILTERED)
+    await buffer.discard_group((await admit(buffer, 1))[0], ReleaseReason.FILTERED)
     stats = await buffer.stats()
     assert stats.released_by_length == {"trained:4": 1, "trained:128": 1}
 
@@ -98,7 +98,7 @@ async def test_what_ends_is_counted_by_the_length_of_its_longest_completion(open
 async def test_a_group_in_flight_that_is_too_old_to_finish_expires(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=1, P=1, selector="freshest"))
     slow, quick = await admit(buffer, 2)
-    await buffer.progress(slow, partial_of(slow, length=9))
+    await buffer.save_partial(slow, partial_of(slow, length=9))
     for version in range(2):
         await finish(buffer, quick)
         await train(buffer, version)
@@ -108,7 +108,7 @@ async def test_a_group_in_flight_that_is_too_old_to_finish_expires(open_buffer: 
     stats = await buffer.stats()
     assert released(stats) == {"trained": 3, "expired": 1}
     assert stats.released_by_length["expired:16"] == 1
-    assert await buffer.heartbeat([slow]) == [slow.seq]
+    assert await buffer.renew_leases([slow]) == [slow.seq]
 
 
 @pytest.mark.parametrize(("on_stale", "resumed"), [("drop", False), ("mask", True), ("wait", True)])
@@ -117,7 +117,7 @@ async def test_a_partial_that_is_too_old_is_resumed_unless_the_policy_drops_it(
 ) -> None:
     buffer = await open_buffer(policy(S=1, P=1, selector="windowed_fifo", selector_window=2, on_stale=on_stale))
     slow, quick = await admit(buffer, 2)
-    await buffer.progress(slow, partial_of(slow))
+    await buffer.save_partial(slow, partial_of(slow))
     await finish(buffer, quick)
     await train(buffer, 0)
     await publish(buffer, 2)
@@ -132,8 +132,8 @@ async def test_masked_tokens_stay_as_context_until_a_group_has_no_younger_one(op
     buffer = await open_buffer(dials)
     await publish(buffer, 4)
     mixed, old = await admit(buffer, 2)
-    await buffer.insert(mixed, group_of(mixed, version=1, newest=4))
-    await buffer.insert(old, group_of(old, version=1, newest=2))
+    await buffer.insert_group(mixed, group_of(mixed, version=1, newest=4))
+    await buffer.insert_group(old, group_of(old, version=1, newest=2))
     batch = await take(buffer, 4)
     assert (seqs(batch), batch.mask_below) == ([0], 3)
     assert (await take(buffer, 4)).mask_below == 3
@@ -155,7 +155,7 @@ async def test_every_selector_takes_whole_batches_in_ticket_order_and_nothing_tw
     batches = [seqs(await train(buffer, version)) for version in range(4)]
     assert all(batch == sorted(batch) for batch in batches)
     assert sorted(seq for batch in batches for seq in batch) == list(range(8))
-    assert (batches == [[0, 1], [2, 3], [4, 5], [6, 7]]) == (selector in WALKING)
+    assert (batches == [[0, 1], [2, 3], [4, 5], [6, 7]]) == (selector in ORDERED_SELECTORS)
     resume = await buffer.rollback(0)
     assert [seqs(await take(buffer, version, resume.epoch)) for version in range(4)] == batches
 
@@ -182,8 +182,8 @@ async def test_a_group_is_trained_max_uses_times_and_released_once(open_buffer: 
     second = await take(buffer, 1)
     assert second.groups == first.groups
     await settle(buffer, second)
-    await buffer.release(first)
-    await buffer.insert(ticket, group_of(ticket))
+    await buffer.release_batch(first)
+    await buffer.insert_group(ticket, group_of(ticket))
     stats = await buffer.stats()
     assert (released(stats), stats.used, stats.balanced, stats.kept) == ({"trained": 1}, 2, True, 1)
     await buffer.commit_checkpoint(epoch=1, version=1)
@@ -213,7 +213,7 @@ async def test_replayed_steps_count_no_use_twice(open_buffer: Open) -> None:
     for version, replayed in [(0, True), (1, True)]:
         batch = await take(buffer, version, epoch=resume.epoch)
         assert (seqs(batch), batch.replayed) == ([0], replayed)
-        await buffer.release(batch)
+        await buffer.release_batch(batch)
     stats = await buffer.stats()
     assert (stats.used, released(stats), stats.active) == (2, {"trained": 1}, 0)
 
@@ -230,7 +230,7 @@ async def test_every_group_is_admitted_only_as_often_as_the_run_can_use_it(open_
 
 async def test_the_ratio_of_uses_to_inserts_holds_both_sides_back(open_buffer: Open) -> None:
     """R = 1 around 2 groups, error buffer 1.5: 0.5 <= I - U <= 3.5."""
-    dials = policy(S=3, P=1, rate=RateLimit.ratio(1.0, min_size=2, error_buffer=1.5))
+    dials = policy(S=3, P=1, rate=RateLimit.from_ratio(1.0, min_size=2, error_buffer=1.5))
     buffer = await open_buffer(dials)
     tickets = await admit(buffer, 10)
     assert len(tickets) == 3
@@ -245,7 +245,7 @@ async def test_the_ratio_of_uses_to_inserts_holds_both_sides_back(open_buffer: O
 
 async def test_a_full_buffer_makes_room_where_the_ratio_wants_inserts(open_buffer: Open) -> None:
     """R = 0.5: half of the groups are never trained; the oldest of them make room for new ones."""
-    dials = policy(S=0, P=1, rate=RateLimit.ratio(0.5, min_size=1, error_buffer=1.0))
+    dials = policy(S=0, P=1, rate=RateLimit.from_ratio(0.5, min_size=1, error_buffer=1.0))
     buffer = await open_buffer(dials)
     trained = []
     for version in range(3):
@@ -261,7 +261,7 @@ async def test_selector_and_window_can_be_retuned_while_the_run_goes_on(open_buf
     buffer = await open_buffer(policy(S=2, P=1))
     await finish(buffer, *(await admit(buffer, 3))[1:])
     await nothing_to_take(buffer, 0)
-    await buffer.update_admission(policy(S=2, P=2, selector="freshest"))
+    await buffer.update_policy(policy(S=2, P=2, selector="freshest"))
     assert seqs(await train(buffer, 0)) == [1, 2]
     stats = await buffer.stats()
     assert (stats.selector, stats.groups_per_step, stats.active) == ("freshest", 2, 1)

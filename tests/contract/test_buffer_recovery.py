@@ -29,8 +29,8 @@ async def test_an_older_epoch_is_fenced(open_buffer: Open) -> None:
     resume = await buffer.rollback(0)
     assert resume.epoch == 2
     for late in (
-        buffer.take(epoch=1, version=0, timeout_s=0),
-        buffer.release(batch),
+        buffer.take_batch(epoch=1, version=0, timeout_s=0),
+        buffer.release_batch(batch),
         buffer.publish_version(epoch=1, version=9),
         buffer.commit_checkpoint(epoch=1, version=9),
     ):
@@ -62,7 +62,7 @@ async def test_the_batches_after_the_checkpoint_are_delivered_again(open_buffer:
     for version in (2, 3):
         again = await take(buffer, version, epoch=2)
         assert (again.groups, again.replayed, again.epoch) == (batches[version].groups, True, 2)
-        await buffer.release(again)
+        await buffer.release_batch(again)
     stats = await buffer.stats()
     assert (released(stats), stats.active, stats.taken) == (released(before), before.active, before.taken)
     assert stats.active <= 4
@@ -86,7 +86,7 @@ async def test_a_take_over_does_not_disturb_the_rollout_servers(open_buffer: Ope
     buffer = await open_buffer(policy(S=1, P=1))
     ticket, other = await admit(buffer, 2)
     await buffer.rollback(0)
-    assert await buffer.heartbeat([ticket, other]) == []
+    assert await buffer.renew_leases([ticket, other]) == []
     await finish(buffer, ticket)
     assert seqs(await take(buffer, 0, epoch=2)) == [0]
 
@@ -124,7 +124,7 @@ async def test_steps_that_were_committed_cannot_be_asked_for_again(open_buffer: 
 async def test_logged_batches_are_delivered_even_after_the_end(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=1, steps=1))
     batch = await generate_and_train(buffer, 0)
-    await buffer.end()
+    await buffer.end_run()
     await publish(buffer, 1)
     assert await take(buffer, 0) == batch
     with pytest.raises(RunEnded):
@@ -134,10 +134,10 @@ async def test_logged_batches_are_delivered_even_after_the_end(open_buffer: Open
 async def test_a_trainer_that_has_steps_left_reopens_an_ended_run(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=1, steps=2))
     await generate_and_train(buffer, 0)
-    await buffer.end()
+    await buffer.end_run()
     await buffer.rollback(1)
     await generate_and_train(buffer, 1, epoch=2)
-    await buffer.end()
+    await buffer.end_run()
     await buffer.rollback(2)
     assert (await buffer.stats()).ended
 

@@ -57,7 +57,7 @@ async def finished_groups(config: RunConfig, seqs: set[int]) -> dict[int, Group]
 async def beats(config: RunConfig) -> list[ServerBeat]:
     board = await connect_board(config.redis, config.name)
     try:
-        return await board.servers()
+        return await board.live_servers()
     finally:
         await board.aclose()
 

@@ -68,7 +68,9 @@ class Cluster:
         board = await connect_board(self.config.redis, self.config.name)
         try:
             async with asyncio.timeout(timeout_s):
-                while not (found := [each for each in await board.servers() if each.name == name and each.running]):
+                while not (
+                    found := [each for each in await board.live_servers() if each.name == name and each.running]
+                ):
                     await asyncio.sleep(0.2)
             return found[0]
         finally:

@@ -34,7 +34,7 @@ from async_grpo.staleness import SELECTORS, RateLimit, ReplayPolicy, age
 from async_grpo.wire import Batch, Group, ReleaseReason, Ticket
 from buffer import InMemoryBuffer, ReplayBuffer, connect, make_client, wipe
 from buffer.capacity import MemoryQuota
-from buffer.holders import holder_of
+from buffer.holders import holder_name
 from buffer.redis.scripts import RunKeys
 from tests.support.buffer_cases import group_of, partial_of, policy, tasks
 
@@ -54,16 +54,16 @@ POLICIES = [
     policy(S=2, P=2, steps=STEPS, selector="uniform", seed=5),
     policy(S=2, P=2, steps=STEPS, selector="uniform", max_uses=3, rate=RateLimit(min_size=4)),
     policy(S=1, P=2, steps=STEPS, max_uses=2, on_stale="wait"),
-    policy(S=2, P=2, steps=STEPS, rate=RateLimit.ratio(1.0, min_size=2, error_buffer=3.0)),
+    policy(S=2, P=2, steps=STEPS, rate=RateLimit.from_ratio(1.0, min_size=2, error_buffer=3.0)),
     policy(
         S=2,
         P=2,
         steps=STEPS,
         selector="uniform",
         max_uses=2,
-        rate=RateLimit.ratio(1.5, min_size=2, error_buffer=2.5),
+        rate=RateLimit.from_ratio(1.5, min_size=2, error_buffer=2.5),
     ),
-    policy(S=1, P=2, steps=STEPS, rate=RateLimit.ratio(0.5, min_size=2, error_buffer=2.0)),
+    policy(S=1, P=2, steps=STEPS, rate=RateLimit.from_ratio(0.5, min_size=2, error_buffer=2.0)),
 ]
 SERVERS = ["server-0", "server-1", "server-2"]
 REASONS = st.sampled_from([ReleaseReason.FILTERED, ReleaseReason.UNVERIFIABLE, ReleaseReason.FAILED])
@@ -135,8 +135,8 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 4), busy=st.integers(0, 3), server=st.sampled_from(SERVERS))
     def admit(self, limit: int, server: str, busy: int = 0) -> None:
         """A server that gets nothing waits from then on, and its share is kept for it."""
-        holder = holder_of(server, self.lives[server])
-        tickets = self.both(lambda buffer: buffer.admit(limit, holder=holder, timeout_s=0, slots=limit + busy))
+        holder = holder_name(server, self.lives[server])
+        tickets = self.both(lambda buffer: buffer.admit_groups(limit, holder=holder, timeout_s=0, slots=limit + busy))
         self.tickets += tickets if isinstance(tickets, list) else []
 
     @rule(server=st.sampled_from(SERVERS), late=st.booleans())
@@ -159,7 +159,7 @@ class BufferMachine(RuleBasedStateMachine):
         promised = any(dials.on_stale == "wait" for dials in self.policies)
         oldest = max(0, ticket.version - (0 if promised else ago))
         group = group_of(ticket, version=oldest, newest=min(self.head, oldest + ahead), length=2 * ago + 2)
-        self.both(lambda buffer: buffer.insert(ticket, group))
+        self.both(lambda buffer: buffer.insert_group(ticket, group))
 
     @rule(slow=st.booleans())
     def work_off_the_window(self, slow: bool = False) -> None:
@@ -168,34 +168,34 @@ class BufferMachine(RuleBasedStateMachine):
         self.admit(4, "server-0")
         unfinished = [ticket for ticket in self.tickets[-6:] if ticket.seq in self.held()]
         for ticket in unfinished[slow:]:
-            self.both(lambda buffer, ticket=ticket: buffer.insert(ticket, group_of(ticket)))  # type: ignore[misc]
+            self.both(lambda buffer, ticket=ticket: buffer.insert_group(ticket, group_of(ticket)))  # type: ignore[misc]
 
     def held(self) -> set[int]:
-        lost = self.both(lambda buffer: buffer.heartbeat(self.tickets))
+        lost = self.both(lambda buffer: buffer.renew_leases(self.tickets))
         return {ticket.seq for ticket in self.tickets} - set(lost)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), reason=REASONS)
     def discard(self, data: st.DataObject, reason: ReleaseReason) -> None:
         ticket = data.draw(st.sampled_from(self.tickets[-6:]))
-        self.both(lambda buffer: buffer.discard(ticket, reason))
+        self.both(lambda buffer: buffer.discard_group(ticket, reason))
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), length=st.integers(1, 4))
     def progress(self, data: st.DataObject, length: int) -> None:
         ticket = data.draw(st.sampled_from(self.tickets[-6:]))
-        self.both(lambda buffer: buffer.progress(ticket, partial_of(ticket, length)))
+        self.both(lambda buffer: buffer.save_partial(ticket, partial_of(ticket, length)))
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), strike=st.booleans())
-    def give_back(self, data: st.DataObject, strike: bool) -> None:
+    @rule(data=st.data(), count_as_expired=st.booleans())
+    def give_back(self, data: st.DataObject, count_as_expired: bool) -> None:
         ticket = data.draw(st.sampled_from(self.tickets[-6:]))
-        self.both(lambda buffer: buffer.give_back(ticket, strike=strike))
+        self.both(lambda buffer: buffer.give_back(ticket, count_as_expired=count_as_expired))
 
     @precondition(lambda self: self.tickets)
     @rule()
     def heartbeat(self) -> None:
-        self.both(lambda buffer: buffer.heartbeat(self.tickets))
+        self.both(lambda buffer: buffer.renew_leases(self.tickets))
 
     @rule()
     def all_leases_expire(self) -> None:
@@ -206,7 +206,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        batch = self.both(lambda buffer: buffer.take(epoch=self.epoch, version=self.version, timeout_s=0))
+        batch = self.both(lambda buffer: buffer.take_batch(epoch=self.epoch, version=self.version, timeout_s=0))
         if isinstance(batch, Batch):
             self.check(batch)
             self.have = batch.groups
@@ -217,7 +217,7 @@ class BufferMachine(RuleBasedStateMachine):
     def take_part(self) -> None:
         have = len(self.have)
         batch = self.both(
-            lambda buffer: buffer.take_part(epoch=self.epoch, version=self.version, have=have, timeout_s=0)
+            lambda buffer: buffer.take_batch_part(epoch=self.epoch, version=self.version, have=have, timeout_s=0)
         )
         if isinstance(batch, Batch):
             assert batch.groups
@@ -268,7 +268,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.have = []
         self.head = max(self.head, self.version)
         self.both(lambda buffer: buffer.publish_version(epoch=self.epoch, version=self.version))
-        self.both(lambda buffer: buffer.release(batch))
+        self.both(lambda buffer: buffer.release_batch(batch))
 
     @rule(slow=st.booleans())
     def train_a_step(self, slow: bool = False) -> None:
@@ -289,8 +289,8 @@ class BufferMachine(RuleBasedStateMachine):
         resume = self.both(lambda buffer: buffer.rollback(self.version))
         assert (resume.epoch, resume.head_version) == (self.epoch, self.head)
         assert self.both(lambda buffer: buffer.publish_version(epoch=old, version=99)) is Fenced
-        assert self.both(lambda buffer: buffer.take(epoch=old, version=self.version, timeout_s=0)) is Fenced
-        late = self.both(lambda buffer: buffer.take_part(epoch=old, version=self.version, have=0, timeout_s=0))
+        assert self.both(lambda buffer: buffer.take_batch(epoch=old, version=self.version, timeout_s=0)) is Fenced
+        late = self.both(lambda buffer: buffer.take_batch_part(epoch=old, version=self.version, have=0, timeout_s=0))
         assert late is Fenced
 
     @precondition(lambda self: self.committed)
@@ -298,7 +298,7 @@ class BufferMachine(RuleBasedStateMachine):
     def a_take_arrives_late(self) -> None:
         """Its step is in a committed checkpoint: it gets nothing, neither old groups nor new ones."""
         version = self.committed - 1
-        late = self.both(lambda buffer: buffer.take(epoch=self.epoch, version=version, timeout_s=0))
+        late = self.both(lambda buffer: buffer.take_batch(epoch=self.epoch, version=version, timeout_s=0))
         assert late is BufferFault
 
     @rule(dials=st.sampled_from(POLICIES))
@@ -312,7 +312,7 @@ class BufferMachine(RuleBasedStateMachine):
             return
         self.policy = dials
         self.policies.append(dials)
-        self.both(lambda buffer: buffer.update_admission(dials))
+        self.both(lambda buffer: buffer.update_policy(dials))
 
     @rule(staleness=st.integers(0, 3))
     def set_staleness(self, staleness: int) -> None:
@@ -326,7 +326,7 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.version >= 4)
     @rule()
     def end(self) -> None:
-        self.both(lambda buffer: buffer.end())
+        self.both(lambda buffer: buffer.end_run())
 
     @invariant()
     def guarantees(self) -> None:
@@ -351,9 +351,9 @@ class BufferMachine(RuleBasedStateMachine):
         state, keys = self.memory._state, RunKeys(self.run)
         held = self.do(self.client.hgetall(keys.of("held")))
         waiting = self.do(self.client.hgetall(keys.of("waiting")))
-        assert {name.decode(): int(count) for name, count in held.items()} == dict(+state.held)
+        assert {name.decode(): int(count) for name, count in held.items()} == dict(+state.lease_counts)
         assert {name.decode(): tuple(map(int, text.split())) for name, text in waiting.items()} == {
-            name: (server.wanted, server.slots, server.asked) for name, server in state.waiting_servers.items()
+            name: (server.wanted, server.slots, server.request_number) for name, server in state.waiting_servers.items()
         }
 
     def the_run_can_be_finished(self) -> None:

@@ -60,16 +60,16 @@ def partial_of(ticket: Ticket, length: int = 2, *, version: int | None = None) -
 
 
 async def admit(buffer: ReplayBuffer, limit: int, holder: str = "server-0") -> list[Ticket]:
-    return await buffer.admit(limit, holder=holder, timeout_s=LONG_S)
+    return await buffer.admit_groups(limit, holder=holder, timeout_s=LONG_S)
 
 
 async def finish(buffer: ReplayBuffer, *tickets: Ticket) -> None:
     for ticket in tickets:
-        await buffer.insert(ticket, group_of(ticket))
+        await buffer.insert_group(ticket, group_of(ticket))
 
 
 async def take(buffer: ReplayBuffer, version: int, epoch: int = 1, timeout_s: float = LONG_S) -> Batch:
-    return await buffer.take(epoch=epoch, version=version, timeout_s=timeout_s)
+    return await buffer.take_batch(epoch=epoch, version=version, timeout_s=timeout_s)
 
 
 async def publish(buffer: ReplayBuffer, version: int, epoch: int = 1) -> None:
@@ -80,7 +80,7 @@ async def train(buffer: ReplayBuffer, version: int, epoch: int = 1) -> Batch:
     """One whole step: take, publish, release."""
     batch = await take(buffer, version, epoch)
     await publish(buffer, version + 1, epoch)
-    await buffer.release(batch)
+    await buffer.release_batch(batch)
     return batch
 
 

@@ -36,7 +36,7 @@ from buffer import EmbeddedServer, ReplayBuffer, connect, make_client
 S, P = 2, 16
 LANES, AT_ONCE = 8, 4
 LEASE_S = 1.0
-"""Answers to `admit` are kept for as long, too."""
+"""Answers to `admit_groups` are kept for as long, too."""
 CHECKPOINT_EVERY = 10
 WAIT_S = 60.0
 SMALL, LARGE = (1, 500), (8, 4300)
@@ -116,17 +116,17 @@ class MemoryRun:
         while left:
             room = left.pop()
             while room:
-                tickets = await buffer.admit(room, holder="producer", timeout_s=WAIT_S)
-                await asyncio.gather(*(buffer.insert(ticket, maker.group(ticket)) for ticket in tickets))
+                tickets = await buffer.admit_groups(room, holder="producer", timeout_s=WAIT_S)
+                await asyncio.gather(*(buffer.insert_group(ticket, maker.group(ticket)) for ticket in tickets))
                 room -= len(tickets)
 
     async def _train(self, buffer: ReplayBuffer, steps: int) -> None:
         epoch = (await buffer.rollback(self._version)).epoch
         for step in range(steps):
-            batch = await buffer.take(epoch=epoch, version=self._version, timeout_s=WAIT_S)
+            batch = await buffer.take_batch(epoch=epoch, version=self._version, timeout_s=WAIT_S)
             self._version += 1
             await buffer.publish_version(epoch=epoch, version=self._version)
-            await buffer.release(batch)
+            await buffer.release_batch(batch)
             if self._version % CHECKPOINT_EVERY == 0 or step == steps - 1:
                 self._most_file = max(self._most_file, self._file_bytes())
                 self._most_used = max(self._most_used, (await self._client.info("memory"))["used_memory"])

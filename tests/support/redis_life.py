@@ -27,21 +27,21 @@ async def live_through(config: RedisConfig, run: str) -> None:
     """Every kind of call once, with the counts that must come of it; afterwards nothing of the run is left."""
     buffer, board = await begin(config, run), await connect_board(config, run)
     first, second, third, fourth = await admit(buffer, 4)
-    await buffer.progress(first, partial_of(first))
-    assert await buffer.heartbeat([first, second]) == []
+    await buffer.save_partial(first, partial_of(first))
+    assert await buffer.renew_leases([first, second]) == []
     await finish(buffer, first, second)
-    await buffer.discard(third, ReleaseReason.FILTERED)
+    await buffer.discard_group(third, ReleaseReason.FILTERED)
     await buffer.give_back(fourth)
     await train(buffer, 0)
     await buffer.commit_checkpoint(epoch=1, version=1)
-    waiting = asyncio.create_task(buffer.take(epoch=1, version=1, timeout_s=10.0))
+    waiting = asyncio.create_task(buffer.take_batch(epoch=1, version=1, timeout_s=10.0))
     await finish(buffer, *await admit(buffer, 2))
     batch = await waiting
     assert len(batch.groups) == 2
     stats = await buffer.stats()
     assert (released(stats), stats.taken, stats.active) == ({"trained": 2, "filtered": 1}, 2, 2)
-    await board.count("samples", 3)
-    assert await board.claim("evaluation", "me", ttl_s=10.0)
+    await board.add_to_counter("samples", 3)
+    assert await board.claim_job("evaluation", "me", ttl_s=10.0)
     assert await board.counters() == {"samples": 3}
     await asyncio.gather(buffer.aclose(), board.aclose())
     assert await knows_run(config, run)

@@ -95,7 +95,7 @@ async def states(run_dir: Path, config: RunConfig) -> AsyncIterator[LiveState]:
                 taken=stats.taken,
                 active=stats.active,
                 capacity=config.capacity_groups,
-                servers=await board.servers(),
+                servers=await board.live_servers(),
                 counters=await board.counters(),
                 roles=[RoleState("trainer", "running"), RoleState("rollout-0", "running")],
                 elapsed_s=decode(words[2], ServerBeat).time_s,

@@ -44,7 +44,7 @@ class Board:
 
     address: PublisherAddress | None = None
 
-    async def publisher(self) -> PublisherAddress | None:
+    async def publisher_address(self) -> PublisherAddress | None:
         return self.address
 
 

@@ -130,7 +130,7 @@ class RunFollower:
         locks = (self._folder.path / "roles").glob("*.lock")
         if any(is_locked(lock) for lock in locks if lock.stem != ROLE):
             return True
-        return bool(await plane.board.servers())
+        return bool(await plane.board.live_servers())
 
     async def _if_there(self, question: Awaitable[bool]) -> bool:
         """The answer, or False while the server does not respond. The roles wait for it too."""

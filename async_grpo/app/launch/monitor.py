@@ -116,8 +116,8 @@ class Monitor:
     async def look(self) -> None:
         """Read the state once, check deadlines and show it. Raises ServerLost, RoleFailed."""
         stats = self._progress.stats = await self._plane.buffer.stats()
-        beats = await self._plane.board.servers()
-        published = await self._plane.board.publisher() is not None
+        beats = await self._plane.board.live_servers()
+        published = await self._plane.board.publisher_address() is not None
         ready = {beat.name for beat in beats} | ({TRAINER} if published else set())
         replay = await self._plane.board.replay_progress()
         if replay != self._replay:

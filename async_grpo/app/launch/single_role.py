@@ -80,7 +80,7 @@ def join_run(run_dir: Path, name: str) -> int:
 async def _prepare_to_join(config: RunConfig, name: str) -> Path:
     board = await connect_board(config.redis, config.name)
     try:
-        names = [beat.name for beat in await board.servers()]
+        names = [beat.name for beat in await board.live_servers()]
     finally:
         await board.aclose()
     if name in names:

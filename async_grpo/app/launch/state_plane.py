@@ -105,7 +105,7 @@ async def _on_server(config: RunConfig) -> tuple[str | None, list[str]] | None:
         return None
     board = await connect_board(config.redis, config.name)
     try:
-        return await board.origin(), [beat.name for beat in await board.servers()]
+        return await board.origin(), [beat.name for beat in await board.live_servers()]
     finally:
         await board.aclose()
 

@@ -158,7 +158,7 @@ async def carry_out(removal: Removal) -> int:
 async def _check_ours(run: Run, redis: RedisConfig) -> None:
     board = await connect_board(redis, run.name)
     try:
-        origin, servers = await board.origin(), [beat.name for beat in await board.servers()]
+        origin, servers = await board.origin(), [beat.name for beat in await board.live_servers()]
     finally:
         await board.aclose()
     if servers or not run.folder.owns(origin):

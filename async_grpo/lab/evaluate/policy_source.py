@@ -134,7 +134,7 @@ async def find_live_run(path: Path | None, overrides: Sequence[str], run_dir: Pa
     config = find_run(path, overrides, run_dir)
     board = await connect_board(config.redis, config.name)
     try:
-        beats = await board.servers()
+        beats = await board.live_servers()
     finally:
         await board.aclose()
     if not beats:

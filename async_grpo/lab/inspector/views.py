@@ -52,7 +52,7 @@ def render_overview(overview: Overview) -> Table:
 def render_groups(groups: Sequence[GroupFacts], head_version: int, limit: int) -> Table:
     """Render one row per group, sorted by state and sequence number, with at most `limit` groups per state."""
     table = Table(title=f"{len(groups)} groups, head version {head_version}", title_justify="left")
-    for column in ("seq", "attempt", "strikes", "uses", "oldest", "newest", "age", "step", "longest", "size"):
+    for column in ("seq", "attempt", "expired", "uses", "oldest", "newest", "age", "step", "longest", "size"):
         table.add_column(column, justify="right")
     table.add_column("lease")
     table.columns[0].header = "state / seq"
@@ -133,7 +133,7 @@ def _group_cells(group: GroupFacts, head_version: int) -> list[str]:
     return [
         f"{group.state} {group.seq}",
         str(group.attempt),
-        str(group.strikes or ""),
+        str(group.expired_leases or ""),
         str(group.uses or ""),
         figure(group.oldest_version, ""),
         figure(group.newest_version, ""),

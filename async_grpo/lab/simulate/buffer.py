@@ -19,7 +19,7 @@ from async_grpo.lab.simulate.context import SimulationContext
 from async_grpo.lab.simulate.events import Action
 from async_grpo.lab.simulate.group import SimulatedGroup, SimulatedGroups
 from async_grpo.lab.simulate.timings import BufferTimings
-from async_grpo.staleness import WALKING
+from async_grpo.staleness import ORDERED_SELECTORS
 from async_grpo.wire import Batch, ReleaseReason, Task, Ticket
 from buffer.state import BufferState
 
@@ -113,10 +113,10 @@ class SimulatedBuffer:
         filtered = self._context.timings.verifier.filtered
         try:
             if filtered and float(self._context.generator.random()) < filtered:
-                self.state.discard(group.ticket, ReleaseReason.FILTERED)
+                self.state.discard_group(group.ticket, ReleaseReason.FILTERED)
                 del self.groups[group.seq]
             else:
-                self.state.insert(group.ticket, group.record())
+                self.state.insert_group(group.ticket, group.record())
                 group.versions_before_insert = self.state.version - group.ticket.version
         except LeaseLost:
             self.groups.forget(group)
@@ -142,7 +142,7 @@ class SimulatedBuffer:
         if self._is_blocked(version):
             return None
         settings, events, released = self._context.settings, self._context.events, self.state.released
-        batch = self.state.take(epoch, version, events.now_s, have=have, whole=whole)
+        batch = self.state.take_batch(epoch, version, events.now_s, have=have, whole=whole)
         if batch is None and whole and settings.policy.selector == "fifo":
             self._blocker = self._find_blocker(version)
 
@@ -154,13 +154,13 @@ class SimulatedBuffer:
         if settings.recycles and released[ReleaseReason.STALE] != self._stale_before:
             self._stale_before = released[ReleaseReason.STALE]
             self._recycle_stale()
-        if batch is not None or settings.policy.selector not in WALKING:
+        if batch is not None or settings.policy.selector not in ORDERED_SELECTORS:
             self.wake_servers()
         return batch
 
     def release_batch(self, batch: Batch) -> None:
         """End the groups of a trained batch, or make them READY again until their last use."""
-        self.state.release(batch)
+        self.state.release_batch(batch)
         settings, can_crash = self._context.settings, self._context.timings.faults.trainer_every_s > 0
         # A trainer that restarts gets the batches since its last checkpoint again, so their groups must stay.
         if settings.policy.max_uses == 1 and settings.checkpoint_steps == 0 and not can_crash:
@@ -226,17 +226,19 @@ class SimulatedBuffer:
     # Admission
 
     def _admit(self, holder: str, limit: int, slots: int) -> list[Ticket]:
-        state, most, kept_since = self.state, self._context.settings.groups_in_flight, 0
+        state, most, reserved_since = self.state, self._context.settings.groups_in_flight, 0
         if most is not None:
             # The emptiest server requests here, so the buffer must keep no room for others.
-            kept_since = state.asks
+            reserved_since = state.unserved_requests
             limit = min(1, most - sum(len(server.groups) for server in self._servers))
             if limit <= 0:
                 return []
         if not self._context.timings.task_s and len(state.tasks) <= limit:
             self._put_tasks(max(limit, self._tasks_ahead))
         try:
-            return state.admit(limit, holder, self._context.events.now_s, slots=slots, kept_since=kept_since)
+            return state.admit_groups(
+                limit, holder, self._context.events.now_s, slots=slots, reserved_since=reserved_since
+            )
         except RunEnded:
             return []
 

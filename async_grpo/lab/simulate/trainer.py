@@ -278,7 +278,7 @@ class SimulatedTrainer:
     def _adjust_staleness(self, row: SimulatedStep) -> None:
         """Let the controller choose the S of the steps to come."""
         state = self._buffer.state
-        row.staleness = state.policy.window.in_force
+        row.staleness = state.policy.window.effective_staleness
         if self._controller is None or self.version + row.staleness >= self._settings.steps:
             return
         figures = StalenessFigures(

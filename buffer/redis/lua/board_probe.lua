@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- Keep the staged probe unless a newer one is there. KEYS: stage, probe, its version, wake list. ARGV: version.
-if tonumber(ARGV[1]) < (tonumber(redis.call('GET', KEYS[3])) or 0) then
+-- Store the staged probe unless there is a newer one. KEYS: stage, probe, its version, wake list. ARGV: version.
+local stored_version = tonumber(redis.call('GET', KEYS[3])) or 0
+if tonumber(ARGV[1]) < stored_version then
   redis.call('UNLINK', KEYS[1])
   return
 end

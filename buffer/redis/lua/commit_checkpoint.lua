@@ -1,12 +1,13 @@
 #!lua flags=allow-oom
--- After: books paging records many_records endings log settle
--- Forget the steps before `version`, and their payloads. ARGV[2], ARGV[3]: epoch, version.
-if fenced(ARGV[2]) then return {'fenced', meta('epoch')} end
-for _, past in ipairs(steps_below(ARGV[3])) do
-  settle(past)
-  local seqs = logged(past).seqs
-  unpin(seqs, records_of(seqs))
-  redis.call('HDEL', LOG, past)
+-- After: state pages records record_lists endings steps trained_steps
+-- Delete the steps before `version` from the log, and their payloads. ARGV[2], ARGV[3]: epoch, version.
+if is_fenced(ARGV[2]) then return {'fenced', meta_number('epoch')} end
+for _, step_version in ipairs(steps_below(ARGV[3])) do
+  -- The checkpoint contains the step, even if its release was lost. Mark it first: that needs the entry of the log.
+  mark_step_trained(step_version)
+  local seqs = read_step(step_version).seqs
+  drop_references(seqs, read_records(seqs))
+  redis.call('HDEL', LOG, step_version)
 end
-redis.call('HSET', META, 'committed', math.max(meta('committed'), tonumber(ARGV[3])))
+redis.call('HSET', META, 'committed', math.max(meta_number('committed'), tonumber(ARGV[3])))
 return {'ok'}

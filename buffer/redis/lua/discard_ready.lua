@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- After: books paging records many_records endings
--- READY -> RELEASED for every group, as if it had grown too old. Returns how many.
+-- After: state pages records record_lists endings
+-- READY -> RELEASED for every group, as if it were too old. Returns {'ok', count}.
 local seqs = redis.call('ZRANGE', READY, 0, -1)
 end_as_stale(seqs)
 return {'ok', #seqs}

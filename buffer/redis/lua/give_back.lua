@@ -1,13 +1,14 @@
 #!lua flags=allow-oom
--- After: books records
--- End a lease now: nobody holds the group until the next admit. ARGV[2..4]: seq, attempt, strikes to add (0 or 1).
--- A repetition finds the lease ended, so it adds no second strike.
-local record = held(ARGV[2], ARGV[3])
+-- After: state records
+-- End a lease, so that the next admit can lease the group again. ARGV[2..4]: seq, attempt, 1 to count the lease as
+-- expired (else 0). A repetition finds the lease ended, so it does not count twice.
+local seq = ARGV[2]
+local record = read_leased_record(seq, ARGV[3])
 if record then
-  record.strikes = record.strikes + tonumber(ARGV[4])
-  redis.call('HSET', GROUPS, ARGV[2], printed(record))
-  redis.call('ZADD', LEASES, 0, ARGV[2])
-  unhold(ARGV[2])
-  wake(WAKE_ADMIT)
+  record.expired_leases = record.expired_leases + tonumber(ARGV[4])
+  write_record(seq, record)
+  redis.call('ZADD', LEASES, 0, seq)
+  remove_holder(seq)
+  wake_waiter(WAKE_ADMIT)
 end
 return {'ok'}

@@ -1,47 +1,61 @@
 #!lua flags=allow-oom
--- After: books paging records many_records endings log settle
--- A trainer takes over at `version` (ARGV[2]). What its checkpoint contains is trained, even if the
--- last trainer died before it said so; the later steps stay in the log to be delivered again.
--- ARGV[3]: request. A repetition, also one that comes late, begins no other epoch: that would fence the trainer that
--- has begun already. ARGV[4]: 'accept_loss' to start generation again at a version whose steps are deleted.
-local version, request, REMEMBERED_MS = tonumber(ARGV[2]), payload('rollback', ARGV[3]), 3600 * 1000
-local lost = 0
+-- After: state pages records record_lists endings steps trained_steps
+-- A trainer takes over at `version`. ARGV[2..4]: version, request, 'accept_loss' to restart generation at a version
+-- whose steps are deleted. Returns {'ok', epoch, head_version, lost_steps} or {'forgotten', committed}.
+local version = tonumber(ARGV[2])
+local request_key = payload_key('rollback', ARGV[3])
+local REMEMBERED_MS = 3600 * 1000
 
--- As _restart_at in state.py. A group ends before the steps that have it are forgotten, so that its record is still there.
-local function restart()
-  for _, seq in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do release_unfinished(seq, 'expired', nil) end
+-- BufferState._restart_at in state.py. Groups end before the steps are deleted, while their records still exist.
+local function restart_generation(lost_steps)
+  for _, seq in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+    release_unfinished(seq, 'expired', nil)
+  end
   end_as_stale(redis.call('ZRANGE', READY, 0, -1))
   local taken = redis.call('SMEMBERS', TAKEN)
-  release_finished(taken, records_of(taken), 'stale')
-  local used = lost * meta('groups_per_step')
-  for _, later in ipairs(redis.call('HKEYS', LOG)) do
-    local seqs = logged(later).seqs
-    used = used + #seqs
-    unpin(seqs, records_of(seqs))
-    redis.call('HDEL', LOG, later)
+  release_finished(taken, read_records(taken), 'stale')
+
+  -- Count as if the lost steps had never been taken.
+  local lost_uses = lost_steps * meta_number('groups_per_step')
+  for _, step_version in ipairs(redis.call('HKEYS', LOG)) do
+    local seqs = read_step(step_version).seqs
+    lost_uses = lost_uses + #seqs
+    drop_references(seqs, read_records(seqs))
+    redis.call('HDEL', LOG, step_version)
   end
-  used = redis.call('HINCRBY', META, 'used', -used)
-  if meta('max_diff') < 1e15 then
-    redis.call('HSET', META, 'inserted', math.floor(used / meta('samples_per_insert') + 0.5))
+  local used = redis.call('HINCRBY', META, 'used', -lost_uses)
+  -- With a limited ratio, the inserts have to follow: otherwise nothing would be admitted until the uses catch up.
+  if meta_number('max_diff') < 1e15 then
+    redis.call('HSET', META, 'inserted', math.floor(used / meta_number('samples_per_insert') + 0.5))
   end
   redis.call('HSET', META, 'committed', version, 'version', version)
 end
 
-local begun = redis.call('GET', request)
-if begun then
-  local epoch, lost_before = begun:match('^(%d+) (%d+)$')
-  return {'ok', tonumber(epoch), meta('version'), tonumber(lost_before)}
+-- A repetition, even a late one, must not start another epoch: that would fence the trainer that has already started.
+local earlier = redis.call('GET', request_key)
+if earlier then
+  local epoch, lost_steps = earlier:match('^(%d+) (%d+)$')
+  return {'ok', tonumber(epoch), meta_number('version'), tonumber(lost_steps)}
 end
-if version < meta('committed') then
-  lost = meta('committed') - version
-  if ARGV[4] ~= 'accept_loss' then return {'forgotten', meta('committed')} end
-  restart()
+
+local lost_steps = 0
+local committed = meta_number('committed')
+if version < committed then
+  if ARGV[4] ~= 'accept_loss' then return {'forgotten', committed} end
+  lost_steps = committed - version
+  restart_generation(lost_steps)
 end
-for _, past in ipairs(steps_below(version)) do settle(past) end
-if version * meta('groups_per_step') < meta('horizon') then redis.call('HSET', META, 'ended', 0) end
-redis.call('HSET', META, 'version', math.max(meta('version'), version))
-wake(WAKE_TAKE)
-wake(WAKE_ADMIT)
+
+-- The checkpoint contains these steps, even if the last trainer died before it released them. Later steps stay in the
+-- log and are delivered again.
+for _, step_version in ipairs(steps_below(version)) do
+  mark_step_trained(step_version)
+end
+if version * meta_number('groups_per_step') < meta_number('horizon') then redis.call('HSET', META, 'ended', 0) end
+redis.call('HSET', META, 'version', math.max(meta_number('version'), version))
+wake_waiter(WAKE_TAKE)
+wake_waiter(WAKE_ADMIT)
+
 local epoch = redis.call('HINCRBY', META, 'epoch', 1)
-redis.call('SET', request, epoch .. ' ' .. lost, 'PX', REMEMBERED_MS)
-return {'ok', epoch, meta('version'), lost}
+redis.call('SET', request_key, epoch .. ' ' .. lost_steps, 'PX', REMEMBERED_MS)
+return {'ok', epoch, meta_number('version'), lost_steps}

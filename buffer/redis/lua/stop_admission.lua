@@ -1,15 +1,17 @@
 #!lua flags=allow-oom
--- After: books
--- Admit nothing more: horizon 0 and no limit of the ratio. The key drained keeps what they were, for resume_admission.
--- Returns 0 if admission is stopped already.
-local NO_LIMITS = {horizon = 0, min_size = 0, samples_per_insert = 1, min_diff = -1e15, max_diff = 1e15}
-local drained, kept = ARGV[1] .. 'drained', {}
-if redis.call('EXISTS', drained) == 1 and meta('horizon') == 0 then return 0 end
-for name, value in pairs(NO_LIMITS) do
-  kept[name] = dial(name)
+-- After: state
+-- Admit nothing more: set horizon 0 and no limit of the ratio, so that the groups that exist can still be trained. The
+-- key `drained` saves the former values for resume_admission. Returns 0 if admission is stopped already.
+local STOPPED = {horizon = 0, min_size = 0, samples_per_insert = 1, min_diff = -1e15, max_diff = 1e15}
+local drained_key = ARGV[1] .. 'drained'
+if redis.call('EXISTS', drained_key) == 1 and meta_number('horizon') == 0 then return 0 end
+
+local saved = {}
+for name, value in pairs(STOPPED) do
+  saved[name] = meta_text(name)
   redis.call('HSET', META, name, string.format('%.0f', value))
 end
-redis.call('SET', drained, cjson.encode(kept))
-wake(WAKE_ADMIT)
-wake(WAKE_TAKE)
+redis.call('SET', drained_key, cjson.encode(saved))
+wake_waiter(WAKE_ADMIT)
+wake_waiter(WAKE_TAKE)
 return 1

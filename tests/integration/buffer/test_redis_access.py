@@ -74,7 +74,7 @@ async def test_a_right_that_is_taken_from_a_live_run_is_named(server: Server, ru
         await admit(buffer, 1)
     server.admin.execute_command("ACL", "SETUSER", user, "-evalsha")
     with pytest.raises(ServerRefused, match="evalsha"):
-        await buffer.end()
+        await buffer.end_run()
     await buffer.aclose()
 
 

@@ -81,9 +81,9 @@ async def test_no_lost_reply_changes_anything_twice(redis_config: RedisConfig, r
     epoch = (await buffer.rollback(0)).epoch
     first, second, third, fourth = await admit(buffer, 4)
     assert (await buffer.stats()).inflight == 4
-    await buffer.progress(first, partial_of(first))
+    await buffer.save_partial(first, partial_of(first))
     await finish(buffer, first, second)
-    await buffer.discard(third, ReleaseReason.FILTERED)
+    await buffer.discard_group(third, ReleaseReason.FILTERED)
     await buffer.give_back(fourth)
     assert (await train(buffer, 0, epoch)).groups == [group_of(first), group_of(second)]
     await buffer.commit_checkpoint(epoch=epoch, version=1)
@@ -103,14 +103,14 @@ async def test_scripts_that_the_server_forgot_are_loaded_again(buffer: RedisBuff
 async def test_a_finished_run_leaves_no_payloads_behind(buffer: RedisBuffer, client: Redis, run: str) -> None:
     tickets = await admit(buffer, 4)
     for ticket in tickets:
-        await buffer.progress(ticket, partial_of(ticket))
+        await buffer.save_partial(ticket, partial_of(ticket))
     await buffer.give_back(tickets[0])
     tickets[:1] = await admit(buffer, 1)
-    await buffer.discard(tickets[3], ReleaseReason.FAILED)
+    await buffer.discard_group(tickets[3], ReleaseReason.FAILED)
     await finish(buffer, *tickets[:3])
     await train(buffer, 0)
     for ticket in tickets[:3]:
-        await buffer.insert(ticket, group_of(ticket))
+        await buffer.insert_group(ticket, group_of(ticket))
     await finish(buffer, *await admit(buffer, 1))
     await train(buffer, 1)
     await buffer.put_tasks(tasks(0, 20))
@@ -152,7 +152,7 @@ async def test_two_processes_share_one_run(buffer: RedisBuffer, redis_config: Re
 
 
 async def test_joining_does_not_undo_a_live_retuning(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
-    await buffer.update_admission(policy(S=4, P=2))
+    await buffer.update_policy(policy(S=4, P=2))
     await (await attach(redis_config, run, policy(S=1, P=2))).aclose()
     assert (await buffer.stats()).max_staleness == 4
     await (await attach(redis_config, run, policy(S=2, P=2))).aclose()
@@ -160,7 +160,7 @@ async def test_joining_does_not_undo_a_live_retuning(buffer: RedisBuffer, redis_
 
 
 async def test_an_ended_run_goes_on_with_more_steps(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
-    await buffer.end()
+    await buffer.end_run()
     await (await attach(redis_config, run, policy(S=1, P=2))).aclose()
     assert (await buffer.stats()).ended
     await (await attach(redis_config, run, policy(S=1, P=2, steps=200))).aclose()
@@ -172,7 +172,7 @@ async def test_every_stored_value_is_plain_messagepack(
 ) -> None:
     first, second = await admit(buffer, 2)
     await finish(buffer, first)
-    await buffer.progress(second, partial_of(second))
+    await buffer.save_partial(second, partial_of(second))
     strings = [name async for name in client.scan_iter(match=f"*{run}*", _type="string")]
     names = [name for name in strings if b"grant:" not in name and b"rollback:" not in name]
     records = [msgpack.unpackb(await client.get(name)) for name in names]
@@ -232,7 +232,7 @@ async def test_a_cancelled_task_ends_wherever_its_call_is(buffer: RedisBuffer) -
 
     async def beat_for_ever() -> None:
         while True:
-            await buffer.heartbeat([])
+            await buffer.renew_leases([])
 
     for attempt in range(400):
         task = asyncio.create_task(beat_for_ever())

@@ -68,7 +68,7 @@ async def fill(buffer: RedisBuffer, server: Server) -> list[Ticket]:
     """Two groups are in, the memory of the server is used up, and two tickets are left."""
     tickets = await admit(buffer, 4)
     for ticket in tickets[:2]:
-        await buffer.insert(ticket, bulky(ticket, 4 * BULK_TOKENS))
+        await buffer.insert_group(ticket, bulky(ticket, 4 * BULK_TOKENS))
     server.admin.config_set("maxmemory", settled_memory(server) - 8 * BULK_TOKENS)
     return tickets[2:]
 
@@ -91,13 +91,13 @@ async def test_a_full_server_fails_writers_by_name_and_keeps_nothing_of_theirs(s
     third, fourth = await fill(buffer, server)
     before = await buffer.stats()
     with pytest.raises(ServerFull, match=r"0\.5 s.*maxmemory"):
-        await buffer.insert(third, bulky(third))
+        await buffer.insert_group(third, bulky(third))
     with pytest.raises(ServerFull):
         await buffer.put_tasks(tasks(20, 5))
     assert await buffer.stats() == before
     assert before.ready == 2 == len(payloads(server, run))
     await buffer.give_back(third)
-    await buffer.discard(fourth, ReleaseReason.FILTERED)
+    await buffer.discard_group(fourth, ReleaseReason.FILTERED)
     stats = await buffer.stats()
     assert (released(stats), stats.inflight, stats.active) == ({"filtered": 1}, 1, 3)
     await buffer.aclose()
@@ -106,13 +106,13 @@ async def test_a_full_server_fails_writers_by_name_and_keeps_nothing_of_theirs(s
 async def test_a_full_server_can_be_drained_and_writers_go_on(server: Server, run: str) -> None:
     buffer = await begin(RedisConfig(url=server.url, timeout_s=30.0), run)
     third, fourth = await fill(buffer, server)
-    writer = asyncio.create_task(buffer.insert(third, bulky(third)))
+    writer = asyncio.create_task(buffer.insert_group(third, bulky(third)))
     server.admin.script_flush()  # scripts can be loaded without memory, too
-    assert await buffer.heartbeat([third, fourth]) == []
-    await buffer.discard(fourth, ReleaseReason.FILTERED)
+    assert await buffer.renew_leases([third, fourth]) == []
+    await buffer.discard_group(fourth, ReleaseReason.FILTERED)
     batch = await take(buffer, 0)
     await publish(buffer, 1)
-    await buffer.release(batch)
+    await buffer.release_batch(batch)
     assert not writer.done()
     await buffer.commit_checkpoint(epoch=1, version=1)
     await writer
@@ -134,7 +134,7 @@ async def test_a_connection_that_is_cut_before_the_reply_changes_nothing_twice(
     assert batch.groups == [group_of(ticket) for ticket in tickets]
     proxy.swallow_next_reply_to(b"EVALSHA")
     await publish(buffer, 1)
-    await buffer.release(batch)
+    await buffer.release_batch(batch)
     assert await admit(buffer, 2)
     stats = await buffer.stats()
     assert (stats.released["trained"], stats.inflight, stats.active) == (2, 2, 2)
@@ -150,7 +150,7 @@ async def test_nothing_that_was_answered_is_lost_by_a_kill(tmp_path: Path, run: 
 
     async def write() -> None:
         for ticket in await admit(buffer, 4):
-            await buffer.insert(ticket, bulky(ticket))
+            await buffer.insert_group(ticket, bulky(ticket))
             answered.append(ticket.seq)
 
     writer = asyncio.create_task(write())
@@ -274,7 +274,7 @@ async def test_connections_that_fall_silent_are_replaced_in_time(
     await asyncio.gather(*(buffer.stats() for _ in range(20)))  # many connections, each of which will be silent
     proxy.fall_silent()
     started = time.monotonic()
-    inserts = [buffer.insert(small, group_of(small)), buffer.insert(large, bulky(large, 20 * BULK_TOKENS))]
+    inserts = [buffer.insert_group(small, group_of(small)), buffer.insert_group(large, bulky(large, 20 * BULK_TOKENS))]
     await asyncio.gather(buffer.stats(), *inserts)
     assert time.monotonic() - started < 9.0
     assert seqs(await waiting) == [0, 1]
@@ -337,7 +337,7 @@ async def test_a_server_that_wants_more_replicas_than_it_has_is_named(server: Se
     buffer = await begin(RedisConfig(url=server.url, timeout_s=0.5), run)
     server.admin.config_set("min-replicas-to-write", 1)
     with pytest.raises(ServerLost, match="min-replicas-to-write"):
-        await buffer.end()
+        await buffer.end_run()
     await buffer.aclose()
 
 
@@ -360,18 +360,18 @@ async def test_a_cancelled_transition_has_happened_as_a_whole_or_not_at_all(serv
     buffer = await begin(RedisConfig(url=server.url), run, count=200)
     for attempt in range(60):
         (ticket,) = await admit(buffer, 1)
-        insert = asyncio.create_task(buffer.insert(ticket, group_of(ticket)))
+        insert = asyncio.create_task(buffer.insert_group(ticket, group_of(ticket)))
         for _ in range(attempt % 12):
             await asyncio.sleep(0)
         insert.cancel()
         await asyncio.gather(insert, return_exceptions=True)
-        await buffer.insert(ticket, group_of(ticket))
+        await buffer.insert_group(ticket, group_of(ticket))
         stats = await buffer.stats()
         assert (stats.inflight, stats.ready) == (0, 1 + attempt % 2)
         if attempt % 2:
             batch = await take(buffer, attempt // 2)
             await publish(buffer, attempt // 2 + 1)
-            await buffer.release(batch)
+            await buffer.release_batch(batch)
     await buffer.aclose()
 
 
@@ -427,7 +427,7 @@ async def fail_while_another_waits(link: RetryingClient, admin: Any) -> None:
     async def look() -> str | retrying.RetryLater:
         return answers.pop(0)
 
-    waiting = asyncio.create_task(link.until("wake", look, waited_for="an element", timeout_s=20.0))
+    waiting = asyncio.create_task(link.retry_until("wake", look, waited_for="an element", timeout_s=20.0))
     await happens(lambda: bool(admin.info("clients")["blocked_clients"] == 1))
     refused = count_refusals(admin)
     admin.config_set("maxmemory", 1)

@@ -84,18 +84,18 @@ async def test_a_run_at_its_quota_is_held_and_the_other_goes_on(server: Server) 
         tickets = []
         with pytest.raises(WaitTimeout):  # all that its quota admits
             while True:
-                tickets += await long.admit(100, holder="server-0", timeout_s=0.0)
+                tickets += await long.admit_groups(100, holder="server-0", timeout_s=0.0)
         for ticket in tickets:
-            await long.insert(ticket, longest(ticket))
+            await long.insert_group(ticket, longest(ticket))
         stats = await long.stats()
-        assert stats.held_by_quota or stats.used + stats.active == stats.horizon
+        assert stats.is_limited_by_quota or stats.used + stats.active == stats.horizon
         assert 2 <= stats.active < stats.capacity
         most = max(most, stats.stored_bytes)
         batch = await take(long, version)
         await finish(short, *await admit(short, 2))
         await train(short, version)
         await publish(long, version + 1)
-        await long.release(batch)
+        await long.release_batch(batch)
         if version % 2:
             await long.commit_checkpoint(epoch=1, version=version + 1)
     for buffer in (long, short):
@@ -125,7 +125,7 @@ async def test_a_run_that_has_ended_reserves_no_more_than_it_stores(server: Serv
     first = await opened(config(server, "one"))
     with pytest.raises(ConfigError, match="other runs"):
         await open_run(config(server, "two"))
-    await first.end()
+    await first.end_run()
     await first.aclose()
     await (await open_run(config(server, "two"))).aclose()
 

@@ -28,9 +28,9 @@ async def live_a_little(config: RunConfig) -> None:
     buffer, board = await open_run(config), await connect_board(config.redis, config.name)
     await buffer.put_tasks(tasks(0, 20))
     tickets = await admit(buffer, 5)
-    await board.beat(ServerBeat(name="rollout-0", pid=1, version=0, running=40, time_s=1000.0), ttl_s=0.001)
+    await board.announce_server(ServerBeat(name="rollout-0", pid=1, version=0, running=40, time_s=1000.0), ttl_s=0.001)
     await finish(buffer, *tickets[:2])
-    await board.beat(ServerBeat(name="rollout-0", pid=1, version=0, running=24, time_s=1002.5), ttl_s=0.001)
+    await board.announce_server(ServerBeat(name="rollout-0", pid=1, version=0, running=24, time_s=1002.5), ttl_s=0.001)
     await asyncio.gather(buffer.aclose(), board.aclose())
 
 

@@ -93,10 +93,10 @@ def fill(config: RunConfig) -> None:
         random = np.random.default_rng(1)
         buffer = await open_run(config)
         await buffer.put_tasks([make_task(random, index, 4) for index in range(8)])
-        first, second, *_ = await buffer.admit(8, holder="test", timeout_s=30.0)
+        first, second, *_ = await buffer.admit_groups(8, holder="test", timeout_s=30.0)
         samples = [make_sample(random, 0) for _ in range(G)]
-        await buffer.insert(first, Group(seq=first.seq, attempt=first.attempt, task=first.task, samples=samples))
-        await buffer.discard(second, ReleaseReason.FILTERED)
+        await buffer.insert_group(first, Group(seq=first.seq, attempt=first.attempt, task=first.task, samples=samples))
+        await buffer.discard_group(second, ReleaseReason.FILTERED)
         await buffer.aclose()
 
     asyncio.run(filling())

@@ -88,7 +88,10 @@ def complaints(books: Books) -> list[str]:
         "waiting and unfinished groups have their task": (tasks, in_flight | waiting),
     }
     within = {
-        "strikes are of groups in flight": ({seq for seq, it in books.records.items() if it.strikes}, in_flight),
+        "expired leases are of groups in flight": (
+            {seq for seq, it in books.records.items() if it.expired_leases},
+            in_flight,
+        ),
         "uses are of finished groups": ({seq for seq, it in books.records.items() if it.uses}, kept),
         "partials are of groups in flight": (of["partial"], in_flight),
         "taken groups are in the log": (of["taken"], {seq for seqs in books.logged.values() for seq in seqs}),

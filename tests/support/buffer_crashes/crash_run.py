@@ -143,7 +143,7 @@ async def _look(plan: Plan, url: str) -> Look:
 
 async def _retune(plan: Plan, url: str, policy: ReplayPolicy) -> None:
     buffer = await join(plan, url)
-    await buffer.update_admission(policy)
+    await buffer.update_policy(policy)
     await buffer.aclose()
 
 
@@ -153,5 +153,5 @@ async def _set_horizon(plan: Plan, url: str) -> None:
     stats, size = await buffer.stats(), plan.policy.window.groups_per_step
     steps = -(-stats.active // size) + STEPS_TO_THE_HORIZON
     window = replace(plan.policy.window, horizon=stats.used + steps * size)
-    await buffer.update_admission(replace(plan.policy, window=window))
+    await buffer.update_policy(replace(plan.policy, window=window))
     await buffer.aclose()

@@ -49,7 +49,7 @@ class Producer:
             try:
                 limit = self._rng.randint(1, TICKETS_AT_ONCE)
                 self._journal.note("admit?")
-                tickets = await self._buffer.admit(limit, holder=self._name, timeout_s=ADMIT_TIMEOUT_S)
+                tickets = await self._buffer.admit_groups(limit, holder=self._name, timeout_s=ADMIT_TIMEOUT_S)
             except WaitTimeout:
                 continue
             for ticket in tickets:
@@ -66,7 +66,7 @@ class Producer:
         while True:
             await asyncio.sleep(LEASE_S / 4)
             if held := list(self._held.values()):
-                await self._buffer.heartbeat(held)
+                await self._buffer.renew_leases(held)
 
     async def _work(self, ticket: Ticket) -> None:
         try:
@@ -86,7 +86,7 @@ class Producer:
             samples.append(self._sample())
             if self._rng.random() < 0.5:
                 partial = Partial(seq=ticket.seq, attempt=ticket.attempt, samples=[*samples, None])
-                await self._buffer.progress(ticket, partial)
+                await self._buffer.save_partial(ticket, partial)
         await self._end(ticket, samples)
 
     async def _end(self, ticket: Ticket, samples: list[Sample]) -> None:
@@ -97,13 +97,13 @@ class Producer:
         elif chance < 0.12:
             reason = self._rng.choice(DISCARDED)
             self._journal.note("discard?", **named, reason=reason.value)
-            await self._buffer.discard(ticket, reason)
+            await self._buffer.discard_group(ticket, reason)
             self._journal.note("discarded", **named, reason=reason.value)
         else:
             group = Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=samples, server=self._name)
             facts = {**named, "digest": digest(group), "oldest": group.oldest_version}
             self._journal.note("insert?", **facts)
-            await self._buffer.insert(ticket, group)
+            await self._buffer.insert_group(ticket, group)
             self._journal.note("inserted", **facts)
 
     def _sample(self) -> Sample:

@@ -76,7 +76,9 @@ class Trainer:
         while True:
             self._journal.note("take?", version=self._version, epoch=self._epoch)
             try:
-                batch = await self._buffer.take(epoch=self._epoch, version=self._version, timeout_s=TAKE_TIMEOUT_S)
+                batch = await self._buffer.take_batch(
+                    epoch=self._epoch, version=self._version, timeout_s=TAKE_TIMEOUT_S
+                )
             except WaitTimeout:
                 stats = await self._buffer.stats()
                 if stats.used >= stats.horizon:
@@ -101,7 +103,7 @@ class Trainer:
         self._version = batch.version + 1
         self._journal.note("release?", version=batch.version, epoch=self._epoch)
         await self._buffer.publish_version(epoch=self._epoch, version=self._version)
-        await self._buffer.release(batch)
+        await self._buffer.release_batch(batch)
         self._journal.note("released", version=batch.version, epoch=self._epoch)
         if self._version % CHECKPOINT_EVERY == 0:
             await self._save()
@@ -114,7 +116,7 @@ class Trainer:
 
     async def _finish(self) -> None:
         await self._save()
-        await self._buffer.end()
+        await self._buffer.end_run()
 
 
 def newest(checkpoints: Path) -> int:

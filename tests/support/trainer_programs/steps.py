@@ -92,7 +92,7 @@ class Buffered:
     async def _open(self) -> list[Ticket]:
         await self._buffer.put_tasks([replace(group.task, index=place) for place, group in enumerate(self._groups)])
         await self._buffer.rollback(0)
-        return await self._buffer.admit(len(self._groups), holder="scripted", timeout_s=5.0)
+        return await self._buffer.admit_groups(len(self._groups), holder="scripted", timeout_s=5.0)
 
     def take_part(self, version: int, have: int) -> Batch:
         return self._runner.run(self._put_and_take(version, have))
@@ -100,8 +100,8 @@ class Buffered:
     async def _put_and_take(self, version: int, have: int) -> Batch:
         end = have + next(self._parts)
         for ticket, group in zip(self._tickets[have:end], self._groups[have:end], strict=True):
-            await self._buffer.insert(ticket, replace(group, seq=ticket.seq))
-        return await self._buffer.take_part(epoch=1, version=version, have=have, timeout_s=5.0)
+            await self._buffer.insert_group(ticket, replace(group, seq=ticket.seq))
+        return await self._buffer.take_batch_part(epoch=1, version=version, have=have, timeout_s=5.0)
 
 
 def run(config: RunConfig, case: Case, platform: Platform) -> None:

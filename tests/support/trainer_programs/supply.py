@@ -68,9 +68,9 @@ class Supply:
         """Turn the tickets of so many further steps into random groups, at once; the trainer cannot go beyond them."""
         groups = steps * self.config.groups_per_step
         while groups:
-            for ticket in await self.buffer.admit(groups, holder="scripted", timeout_s=PATIENCE_S):
+            for ticket in await self.buffer.admit_groups(groups, holder="scripted", timeout_s=PATIENCE_S):
                 group = make_group(ticket.task, seq=ticket.seq, attempt=ticket.attempt, version=ticket.version)
-                await self.buffer.insert(ticket, group)
+                await self.buffer.insert_group(ticket, group)
                 groups -= 1
 
     @contextlib.asynccontextmanager

@@ -30,39 +30,39 @@ POLICIES = [
 ]
 
 
-def oldest_trained(dials: ReplayPolicy, seed: int) -> int:
-    """A run whose servers admit greedily and finish in random order, now quickly, now slowly."""
-    random, ledger = Random(seed), BufferState(dials, lease_s=1e9, max_attempts=1)
+def oldest_trained(settings: ReplayPolicy, seed: int) -> int:
+    """Greatest age in a run whose servers admit greedily and finish in random order at varying speed."""
+    random, ledger = Random(seed), BufferState(settings, lease_s=1e9, max_attempts=1)
     ledger.rollback(0)
     ledger.put_tasks(tasks(0, 40 * STEPS))
     working: list[Ticket] = []
     version = oldest = 0
     while version < STEPS:
-        working += ledger.admit(100, "server", 0.0)
-        working = [ticket for ticket in working if ledger._holds(ticket)]
+        working += ledger.admit_groups(100, "server", 0.0)
+        working = [ticket for ticket in working if ledger._is_leased(ticket)]
         random.shuffle(working)
         for _ in range(min(len(working), random.choice([1, 1, 2, 5]))):
             ticket = working.pop()
-            ledger.insert(ticket, group_of(ticket))
-        if (batch := ledger.take(1, version, 0.0)) is not None:
+            ledger.insert_group(ticket, group_of(ticket))
+        if (batch := ledger.take_batch(1, version, 0.0)) is not None:
             oldest = max([oldest, *(age(version, group.oldest_version) for group in batch.groups)])
             version += 1
             ledger.publish_version(1, version)
-            ledger.release(batch)
+            ledger.release_batch(batch)
     return oldest
 
 
 @pytest.mark.parametrize(
-    "dials", POLICIES, ids=lambda dials: f"{dials.selector}-W{dials.selector_window}-{dials.on_stale}"
+    "settings", POLICIES, ids=lambda settings: f"{settings.selector}-W{settings.selector_window}-{settings.on_stale}"
 )
-def test_no_order_of_events_breaks_the_bound_and_some_reach_it(dials: ReplayPolicy) -> None:
-    ages = [oldest_trained(dials, seed) for seed in range(150)]
-    assert max(ages) == dials.age_bound
+def test_random_runs_reach_and_keep_the_age_bound(settings: ReplayPolicy) -> None:
+    ages = [oldest_trained(settings, seed) for seed in range(150)]
+    assert max(ages) == settings.age_bound
 
 
 @pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize(("S", "P"), [(0, 2), (1, 3), (4, 2), (20, 1)])
-def test_exact_age_trains_every_group_at_age_s_whatever_is_dropped_lost_or_resumed(S: int, P: int, seed: int) -> None:
+def test_exact_age_trains_every_group_at_age_s(S: int, P: int, seed: int) -> None:
     random, buffer = Random(seed), BufferState(policy(S=S, P=P, steps=STEPS, selector="exact_age"), 1.0, 100)
     buffer.rollback(0)
     buffer.put_tasks(tasks(0, 40 * STEPS))
@@ -73,26 +73,26 @@ def test_exact_age_trains_every_group_at_age_s_whatever_is_dropped_lost_or_resum
             version = random.randint(0, version)
             epoch = buffer.rollback(version).epoch
         now_s += random.choice([0.0, 0.0, 1.5])  # leases of a second expire, and others begin the groups again
-        working = [*working, *buffer.admit(3, "server", now_s)]
+        working = [*working, *buffer.admit_groups(3, "server", now_s)]
         for ticket in random.sample(working, min(2, len(working))):
             working.remove(ticket)
             with contextlib.suppress(LeaseLost):
                 if random.random() < 0.2:
-                    buffer.discard(ticket, ReleaseReason.FILTERED)
+                    buffer.discard_group(ticket, ReleaseReason.FILTERED)
                 else:
-                    buffer.insert(ticket, group_of(ticket))
-        if (batch := buffer.take(epoch, version, now_s)) is not None:
+                    buffer.insert_group(ticket, group_of(ticket))
+        if (batch := buffer.take_batch(epoch, version, now_s)) is not None:
             assert {(group.oldest_version, group.newest_version) for group in batch.groups} == {
                 (max(0, version - S),) * 2
             }
             version += 1
             buffer.publish_version(epoch, version)
-            buffer.release(batch)
+            buffer.release_batch(batch)
     assert len(buffer.open) == 0
 
 
 def greedy(S: int, P: int, *, free_at: str) -> int:
-    """The oldest group trained, in order, where servers admit the moment there is room."""
+    """Greatest age when groups are trained in order and servers admit as soon as there is room."""
     versions: list[int] = []  # of the groups that wait to be trained
     active = oldest = 0
     for version in range(10):
@@ -108,6 +108,6 @@ def greedy(S: int, P: int, *, free_at: str) -> int:
 
 
 @pytest.mark.parametrize(("S", "P"), [(0, 1), (1, 2), (3, 4)])
-def test_freeing_slots_at_take_instead_of_after_publication_costs_one_step_of_age(S: int, P: int) -> None:
+def test_freeing_slots_at_take_costs_one_step_of_age(S: int, P: int) -> None:
     assert greedy(S, P, free_at="publication") == S
     assert greedy(S, P, free_at="take") == S + 1

@@ -39,11 +39,11 @@ async def train(buffer: InMemoryBuffer, receiver: FakeReceiver, steps: int) -> l
     """A trainer without a model; returns the age of every sample."""
     ages: list[int] = []
     for version in range(steps):
-        batch = await buffer.take(epoch=0, version=version, timeout_s=5.0)
+        batch = await buffer.take_batch(epoch=0, version=version, timeout_s=5.0)
         ages += [version - sample.oldest_version for group in batch.groups for sample in group.samples]
         await receiver.publish(1, version + 1)
         await buffer.publish_version(epoch=0, version=version + 1)
-        await buffer.release(batch)
+        await buffer.release_batch(batch)
     return ages
 
 
@@ -78,7 +78,7 @@ async def test_a_run_is_served_to_its_end_within_the_staleness_bound(tmp_path: P
     ages = await train(buffer, receiver, config.steps)
     assert len(ages) == 6 * 2 * 4
     assert max(ages) <= staleness
-    await buffer.end()
+    await buffer.end_run()
     await asyncio.wait_for(serving, 5.0)
     assert [evaluation.version for evaluation in await context.board.evaluations()] == [0, 6]
     assert (await context.board.counters())["generated_tokens"] == 48 * len("yes")
@@ -109,7 +109,7 @@ async def test_a_server_that_is_told_to_stop_gives_everything_back(tmp_path: Pat
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving
-    tickets = [await buffer.admit(1, holder="rollout-1", timeout_s=0.1) for _ in range(2)]
+    tickets = [await buffer.admit_groups(1, holder="rollout-1", timeout_s=0.1) for _ in range(2)]
     assert [ticket.attempt for (ticket,) in tickets] == [2, 2]
 
 
@@ -127,7 +127,7 @@ async def test_a_run_that_ends_without_its_final_version_is_an_error_after_a_whi
     config = config_of(weights={"update_timeout_s": 0.05}, eval={"prompts": 1, "timeout_s": 0.5})
     buffer = buffer_of(config)
     server = await server_of(context_of(tmp_path, config, FakeEngine(), buffer), FakeReceiver(WeightVersion(1, 0)))
-    await buffer.end()
+    await buffer.end_run()
     with pytest.raises(ExceptionGroup) as raised:
         await asyncio.wait_for(server.serve(), 5.0)
     cause = root_cause(raised.value)
@@ -141,7 +141,7 @@ async def test_samples_and_a_timeline_are_written(tmp_path: Path) -> None:
     context = context_of(tmp_path, config, FakeEngine(), buffer)
     serving = asyncio.create_task((await server_of(context, receiver)).serve())
     await train(buffer, receiver, 1)
-    await buffer.end()
+    await buffer.end_run()
     await asyncio.wait_for(serving, 5.0)
     rows = [json.loads(line) for line in (tmp_path / "samples" / "rollout-0.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["p0", "p1"]
@@ -184,10 +184,10 @@ class LosableBoard(InMemoryBoard):
 
     is_lost = False
 
-    async def count(self, name: str, amount: int) -> None:
+    async def add_to_counter(self, name: str, amount: int) -> None:
         if self.is_lost:
             raise ServerLost("Redis has not answered")
-        await super().count(name, amount)
+        await super().add_to_counter(name, amount)
 
 
 async def test_a_buffer_that_is_gone_does_not_hide_that_the_engine_died(tmp_path: Path) -> None:

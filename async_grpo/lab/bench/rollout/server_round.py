@@ -111,7 +111,7 @@ class RolloutSetup:
             async with _serving(self._context(work, config, state, board)):
                 with Stopwatch() as spent, Stopwatch(time.process_time) as cpu:
                     groups = await _consume(state, epoch, config.steps)
-                await state.end()
+                await state.end_run()
             await check_trained(state, work.groups, "round")
         finally:
             await state.aclose()
@@ -192,9 +192,9 @@ async def _consume(state: ReplayBuffer, epoch: int, steps: int) -> list[Group]:
     """All groups, batch after batch. No version is published in between: the weights stand still."""
     groups: list[Group] = []
     for version in range(steps):
-        batch = await state.take(epoch=epoch, version=version, timeout_s=TAKE_TIMEOUT_S)
+        batch = await state.take_batch(epoch=epoch, version=version, timeout_s=TAKE_TIMEOUT_S)
         groups += batch.groups
-        await state.release(batch)
+        await state.release_batch(batch)
     return groups
 
 

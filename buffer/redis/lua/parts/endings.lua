@@ -1,89 +1,121 @@
-local ENDINGS_KEPT, TRIM_EVERY = 4096, 64
+-- Defines drop_references, remove_from_ready, release_unfinished, release_finished, end_as_stale.
 
--- One reason less to keep these finished groups. What goes makes room under a quota.
-local function unpin(seqs, records)
-  local kept, kept_records, gone, payloads, size = {}, {}, {}, {}, 0
+local MAX_ENDINGS = 4096
+local TRIM_EVERY = 64
+
+-- Decrement the reference counts of these finished groups, and delete the payloads and records that reach zero. That
+-- frees room under a quota.
+local function drop_references(seqs, records)
+  local kept_seqs = {}
+  local kept_records = {}
+  local dropped_seqs = {}
+  local dropped_keys = {}
+  local dropped_bytes = 0
   for i, seq in ipairs(seqs) do
     local record = records[i]
-    record.pins = record.pins - 1
-    if record.pins > 0 then
-      kept[#kept + 1], kept_records[#kept + 1] = seq, record
+    record.references = record.references - 1
+    if record.references > 0 then
+      kept_seqs[#kept_seqs + 1] = seq
+      kept_records[#kept_records + 1] = record
     else
-      gone[#gone + 1], payloads[#gone + 1] = seq, group_payload(seq, record.attempt)
-      size = size + redis.call('STRLEN', payloads[#payloads])
+      local key = group_key(seq, record.attempt)
+      dropped_seqs[#dropped_seqs + 1] = seq
+      dropped_keys[#dropped_keys + 1] = key
+      dropped_bytes = dropped_bytes + redis.call('STRLEN', key)
     end
   end
-  store(kept, kept_records)
-  call_with('HDEL', GROUPS, gone)
-  unlink(payloads)
-  if #gone > 0 then
-    redis.call('HINCRBY', META, 'stored_bytes', -size)
-    wake(WAKE_ADMIT)
+
+  write_records(kept_seqs, kept_records)
+  call_with_values('HDEL', GROUPS, dropped_seqs)
+  unlink_keys(dropped_keys)
+  if #dropped_seqs > 0 then
+    redis.call('HINCRBY', META, 'stored_bytes', -dropped_bytes)
+    wake_waiter(WAKE_ADMIT)
   end
 end
 
-local function leave_ready(seqs)
-  for _, book in ipairs({OPEN, READY, AGES}) do call_with('ZREM', book, seqs) end
+local function remove_from_ready(seqs)
+  for _, key in ipairs({OPEN, READY, AGES}) do
+    call_with_values('ZREM', key, seqs)
+  end
 end
 
--- Completions by length: the power of two that the longest of the group does not exceed.
+-- Count groups by length: the smallest power of two that is at least the length of the group's longest completion.
 local function count_lengths(records, reason)
   local counts = {}
   for _, record in ipairs(records) do
-    local bucket = 1
-    while bucket < record.longest do bucket = 2 * bucket end
-    if record.longest > 0 then counts[bucket] = (counts[bucket] or 0) + 1 end
+    if record.longest > 0 then
+      local bucket = 1
+      while bucket < record.longest do bucket = 2 * bucket end
+      counts[bucket] = (counts[bucket] or 0) + 1
+    end
   end
-  for bucket, count in pairs(counts) do redis.call('HINCRBY', LENGTHS, reason .. ':' .. bucket, count) end
+  for bucket, count in pairs(counts) do
+    redis.call('HINCRBY', LENGTHS, reason .. ':' .. bucket, count)
+  end
 end
 
--- The one place where groups end. A repetition of the call `how` ('insert', 'discard' or nil) is recognised
--- from now on.
-local function count_out(seqs, records, reason, how)
-  if how then
-    local last, values = redis.call('HINCRBY', META, 'endings', #seqs), {}
+-- Count the groups as ended; the only place that does. `call`: the holder's last call for these groups ('insert' or
+-- 'discard'), whose repetition is recognised from now on, or nil.
+local function count_endings(seqs, records, reason, call)
+  if call then
+    local last = redis.call('HINCRBY', META, 'endings', #seqs)
+    local values = {}
     for i, seq in ipairs(seqs) do
-      values[2 * i - 1], values[2 * i] = last - #seqs + i, ending(how, seq, records[i].attempt)
+      values[2 * i - 1] = last - #seqs + i
+      values[2 * i] = ending_name(call, seq, records[i].attempt)
     end
-    call_with('ZADD', ENDINGS, values)
-    if last % TRIM_EVERY < #seqs then redis.call('ZREMRANGEBYRANK', ENDINGS, 0, -ENDINGS_KEPT - 1) end
+    call_with_values('ZADD', ENDINGS, values)
+    if last % TRIM_EVERY < #seqs then redis.call('ZREMRANGEBYRANK', ENDINGS, 0, -MAX_ENDINGS - 1) end
   end
   redis.call('HINCRBY', RELEASED, reason, #seqs)
   count_lengths(records, reason)
-  wake(WAKE_ADMIT)
+  wake_waiter(WAKE_ADMIT)
 end
 
--- INFLIGHT -> RELEASED. A payload of its may lie there that came just before its server was restarted.
-local function release_unfinished(seq, reason, how)
-  local record = record_of(seq)
-  count_out({seq}, {record}, reason, how)
-  for _, book in ipairs({LEASES, BEGUN, OPEN}) do redis.call('ZREM', book, seq) end
+-- INFLIGHT -> RELEASED.
+local function release_unfinished(seq, reason, call)
+  local record = read_record(seq)
+  count_endings({seq}, {record}, reason, call)
+  for _, key in ipairs({LEASES, BEGUN, OPEN}) do
+    redis.call('ZREM', key, seq)
+  end
   redis.call('HDEL', GROUPS, seq)
-  unhold(seq)
-  redis.call('UNLINK', payload('task', seq), payload('partial', seq), group_payload(seq, record.attempt))
+  remove_holder(seq)
+  -- Also delete a group payload whose insert script never ran, because its rollout server died after the SET.
+  redis.call('UNLINK', payload_key('task', seq), payload_key('partial', seq), group_key(seq, record.attempt))
 end
 
 -- READY or TAKEN -> RELEASED.
 local function release_finished(seqs, records, reason)
   if #seqs == 0 then return end
-  count_out(seqs, records, reason, 'insert')
-  local used = 0
+  count_endings(seqs, records, reason, 'insert')
+  local used_groups = 0
   for _, record in ipairs(records) do
-    if record.uses > 0 then used = used + 1 end
+    if record.uses > 0 then used_groups = used_groups + 1 end
     record.uses = 0
   end
-  if used > 0 then redis.call('HINCRBY', META, 'used_active', -used) end
-  leave_ready(seqs)
-  call_with('SREM', TAKEN, seqs)
-  unpin(seqs, records)
+  if used_groups > 0 then redis.call('HINCRBY', META, 'used_active', -used_groups) end
+  remove_from_ready(seqs)
+  call_with_values('SREM', TAKEN, seqs)
+  drop_references(seqs, records)
 end
 
--- READY groups that nobody will train. Those that were trained before have not been in vain.
+-- End READY groups as stale, or as trained if they were trained at least once.
 local function end_as_stale(seqs)
-  local by_reason = {trained = {{}, {}}, stale = {{}, {}}}
-  for i, record in ipairs(records_of(seqs)) do
-    local ended, records = unpack(by_reason[record.uses > 0 and 'trained' or 'stale'])
-    ended[#ended + 1], records[#records + 1] = seqs[i], record
+  local trained_seqs = {}
+  local trained_records = {}
+  local stale_seqs = {}
+  local stale_records = {}
+  for i, record in ipairs(read_records(seqs)) do
+    if record.uses > 0 then
+      trained_seqs[#trained_seqs + 1] = seqs[i]
+      trained_records[#trained_records + 1] = record
+    else
+      stale_seqs[#stale_seqs + 1] = seqs[i]
+      stale_records[#stale_records + 1] = record
+    end
   end
-  for reason, found in pairs(by_reason) do release_finished(found[1], found[2], reason) end
+  release_finished(trained_seqs, trained_records, 'trained')
+  release_finished(stale_seqs, stale_records, 'stale')
 end

@@ -1,40 +1,59 @@
--- What is known of one group: attempt (leases so far), strikes (those that expired, or whose engine died), longest
--- (tokens of its longest completion), oldest and newest (versions of its tokens, once it is finished), uses (how often
--- it was taken while active), pins (reasons to keep its payload: it is finished and active; a logged step has it).
+-- Defines parse_record, format_record, read_record, write_record, group_key, read_leased_record, remove_holder,
+-- ending_name, has_ended_by, version_for_age.
+
+-- The record of one group:
+--   attempt         number of leases so far
+--   expired_leases  number of leases that expired, or whose engine died
+--   longest         tokens of its longest completion
+--   oldest, newest  versions of its oldest and newest token, once it is finished
+--   uses            number of times that it was taken while active
+--   references      reasons to keep its payload: 1 while it is finished and active, 1 per logged step that has it
 local RECORD = '%d %d %d %d %d %d %d'
 local RECORD_PATTERN = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
 
-local function parsed(text)
+local function parse_record(text)
   if not text then return nil end
-  local attempt, strikes, longest, oldest, newest, uses, pins = text:match(RECORD_PATTERN)
-  return {attempt = tonumber(attempt), strikes = tonumber(strikes), longest = tonumber(longest),
-    oldest = tonumber(oldest), newest = tonumber(newest), uses = tonumber(uses), pins = tonumber(pins)}
+  local attempt, expired_leases, longest, oldest, newest, uses, references = text:match(RECORD_PATTERN)
+  return {
+    attempt = tonumber(attempt),
+    expired_leases = tonumber(expired_leases),
+    longest = tonumber(longest),
+    oldest = tonumber(oldest),
+    newest = tonumber(newest),
+    uses = tonumber(uses),
+    references = tonumber(references),
+  }
 end
 
-local function printed(record)
-  return RECORD:format(record.attempt, record.strikes, record.longest, record.oldest, record.newest, record.uses,
-    record.pins)
+local function format_record(record)
+  return RECORD:format(record.attempt, record.expired_leases, record.longest, record.oldest, record.newest, record.uses,
+    record.references)
 end
 
-local function record_of(seq)
-  return parsed(redis.call('HGET', GROUPS, seq))
+local function read_record(seq)
+  return parse_record(redis.call('HGET', GROUPS, seq))
 end
 
-local function group_payload(seq, attempt)
-  return payload('group', seq .. ':' .. attempt)
+local function write_record(seq, record)
+  redis.call('HSET', GROUPS, seq, format_record(record))
 end
 
--- The record, if this attempt is the current one and was not given back. An expired lease that nobody has taken
--- over yet still belongs to its holder.
-local function held(seq, attempt)
+local function group_key(seq, attempt)
+  return payload_key('group', seq .. ':' .. attempt)
+end
+
+-- The record, if this attempt has a valid lease: it is the newest one and was not given back (deadline 0). An expired
+-- lease is valid until another holder takes over, so that finished work is not lost.
+local function read_leased_record(seq, attempt)
   local deadline = redis.call('ZSCORE', LEASES, seq)
   if not deadline or tonumber(deadline) <= 0 then return nil end
-  local record = record_of(seq)
-  return record.attempt == tonumber(attempt) and record or nil
+  local record = read_record(seq)
+  if record.attempt ~= tonumber(attempt) then return nil end
+  return record
 end
 
--- Nobody holds the group any more; no effect if nobody did.
-local function unhold(seq)
+-- No effect if the group has no holder.
+local function remove_holder(seq)
   local entry = redis.call('HGET', HOLDERS, seq)
   if not entry then return end
   local holder = entry:match('^%d+ (.*)$')
@@ -42,15 +61,18 @@ local function unhold(seq)
   if redis.call('HINCRBY', HELD, holder, -1) <= 0 then redis.call('HDEL', HELD, holder) end
 end
 
-local function ending(how, seq, attempt)
-  return how .. ':' .. seq .. ':' .. attempt
+local function ending_name(call, seq, attempt)
+  return call .. ':' .. seq .. ':' .. attempt
 end
 
-local function ended_by(how, seq, attempt)
-  return redis.call('ZSCORE', ENDINGS, ending(how, seq, attempt)) and true or false
+-- True if the group ended after this call of this attempt, so that the call is a repetition.
+local function has_ended_by(call, seq, attempt)
+  return redis.call('ZSCORE', ENDINGS, ending_name(call, seq, attempt)) and true or false
 end
 
--- Which of a finished group's versions decides whether it is too old (too_old_to_train in selection.py).
-local function age_of(record, on_stale)
-  return on_stale == 'mask' and record.newest or record.oldest
+-- The version of a finished group that decides whether it is too old, as too_old_to_train in selection.py: under mask a
+-- group is of use as long as its newest tokens are.
+local function version_for_age(record, on_stale)
+  if on_stale == 'mask' then return record.newest end
+  return record.oldest
 end

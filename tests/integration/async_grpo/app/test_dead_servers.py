@@ -21,12 +21,12 @@ HOLDER = """
 import asyncio, time
 from async_grpo.config.buffer import RedisConfig
 from buffer.connect import attach
-from buffer.holders import holder_of
+from buffer.holders import holder_name
 
 async def hold() -> None:
     life = round(1000 * time.time())
     buffer = attach(RedisConfig(url={url!r}), {run!r})
-    tickets = await buffer.admit(2, holder=holder_of("rollout-0", life), timeout_s=60)
+    tickets = await buffer.admit_groups(2, holder=holder_name("rollout-0", life), timeout_s=60)
     print([ticket.attempt for ticket in tickets], flush=True)
     await asyncio.sleep(3600)
 

@@ -150,7 +150,7 @@ async def test_a_server_that_is_not_ready_in_time_leaves_the_run_to_the_others(t
             try:
                 async with asyncio.timeout(30):
                     while roles.states["rollout-1"].state != "failed" and not watch.done():
-                        await board.beat(ServerBeat(name="rollout-0", pid=1, version=0), ttl_s=1.0)
+                        await board.announce_server(ServerBeat(name="rollout-0", pid=1, version=0), ttl_s=1.0)
                         await asyncio.sleep(0.1)
                     assert not watch.done(), watch.exception()
                     assert list(roles.given_up) == ["rollout-1"] and "rollout-1" in said[-1]

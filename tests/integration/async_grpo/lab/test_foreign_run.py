@@ -94,7 +94,7 @@ async def test_fresh_leaves_a_run_that_is_alive_alone(redis_config: RedisConfig,
     config = config_in(tmp_path, redis_config, "alive")
     folder = await begin(config)
     board = await connect_board(config.redis, config.name)
-    await board.beat(ServerBeat(name="rollout-7", pid=1, version=0), ttl_s=60)
+    await board.announce_server(ServerBeat(name="rollout-7", pid=1, version=0), ttl_s=60)
     async with theirs(config):
         with pytest.raises(ConfigError, match=r"run alive .*rollout-7 .*--fresh"):
             await start_over(config, None)

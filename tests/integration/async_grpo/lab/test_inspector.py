@@ -82,9 +82,9 @@ async def one_of_each(buffer: RedisBuffer) -> None:
     await finish(buffer, *tickets[:5])
     await train(buffer, 0)
     await take(buffer, 1)
-    await buffer.progress(tickets[5], partial_of(tickets[5]))
+    await buffer.save_partial(tickets[5], partial_of(tickets[5]))
     await buffer.give_back(tickets[6])
-    await buffer.discard(tickets[7], ReleaseReason.FILTERED)
+    await buffer.discard_group(tickets[7], ReleaseReason.FILTERED)
 
 
 def unpacked_length(records: dict[str, bytes]) -> int:
@@ -149,7 +149,7 @@ async def test_looking_changes_nothing(
     buffer: RedisBuffer, inspector: Inspector, redis_config: RedisConfig, run: str, tmp_path: Path
 ) -> None:
     await one_of_each(buffer)
-    await buffer.update_admission(policy(S=2, P=2))
+    await buffer.update_policy(policy(S=2, P=2))
     before = await everything_stored(redis_config, run)
     await inspector.overview()
     await inspector.records(4)
@@ -159,7 +159,7 @@ async def test_looking_changes_nothing(
 
 async def test_every_record_of_a_group_can_be_read(buffer: RedisBuffer, inspector: Inspector) -> None:
     tickets = await admit(buffer, 2)
-    await buffer.progress(tickets[0], partial_of(tickets[0]))
+    await buffer.save_partial(tickets[0], partial_of(tickets[0]))
     await finish(buffer, tickets[1])
     records = await inspector.records(0)
     assert list(records) == ["task", "partial"]
@@ -193,7 +193,7 @@ async def test_books_of_another_format_are_refused_but_their_records_are_read(
 
 async def admits_nothing(buffer: RedisBuffer) -> bool:
     try:
-        await buffer.admit(1, holder="server-0", timeout_s=0.05)
+        await buffer.admit_groups(1, holder="server-0", timeout_s=0.05)
     except WaitTimeout:
         return True
     return False
@@ -203,7 +203,7 @@ async def test_draining_stops_admission_whatever_is_released(buffer: RedisBuffer
     tickets = await admit(buffer, 4)
     assert await inspector.stop_admission()
     assert await admits_nothing(buffer)
-    await buffer.discard(tickets[0], ReleaseReason.FILTERED)
+    await buffer.discard_group(tickets[0], ReleaseReason.FILTERED)
     await finish(buffer, *tickets[1:])
     await train(buffer, 0)
     assert await admits_nothing(buffer)
@@ -269,7 +269,7 @@ async def test_a_drain_that_takes_too_long_says_what_is_left(buffer: RedisBuffer
     [
         policy(S=3, P=2),
         policy(S=3, P=2, rate=RateLimit(min_size=4)),
-        policy(S=3, P=2, rate=RateLimit.ratio(1.0, min_size=2, error_buffer=4.0)),
+        policy(S=3, P=2, rate=RateLimit.from_ratio(1.0, min_size=2, error_buffer=4.0)),
     ],
     ids=["window", "min_size", "ratio"],
 )
@@ -287,7 +287,7 @@ async def test_draining_can_be_undone(redis_config: RedisConfig, run: str, dials
 
 async def test_resuming_does_not_undo_a_later_retuning(buffer: RedisBuffer, inspector: Inspector) -> None:
     await inspector.stop_admission()
-    await buffer.update_admission(policy(S=1, P=2, steps=7))
+    await buffer.update_policy(policy(S=1, P=2, steps=7))
     assert not (await inspector.overview()).drained
     assert not await inspector.resume_admission()
     assert (await inspector.overview()).policy == policy(S=1, P=2, steps=7)
@@ -335,7 +335,7 @@ async def test_groups_that_end_before_their_turn_are_counted(
 ) -> None:
     await one_of_each(buffer)
     groups = await inspector.groups(EXPORTABLE)
-    await buffer.release(await take(buffer, 1))
+    await buffer.release_batch(await take(buffer, 1))
     await publish(buffer, 2)
     await buffer.commit_checkpoint(epoch=1, version=1)
     assert len(groups) == 5 and await export_groups(inspector, groups, tmp_path / "groups.jsonl", lambda: None) == 3

@@ -53,7 +53,7 @@ def test_the_resolved_copy_reads_back_equal(tmp_path: Path) -> None:
 def test_auto_staleness_is_bounded_by_its_largest_and_begins_where_it_is_told(tmp_path: Path) -> None:
     config = load(write(tmp_path, MINIMAL), ["max_staleness=auto", "auto_staleness.max=4", "auto_staleness.start=2"])
     assert (config.max_staleness, config.capacity_groups) == (4, 5 * config.groups_per_step)
-    assert (config.replay_policy.window.in_force, config.replay_policy.age_bound) == (2, 4)
+    assert (config.replay_policy.window.effective_staleness, config.replay_policy.age_bound) == (2, 4)
     assert load(write(tmp_path, dump(config), "resolved.yaml")) == config
     assert load(write(tmp_path, MINIMAL), ["max_staleness=auto"]).max_staleness == 8
 

@@ -62,7 +62,7 @@ async def test_a_ticket_that_comes_after_the_pause_is_given_back(tmp_path: Path)
     house.dispatcher.admission.pause()
     await buffer.put_tasks([house.context.source.task(0)])
     await until_buffer(buffer, lambda stats: stats.admitted > 0)
-    (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=2.0)
+    (ticket,) = await buffer.admit_groups(1, holder="rollout-1", timeout_s=2.0)
     assert ticket.seq == 0
     assert not house.engine.requests
     running.cancel()
@@ -70,13 +70,13 @@ async def test_a_ticket_that_comes_after_the_pause_is_given_back(tmp_path: Path)
 
 
 class Slow(InMemoryBuffer):
-    """Its answers to `admit` and `give_back` take until the test has let them go."""
+    """Its answers to `admit_groups` and `give_back` take until the test has let them go."""
 
     slow: asyncio.Event
 
-    async def give_back(self, ticket: Ticket, *, strike: bool = False) -> None:
+    async def give_back(self, ticket: Ticket, *, count_as_expired: bool = False) -> None:
         await self.slow.wait()
-        await super().give_back(ticket, strike=strike)
+        await super().give_back(ticket, count_as_expired=count_as_expired)
 
 
 @pytest.mark.parametrize("stop", ["drain", "cancel"])
@@ -98,7 +98,7 @@ async def test_tickets_on_their_way_back_after_a_pause_survive_a_stop(tmp_path: 
     buffer.slow.set()
     async with asyncio.timeout(5):
         await asyncio.gather(running, return_exceptions=True)
-    again = await buffer.admit(2, holder="rollout-1", timeout_s=1.0)
+    again = await buffer.admit_groups(2, holder="rollout-1", timeout_s=1.0)
     assert [(ticket.seq, ticket.attempt) for ticket in again] == [(0, 2), (1, 2)]
 
 
@@ -130,7 +130,7 @@ async def test_a_dispatcher_drained_in_a_hurry_gives_everything_back_with_partia
         async with asyncio.timeout(15):
             await running
     assert (await buffer.stats()).ready == 0
-    (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
+    (ticket,) = await buffer.admit_groups(1, holder="rollout-1", timeout_s=1.0)
     assert ticket.partial is not None
     assert ticket.partial.longest >= 1
 
@@ -146,7 +146,7 @@ async def test_what_does_not_finish_in_time_is_given_back(tmp_path: Path) -> Non
         house.dispatcher.admission.drain()
         async with asyncio.timeout(5):
             await running
-    assert len(await buffer.admit(1, holder="rollout-1", timeout_s=1.0)) == 1
+    assert len(await buffer.admit_groups(1, holder="rollout-1", timeout_s=1.0)) == 1
 
 
 async def test_a_drained_server_leaves_without_the_final_evaluation(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ async def test_what_a_slow_source_gives_is_appended_at_once_and_the_time_without
     await until_buffer(buffer, lambda stats: stats.waiting == 4)
     assert (await buffer.stats()).tasks_put == 4
     assert len(told) == 1  # of the first row; then one was waiting
-    await buffer.admit(1, holder="a", timeout_s=1.0)
+    await buffer.admit_groups(1, holder="a", timeout_s=1.0)
     feeder.notify()
     await asyncio.sleep(0)
     feeding.cancel()

@@ -64,11 +64,13 @@ async def test_a_group_that_kills_its_engine_is_failed_and_its_neighbours_are_no
     async with dispatching(context_of(tmp_path / "last", config, KilledByGroup0(), buffer)):
         await until_buffer(buffer, lambda stats: stats.ready == 4)
     assert {reason: count for reason, count in (await buffer.stats()).released.items() if count} == {"failed": 1}
-    strikes = [entry["strikes"] for entry in logs if entry.get("seq") == 0 and "engine died" in entry["event"]]
-    assert strikes == [1, 2, 3, 4, 5]
+    expired_leases = [
+        entry["expired_leases"] for entry in logs if entry.get("seq") == 0 and "engine died" in entry["event"]
+    ]
+    assert expired_leases == [1, 2, 3, 4, 5]
 
 
-async def test_groups_without_a_request_in_the_dead_engine_get_no_strike(tmp_path: Path) -> None:
+async def test_groups_without_a_request_in_the_dead_engine_keep_their_leases(tmp_path: Path) -> None:
     config = config_of(rollout={"max_concurrency": 4})
     buffer, engine = buffer_of(config), FakeEngine()
     context = context_of(tmp_path, config, engine, buffer)
@@ -82,17 +84,20 @@ async def test_groups_without_a_request_in_the_dead_engine_get_no_strike(tmp_pat
         engine.error = EngineError("died")
         engine.release()
         await asyncio.wait([running], timeout=5)
-    tickets = await buffer.admit(4, holder="rollout-1", timeout_s=1.0)
-    assert [(ticket.seq, ticket.strikes) for ticket in tickets][:2] == [(0, 0), (1, 1)]
+    tickets = await buffer.admit_groups(4, holder="rollout-1", timeout_s=1.0)
+    assert [(ticket.seq, ticket.expired_leases) for ticket in tickets][:2] == [(0, 0), (1, 1)]
 
 
-async def test_a_server_that_is_stopped_strikes_no_group(tmp_path: Path) -> None:
+async def test_a_server_that_is_stopped_counts_no_lease(tmp_path: Path) -> None:
     config = config_of()
     buffer, engine = buffer_of(config), FakeEngine()
     engine.hold = True
     async with dispatching(context_of(tmp_path, config, engine, buffer)):
         await until(lambda: len(engine.held) == 8)
-    assert [ticket.strikes for ticket in await buffer.admit(2, holder="rollout-1", timeout_s=1.0)] == [0, 0]
+    assert [ticket.expired_leases for ticket in await buffer.admit_groups(2, holder="rollout-1", timeout_s=1.0)] == [
+        0,
+        0,
+    ]
 
 
 async def test_a_request_that_the_engine_refuses_fails_its_group_and_the_server_goes_on(tmp_path: Path) -> None:
@@ -209,15 +214,15 @@ class SlowProgress(InMemoryBuffer):
         self.arrives = asyncio.Event()
         self.saves = 0
 
-    async def progress(self, ticket: Ticket, partial: Partial) -> None:
+    async def save_partial(self, ticket: Ticket, partial: Partial) -> None:
         self.saves += 1
         if self.saves == 1:
             # As on a connection to a server: a caller that is cancelled does not call its command back.
             arriving = asyncio.create_task(self.arrives.wait())
-            arriving.add_done_callback(lambda _: self._state.progress(ticket, partial, self._clock()))
+            arriving.add_done_callback(lambda _: self._state.save_partial(ticket, partial, self._clock()))
             await asyncio.shield(arriving)
             return
-        await super().progress(ticket, partial)
+        await super().save_partial(ticket, partial)
         self.arrives.set()
         await asyncio.sleep(0.01)
 
@@ -243,6 +248,6 @@ async def test_a_save_on_its_way_does_not_replace_the_newer_partial_of_a_stop(tm
         await asyncio.sleep(0.01)
         buffer.arrives.set()
         await asyncio.wait([running], timeout=5)
-    (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
+    (ticket,) = await buffer.admit_groups(1, holder="rollout-1", timeout_s=1.0)
     assert ticket.partial is not None
     assert ticket.partial.longest == 5

@@ -42,7 +42,7 @@ async def test_groups_go_from_ticket_to_buffer(tmp_path: Path) -> None:
     buffer = buffer_of(config)
     async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer)):
         await ready(buffer, 4)
-    batch = await buffer.take(epoch=0, version=0, timeout_s=1.0)
+    batch = await buffer.take_batch(epoch=0, version=0, timeout_s=1.0)
     assert [group.seq for group in batch.groups] == [0, 1]
     assert all(sample.reward == 1.0 and sample.text == "yes" for group in batch.groups for sample in group.samples)
     for group in batch.groups:
@@ -132,11 +132,11 @@ async def test_with_no_staleness_every_group_is_of_the_trainers_version(tmp_path
     receiver = FakeReceiver(WeightVersion(1, 0))
     async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer), receiver):
         for version in range(config.steps):
-            batch = await buffer.take(epoch=0, version=version, timeout_s=5.0)
+            batch = await buffer.take_batch(epoch=0, version=version, timeout_s=5.0)
             assert {group.oldest_version for group in batch.groups} == {version}
             await receiver.publish(1, version + 1)
             await buffer.publish_version(epoch=0, version=version + 1)
-            await buffer.release(batch)
+            await buffer.release_batch(batch)
 
 
 async def test_stopping_stores_what_has_finished_and_another_server_makes_the_rest(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ async def test_stopping_stores_what_has_finished_and_another_server_makes_the_re
     async with dispatching(context_of(tmp_path, config, other, buffer, name="rollout-1")):
         await ready(buffer, 1)
     assert len(other.requests) == 1
-    (group,) = (await buffer.take(epoch=0, version=0, timeout_s=1.0)).groups
+    (group,) = (await buffer.take_batch(epoch=0, version=0, timeout_s=1.0)).groups
     assert (group.attempt, group.server, len(group.samples)) == (2, "rollout-1", 4)
 
 
@@ -167,7 +167,7 @@ async def test_a_group_whose_lease_was_lost_is_dropped(tmp_path: Path) -> None:
         await until(lambda: len(engine.held) == 4)
         (group,) = dispatcher.groups
         await buffer.give_back(group.ticket)
-        await buffer.admit(1, holder="somebody else", timeout_s=1.0)
+        await buffer.admit_groups(1, holder="somebody else", timeout_s=1.0)
         await dispatcher.groups.renew_leases()
         await until(lambda: engine.held == {} and dispatcher.slots.committed == 0)
         assert dispatcher.groups.lost_leases == 1
@@ -201,7 +201,7 @@ async def test_a_group_with_two_rewards_is_trained_and_the_others_are_masked(tmp
     context = context_of(tmp_path, config, engine, buffer)
     async with dispatching(context):
         await ready(buffer, 2)
-    group = (await buffer.take(epoch=0, version=0, timeout_s=1.0)).groups[0]
+    group = (await buffer.take_batch(epoch=0, version=0, timeout_s=1.0)).groups[0]
     assert [sample.reward for sample in group.samples] == [1.0, 0.0, None, None]
     assert group.samples[2].unverifiable == "raised: cannot say"
     assert (await context.board.counters())["reward_failures.raised"] >= 4
@@ -241,7 +241,7 @@ async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_fail
     buffer, engine = buffer_of(config), FakeEngine()
     engine.hold = True
     monkeypatch.setattr("rollout_server.dispatch.dispatcher.GIVE_BACK_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(buffer, "give_back", lambda ticket, strike: asyncio.sleep(3600))
+    monkeypatch.setattr(buffer, "give_back", lambda ticket, count_as_expired: asyncio.sleep(3600))
     async with dispatching(context_of(tmp_path, config, engine, buffer)) as (_, running):
         await until(lambda: len(engine.held) > 0)
         running.cancel()
@@ -268,7 +268,7 @@ async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_p
         with pytest.raises(ExceptionGroup) as raised:
             await running
     assert isinstance(root_cause(raised.value), EngineError)
-    tickets = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
+    tickets = await buffer.admit_groups(1, holder="rollout-1", timeout_s=1.0)
     assert tickets[0].attempt == 2
 
 
@@ -297,7 +297,7 @@ async def test_one_server_feeds_and_another_takes_over_when_it_has_died(
     first = feeder("rollout-0")
     assert [await first.top_up() for _ in range(4)] == [True] * 4 and asked == [3, 3, 2]
     assert await feeder("rollout-1").top_up()  # nothing is missing, whoever is asked
-    await buffer.admit(4, holder="a", timeout_s=1.0)
+    await buffer.admit_groups(4, holder="a", timeout_s=1.0)
     monkeypatch.setattr(admission, "FEEDER_TTL_S", 0.01)
     holder = ""
     waiting = asyncio.create_task(feeder("rollout-1").run())
@@ -311,7 +311,7 @@ async def test_a_resumed_group_needs_the_version_of_its_newest_token(tmp_path: P
     config = config_of()
     buffer = buffer_of(config)
     await TaskFeeder(buffer, context_of(tmp_path, config, FakeEngine()).source, target=4).top_up()
-    (ticket,) = await buffer.admit(1, holder="a", timeout_s=1.0)
+    (ticket,) = await buffer.admit_groups(1, holder="a", timeout_s=1.0)
     work = GroupRollout.resume(ticket, 4)
     assert (work.missing, work.version_needed) == ([0, 1, 2, 3], 0)
     work.samples[1] = Sample(

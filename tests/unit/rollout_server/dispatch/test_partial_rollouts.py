@@ -51,7 +51,7 @@ async def stored(buffer: InMemoryBuffer) -> int:
 
 async def look(buffer: InMemoryBuffer) -> list[Ticket]:
     """Take the lease of group 0 and give it back."""
-    tickets = await buffer.admit(1, holder="onlooker", timeout_s=1.0)
+    tickets = await buffer.admit_groups(1, holder="onlooker", timeout_s=1.0)
     for ticket in tickets:
         await buffer.give_back(ticket)
     return tickets
@@ -59,7 +59,7 @@ async def look(buffer: InMemoryBuffer) -> list[Ticket]:
 
 async def the_group(buffer: InMemoryBuffer) -> Group:
     await until_buffer(buffer, lambda stats: stats.ready == 1)
-    (group,) = (await buffer.take(epoch=0, version=0, timeout_s=1.0)).groups
+    (group,) = (await buffer.take_batch(epoch=0, version=0, timeout_s=1.0)).groups
     return group
 
 

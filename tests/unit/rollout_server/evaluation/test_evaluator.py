@@ -119,7 +119,7 @@ async def test_held_out_samples_whose_workflow_fails_are_counted_and_stop_nothin
     assert found.figures is not None
     assert (found.figures.prompts, found.figures.completions, found.figures.failed) == (2, 4, 2 * (2 + 1))
     assert (found.figures.unjudged, found.sampled_accuracy) == (0, 1.0)
-    probe = await context.board.probe(4, timeout_s=1.0)
+    probe = await context.board.wait_for_probe(4, timeout_s=1.0)
     assert {group.task.index for group in probe.groups} == {0, 3}
 
 
@@ -156,11 +156,11 @@ class ClaimOnce(InMemoryBoard):
 
     claims = 0
 
-    async def claim(self, what: str, holder: str, *, ttl_s: float) -> bool:
+    async def claim_job(self, job: str, holder: str, *, ttl_s: float) -> bool:
         self.claims += 1
         if self.claims > 1:
             raise ServerLost("gone")
-        return await super().claim(what, holder, ttl_s=ttl_s)
+        return await super().claim_job(job, holder, ttl_s=ttl_s)
 
 
 async def test_an_evaluation_whose_claim_cannot_be_renewed_ends_with_that_error(
@@ -180,7 +180,7 @@ async def test_the_final_probe_holds_groups_of_that_version_with_log_probabiliti
     context = context_of(tmp_path, config_of(), FakeEngine())
     evaluator, _, _ = await evaluator_at(context, 4)
     await evaluator.run()
-    probe = await context.board.probe(4, timeout_s=1.0)
+    probe = await context.board.wait_for_probe(4, timeout_s=1.0)
     assert [len(group.samples) for group in probe.groups] == [4] * 16
     for sample in (sample for group in probe.groups for sample in group.samples):
         sample.validate()
@@ -276,7 +276,7 @@ async def test_tokens_of_an_evaluation_are_not_counted_as_generated_for_training
     await heartbeat.beat()
     counters = await context.board.counters()
     assert counters == {"eval_tokens": (4 * 2 + 4) * 3, "generated_tokens": 100}
-    (beat,) = await context.board.servers()
+    (beat,) = await context.board.live_servers()
     assert (beat.name, beat.version, beat.updates) == ("rollout-0", 0, 1)
 
 

@@ -119,11 +119,11 @@ async def test_tokens_made_for_http_are_no_tokens_of_the_run(tmp_path: Path) -> 
         async with client_of(api) as client:
             for _ in range(5):
                 await client.completions.create(model="test", prompt="hi")
-        batch = await buffer.take(epoch=0, version=0, timeout_s=5)
+        batch = await buffer.take_batch(epoch=0, version=0, timeout_s=5)
         await receiver.publish(1, 1)
         await buffer.publish_version(epoch=0, version=1)
-        await buffer.release(batch)
-        await buffer.end()
+        await buffer.release_batch(batch)
+        await buffer.end_run()
         async with asyncio.timeout(10):
             await serve
         board = server._context.board
@@ -134,7 +134,7 @@ async def test_tokens_made_for_http_are_no_tokens_of_the_run(tmp_path: Path) -> 
 async def test_the_board_says_where_a_server_answers(tmp_path: Path) -> None:
     async with ready_server(tmp_path, await scripted(says("yes"))) as (api, server, _):
         await server._heartbeat.beat()
-        (beat,) = await server._context.board.servers()
+        (beat,) = await server._context.board.live_servers()
         assert beat.http == api.address
         async with httpx.AsyncClient(base_url=beat.http) as client:
             assert (await client.get("/readyz")).status_code == 200

@@ -106,7 +106,7 @@ def test_a_live_run_is_its_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     beats: list[ServerBeat] = []
 
     class Board:
-        async def servers(self) -> list[ServerBeat]:
+        async def live_servers(self) -> list[ServerBeat]:
             return beats
 
         async def aclose(self) -> None: ...

@@ -88,7 +88,7 @@ def test_every_record_becomes_strict_json() -> None:
 
 def test_groups_are_listed_by_state_and_the_rest_is_counted() -> None:
     ready = [GroupFacts(seq, GroupState.READY, attempt=1, oldest_version=1, size_bytes=2048) for seq in range(5)]
-    inflight = GroupFacts(9, GroupState.INFLIGHT, attempt=2, strikes=1, lease_s=-1.5)
+    inflight = GroupFacts(9, GroupState.INFLIGHT, attempt=2, expired_leases=1, lease_s=-1.5)
     lines = printed(render_groups([*ready, inflight], head_version=3, limit=2)).splitlines()
     first = [line for line in lines if "ready 0" in line]
     assert len(first) == 1 and "2.0 KiB" in first[0] and " 2 " in first[0]

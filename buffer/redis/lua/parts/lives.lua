@@ -1,5 +1,0 @@
--- True if the holder is the server `name` in a life up to `last`: as is_life_of in holders.py.
-local function is_life_of(holder, name, last)
-  local server, life = holder:match('^(.*)/(%d+)$')
-  return server == name and tonumber(life) <= last
-end
