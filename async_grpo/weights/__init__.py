@@ -1,17 +1,16 @@
-"""Weights from the trainer to the engines: the seam, the layouts, the store in shared memory, the codec, the
-transports.
+"""Weight transfer from the trainer to the engines: interfaces, memory layout, shared-memory store, codec, transports.
 
-    base            what a transport offers to both sides, and what it holds
-    manifest        versions, layouts of tensors, manifests of chunks
-    chunks, delta   the block of a model cut and hashed; lossless patches between two versions
-    store           two versions in shared memory
-    encoder         hashes and patches a version, on threads
-    sender          the trainer's side of every transport
-    node/           the rollout machine's side of every transport
+    base            interfaces of the transports, and the records that reach the engines
+    manifest        versions, tensor layouts, chunk manifests
+    chunks, delta   splitting and hashing the model; lossless patches between two versions
+    store           one or two versions in shared memory
+    encoder         hashing and patching a version in threads
+    sender          trainer side, common to all transports
+    node/           rollout machine side, common to all transports
     zmq/            the default transport, both ends
-    folder/         a folder that all machines mount, or a bucket, both ends
+    folder/         a shared folder or an object-store bucket, both ends
 
-Child processes pass through this module, so it imports nothing before a factory is called.
+Child processes import this module on their way to a submodule, so it imports nothing until a factory is called.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSender:
-    """The sender of `weights.transport`. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
+    """Create the sender for `weights.transport`. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
     match config.weights.transport:
         case "zmq":
             from async_grpo.weights.zmq.sender import ZmqWeightSender
@@ -39,10 +38,9 @@ def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSe
 
 
 def make_receiver(config: RunConfig, resolve: Resolve, *, name: str) -> WeightReceiver:
-    """The receiver of `weights.transport` for the rollout server `name`; needs a running event loop. Raises
-    ConfigError."""
+    """Create the receiver of rollout server `name`. Needs a running event loop. Raises ConfigError."""
     from async_grpo.weights.node.receiver import SharedWeightReceiver
     from async_grpo.weights.shared_memory import store_path
 
-    # Every server of the run on this machine shares the store, and the process that fills it: of any transport.
+    # All servers of the run on this machine share one store and one receiver process, whatever the transport.
     return SharedWeightReceiver(resolve, store_path(config.local_name, "node"), config.weights, name=name)

@@ -1,9 +1,12 @@
-"""The seam of the weights' path: what a transport offers to the trainer and to a rollout server.
+"""Interfaces between the weight transports and the engines.
 
-    trainer --WeightSender.publish--> transport --WeightReceiver.hold--> HeldWeights --SourceReader--> tensors
+    trainer --WeightSender.publish_weights--> transport --WeightReceiver.hold_newest--> HeldWeights
+                                                                                            |
+                                              engine worker <--TensorReader-- SourceReader <+
 
-A transport (`weights.transport`) makes senders and receivers. What it holds crosses into the engine's workers as
-`HeldWeights`, and every engine reads it through a `TensorReader`; so E engines and T transports are E + T modules.
+A transport (`weights.transport`) provides a sender and a receiver. The receiver passes weights to the engine's workers
+as `HeldWeights`, and every engine reads them through a `TensorReader`. So E engines and T transports need E + T
+modules, not E * T.
 """
 
 from __future__ import annotations
@@ -18,44 +21,44 @@ from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
 
 Resolve = Callable[[], Awaitable[PublisherAddress | None]]
-"""Asks the run board where the weights are published; None if nobody has said so yet."""
+"""Looks up the publisher's address on the run board; None before the trainer has set it."""
 
 
 class StoreSource(Record, frozen=True, kw_only=True, tag="store_source"):
-    """Weights that lie in the shared-memory store of this machine."""
+    """Weights in this machine's shared-memory store."""
 
     path: str
 
 
 class CheckpointSource(Record, frozen=True, kw_only=True, tag="checkpoint_source"):
-    """Weights of a Hugging Face folder of this machine, read from its files."""
+    """Weights in a Hugging Face folder on this machine."""
 
     folder: str
     dtype: str
-    """Of every tensor that is read, "bfloat16" or "float32"."""
+    """Dtype that the tensors are converted to, "bfloat16" or "float32"."""
     flipped: bool = False
-    """True for another policy with weights of the same magnitudes: the sign of every second row is changed."""
+    """True to negate every second row. Gives a different policy with weights of the same magnitude, for tests."""
 
 
 class MergeBase(Record, frozen=True, kw_only=True, tag="merge_base"):
-    """What held adapters (`model.lora`) are added to: the weights of a Hugging Face folder of this machine."""
+    """The frozen weights that adapters (`model.lora`) are added to: a Hugging Face folder on this machine."""
 
     folder: str
     dtype: str
-    """Of the sum, "bfloat16" or "float32"."""
+    """Dtype of the sum, "bfloat16" or "float32"."""
     scale: float
 
 
 class HeldWeights(Versioned, frozen=True, kw_only=True, tag="held_weights"):
-    """One version that stays readable while it is held; crosses into the engine's workers."""
+    """One version that is not overwritten while the receiver's hold lasts. Sent to the engine's workers."""
 
     source: StoreSource | CheckpointSource
     base: MergeBase | None = None
-    """Set by an engine for weights that are adapters. None: they are the whole model."""
+    """Set by the engine if the weights are adapters. None: they are the whole model."""
 
     @classmethod
     def in_store(cls, path: Path, *, epoch: int, version: int) -> HeldWeights:
-        """Weights of the shared-memory store at `path`."""
+        """Return a version that is in the shared-memory store at `path`."""
         return cls(epoch=epoch, version=version, source=StoreSource(path=str(path)))
 
 
@@ -64,19 +67,19 @@ class WeightReceiver(Protocol):
 
     @property
     def last_transfer_s(self) -> float:
-        """Seconds that the newest weights took to this machine, from their manifest until everything was received."""
+        """Transfer time of the newest weights in seconds, from the manifest to the last chunk."""
         ...
 
     async def wait_for_newer_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
-        """Wait for weights newer than `after`; versions in between may be skipped, older epochs are refused.
+        """Wait for weights newer than `after`. Versions in between may be skipped; older epochs are ignored.
 
-        Raises WaitTimeout if none come in time, PublisherLost if that is because the sender is gone, and
-        WeightsCorrupt for bytes that keep failing their hash or belong to another model.
+        Raises WaitTimeout if none arrive in time, PublisherLost if the publisher is silent, and WeightsCorrupt if
+        chunks keep failing their hash or belong to another model.
         """
         ...
 
     def hold_newest(self) -> AbstractAsyncContextManager[HeldWeights]:
-        """The newest weights, unchanged for the length of the block. Raises WaitTimeout if there are none."""
+        """Protect the newest weights from being overwritten inside the block. Raises WaitTimeout if there are none."""
         ...
 
     async def close(self) -> None:
@@ -85,26 +88,28 @@ class WeightReceiver(Protocol):
 
 
 class TensorReader(Protocol):
-    """The tensors of one version, in place."""
+    """Read access to the tensors of one version."""
 
     @property
     def layout(self) -> TensorLayout:
-        """Name, dtype, shape and place of every tensor."""
+        """Name, dtype, shape and offset of every tensor."""
         ...
 
     def changed_since(self, base: WeightVersion) -> list[TensorSpec] | None:
-        """The tensors whose bytes differ from those of `base`; None if that is not known, so that all must be
-        loaded."""
+        """Tensors whose bytes differ from `base`. None if unknown: the engine must load all tensors."""
         ...
 
     def read(self, spec: TensorSpec) -> memoryview:
-        """The bytes of one tensor of the layout."""
+        """Return the bytes of one tensor."""
         ...
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """Every tensor with its bytes."""
+        """Yield every tensor with its bytes."""
         ...
 
     def verify(self) -> None:
-        """Raise WeightsCorrupt if anything that was read may have been overwritten meanwhile."""
+        """Raise WeightsCorrupt if the data may have been overwritten since it was opened.
+
+        Call it after the last read: bytes are read in place, so nothing that was read is valid before this check.
+        """
         ...

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a version of the weights: an engine can load its checkpoint on the path of an update."""
+"""Reads a Hugging Face folder like a published version, so that an engine can load a checkpoint as a weight update."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from async_grpo.weights.manifest import TensorSpec, WeightVersion, make_layout
 
 
 class CheckpointReader:
-    """The folder's tensors as a `TensorReader`; each is read from its file when it is asked for."""
+    """`TensorReader` of a folder's tensors. Each tensor is read from its file on demand."""
 
     def __init__(self, source: CheckpointSource) -> None:
-        """Raises WeightsError if the folder has no safetensors."""
+        """Raises WeightsError if the folder has no readable safetensors."""
         self._source = source
         self._folder = SafetensorsFolder(Path(source.folder))
         self.layout = make_layout((name, source.dtype, self._folder.shape(name)) for name in self._folder)
 
     def changed_since(self, base: WeightVersion) -> list[TensorSpec] | None:
-        """None: everything must be loaded."""
+        """None: all tensors must be loaded."""
         return None
 
     def read(self, spec: TensorSpec) -> memoryview:
-        """The bytes of one tensor."""
+        """Return the bytes of one tensor."""
         tensor = self._folder[spec.name].to(getattr(torch, self._source.dtype))
-        return raw_bytes(flip_signs(tensor) if self._source.flipped else tensor)
+        if self._source.flipped:
+            tensor = flip_signs(tensor)
+        return raw_bytes(tensor)
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, memoryview]]:
         for spec in self.layout.tensors:
             yield spec, self.read(spec)
 
     def verify(self) -> None:
-        """Nothing is overwritten."""
+        """Do nothing: checkpoint files are not overwritten."""
 
 
 def flip_signs(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in which every second row has the other sign; a scalar stays as it is.
+    """Return a copy with every second row negated. Scalars are unchanged.
 
     >>> flip_signs(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [[1.0, 2.0], [-3.0, -4.0]]
     """
-    changed = tensor.clone()  # safetensors gives the same memory to whoever reads the tensor next
-    if changed.dim():
-        changed[1::2].neg_()
-    return changed
+    copy = tensor.clone()  # safetensors returns the same memory for the next read of this tensor
+    if copy.dim():
+        copy[1::2].neg_()
+    return copy

@@ -1,13 +1,14 @@
-"""Low-rank adapters on their way to an engine: their names, their sum with the weights that the engine has, their base.
+"""Publishing low-rank adapters instead of whole weights: tensor names, merging, and a check of the frozen base.
 
-    trainer: A, B of every target --transport--> AdapterReader: base folder + A, B --> whole tensors --> any engine
+    trainer: A, B per target --transport--> AdapterReader: base folder + A, B --> merged tensors --> any engine
 
-The base never travels: trainer and engine read it from the same Hugging Face folder, and `base_digest`, which is
-published beside the adapters, proves that it is the same. The sum is made on the CPU, in float32, and rounded once:
+The base weights are not transferred. Trainer and engine read them from the same Hugging Face folder, and `base_digest`,
+published with the adapters, proves that the two folders are equal. The sum is computed on the CPU in float32 and
+rounded once:
 
     W' = round(W + scale * B A)      W [out, in], A [r, in], B [out, r]
 
-Names are those of PEFT's files, `base_model.model.` + the module's name + `.lora_A.weight` or `.lora_B.weight`.
+Tensor names are PEFT's: `base_model.model.` + module name + `.lora_A.weight` or `.lora_B.weight`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,11 +34,11 @@ from async_grpo.weights.manifest import TensorSpec, WeightVersion, make_layout
 PREFIX = "base_model.model."
 DIGEST_BYTES = 8
 DIGEST = "base_digest"
-"""Name of the published tensor that identifies the base: uint8 [8]."""
+"""Name of the published tensor that contains the base's digest, uint8 [8]."""
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """The names of A and B of a Hugging Face weight.
+    """Names of the adapters A and B of a Hugging Face weight.
 
     >>> adapter_names("model.layers.0.mlp.up_proj.weight")[0]
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
@@ -47,38 +48,51 @@ def adapter_names(name: str) -> tuple[str, str]:
 
 
 def base_name(name: str) -> str | None:
-    """The Hugging Face weight that the adapter `name` belongs to; None for anything else.
+    """Name of the Hugging Face weight that adapter `name` belongs to. None if `name` is not an adapter.
 
     >>> base_name("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight")
     'model.layers.0.mlp.up_proj.weight'
     """
     module, _, part = name.removesuffix(".weight").rpartition(".")
-    return f"{module.removeprefix(PREFIX)}.weight" if part in ("lora_A", "lora_B") else None
+    if part not in ("lora_A", "lora_B"):
+        return None
+    return f"{module.removeprefix(PREFIX)}.weight"
 
 
 @torch.no_grad()
 def add_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """base + scale * b a, computed in float32 and rounded to the dtype of `base` [out, in]."""
+    """Return base + scale * b a, computed in float32 and rounded to the dtype of `base` [out, in]."""
     return torch.addmm(base.float(), b.float(), a.float(), alpha=scale).to(base.dtype)
 
 
 def merge_adapters(name: str, base: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
-    """The Hugging Face weight `name` with its adapters, if it has any among `adapters`."""
+    """Return the Hugging Face weight `name`, merged with its adapters if `adapters` contains them."""
     name_a, name_b = adapter_names(name)
-    return add_adapter(base, adapters[name_a], adapters[name_b], scale) if name_a in adapters else base
+    if name_a not in adapters:
+        return base
+    return add_adapter(base, adapters[name_a], adapters[name_b], scale)
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder, mapped: one is read when it is asked for."""
+    """The tensors in a folder's *.safetensors files by name. Files are memory-mapped and read on demand."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises WeightsError if the folder has no safetensors."""
+        """Open all files. Raises WeightsError if there are none or one is damaged."""
         self._files = {}
         for path in sorted(folder.glob("*.safetensors")):
-            file = safe_open(path, framework="pt")
-            self._files.update(dict.fromkeys(file.keys(), file))
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(
+                    f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors ({error}). Fetch it again: it "
+                    "may be an interrupted download."
+                ) from error
+            for name in file.keys():  # noqa: SIM118  (not a dict: it cannot be iterated)
+                self._files[name] = file
         if not self._files:
-            raise WeightsError(f"{folder} has no *.safetensors, so there is nothing to add adapters to.")
+            raise WeightsError(
+                f"{folder} has no *.safetensors, so there are no weights to load. Set model.path to a folder that has."
+            )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -88,27 +102,28 @@ class SafetensorsFolder:
         return tensor
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, which is not read."""
+        """Shape of a tensor, without reading it."""
         return list(self._files[name].get_slice(name).get_shape())
 
 
 @functools.cache
 def base_digest(folder: Path) -> bytes:
-    """xxh3_64 of names and bytes of all tensors of the folder: 8 bytes. Reads all of it, once in a process."""
-    digest, tensors = xxhash.xxh3_64(), SafetensorsFolder(folder)
-    for name in sorted(tensors):
+    """xxh3_64 over the names and bytes of all tensors in the folder. Reads all of them, once per process."""
+    digest = xxhash.xxh3_64()
+    tensors = SafetensorsFolder(folder)
+    for name in sorted(tensors):  # sorted: the same digest however the tensors are spread over files
         digest.update(name.encode())
         digest.update(raw_bytes(tensors[name]))
     return digest.digest()
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, copied only if they are not contiguous."""
+    """Return the bytes of a CPU tensor. Copies only if the tensor is not contiguous."""
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def make_peft_config(lora: LoraConfig, base: str) -> Mapping[str, Any]:
-    """What PEFT's adapter_config.json says of these adapters; `base`: folder or id of the frozen model."""
+    """Content of PEFT's adapter_config.json. `base` is the folder or hub id of the frozen model."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -124,7 +139,7 @@ def make_peft_config(lora: LoraConfig, base: str) -> Mapping[str, Any]:
 
 
 def write_peft_folder(target: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a folder that PEFT and vLLM load; `config` is that of PEFT."""
+    """Write an adapter folder that PEFT and vLLM can load. `config` is the result of `make_peft_config`."""
     with whole_folder(target) as draft:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors},
@@ -135,70 +150,85 @@ def write_peft_folder(target: Path, config: Mapping[str, Any], tensors: Iterable
 
 
 class AdapterReader:
-    """A version of the adapters as a `TensorReader` of the whole model: every target is summed when it is read."""
+    """`TensorReader` of the whole model: frozen weights, with adapters merged into every target when it is read."""
 
     def __init__(self, adapters: TensorReader, base: MergeBase) -> None:
-        """Raises WeightsCorrupt if the adapters were trained on another base, or do not fit it, and WeightsError if
-        there is none."""
+        """Raises WeightsCorrupt if the adapters belong to another base, and WeightsError if the base cannot be read."""
         self._adapters = adapters
         self._specs = adapters.layout.by_name()
-        self._folder = _opened(Path(base.folder))
-        self._dtype, self._scale = getattr(torch, base.dtype), base.scale
+        self._folder = _open_base(Path(base.folder))
+        self._dtype = getattr(torch, base.dtype)
+        self._scale = base.scale
         self._check_base(Path(base.folder))
-        self.targets = {found for name in self._specs if (found := base_name(name)) is not None}
+
+        self.targets = _target_names(self._specs)
         self.layout = make_layout((name, base.dtype, self._folder.shape(name)) for name in self._folder)
-        if missing := self.targets - set(self._folder):
-            raise WeightsCorrupt(f"the adapters are for {min(missing)}, which {base.folder} does not have.")
+        missing = self.targets - set(self._folder)
+        if missing:
+            raise WeightsCorrupt(
+                f"there are adapters for {min(missing)}, which {base.folder} does not have; nothing was applied. Give "
+                "trainer and servers the same model.path."
+            )
 
     def changed_since(self, base: WeightVersion) -> list[TensorSpec]:
-        """The targets whose adapters differ from those of `base`, all targets if that is not known: the rest never
-        changes."""
-        changed, names = self._adapters.changed_since(base), self.targets
-        if changed is not None:
-            names = {found for spec in changed if (found := base_name(spec.name)) is not None}
+        """Targets whose adapters differ from `base`, or all targets if that is unknown. Other tensors never change."""
+        changed = self._adapters.changed_since(base)
+        names = self.targets if changed is None else _target_names(spec.name for spec in changed)
         return [spec for spec in self.layout.tensors if spec.name in names]
 
     def read(self, spec: TensorSpec) -> memoryview:
-        """The bytes of a tensor of the whole model."""
+        """Return the bytes of one tensor of the whole model."""
         tensor = self._folder[spec.name].to(self._dtype)
         if spec.name in self.targets:
-            a, b = (self._adapter(name) for name in adapter_names(spec.name))
-            tensor = add_adapter(tensor, a, b, self._scale)
+            name_a, name_b = adapter_names(spec.name)
+            tensor = add_adapter(tensor, self._read_adapter(name_a), self._read_adapter(name_b), self._scale)
         return raw_bytes(tensor)
 
-    def adapters(self) -> dict[str, Tensor]:
-        """Copies of A and B of every target, by PEFT's names."""
-        return {name: self._adapter(name) for name in self._specs if base_name(name) is not None}
+    def read_adapters(self) -> dict[str, Tensor]:
+        """Return copies of all adapters, by PEFT's names."""
+        return {name: self._read_adapter(name) for name in self._specs if base_name(name) is not None}
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, memoryview]]:
         for spec in self.layout.tensors:
             yield spec, self.read(spec)
 
     def verify(self) -> None:
-        """Raise WeightsCorrupt if adapters that were read may have been overwritten."""
+        """Raise WeightsCorrupt if the adapters may have been overwritten since they were opened."""
         self._adapters.verify()
 
-    def _adapter(self, name: str) -> Tensor:
+    def _read_adapter(self, name: str) -> Tensor:
         spec = self._specs[name]
-        data = bytearray(self._adapters.read(spec))
+        data = bytearray(self._adapters.read(spec))  # a copy: torch.frombuffer needs writable memory
         return torch.frombuffer(data, dtype=getattr(torch, spec.dtype)).view(spec.shape)
 
     def _check_base(self, folder: Path) -> None:
         spec = self._specs.get(DIGEST)
         if spec is None:
             raise WeightsCorrupt(
-                "the trainer publishes whole weights, and this server expects adapters (model.lora). Give both the "
-                "same configuration; nothing was applied."
+                "the trainer publishes whole weights, but this server expects adapters (model.lora); nothing was "
+                "applied. Give both the same configuration."
             )
-        theirs, ours = bytes(self._adapters.read(spec)), base_digest(folder)
-        if theirs != ours:
+        trainer_digest = bytes(self._adapters.read(spec))
+        own_digest = base_digest(folder)
+        if trainer_digest != own_digest:
             raise WeightsCorrupt(
-                f"the adapters were trained on weights with digest {theirs.hex()}, and those in {folder} have "
-                f"{ours.hex()}: the sum would be another policy. Give trainer and servers the same files as "
-                "model.path; nothing was applied."
+                f"the adapters were trained on weights with digest {trainer_digest.hex()}, but the weights in {folder} "
+                f"have digest {own_digest.hex()}. Merging them would give another policy, so nothing was applied. Give "
+                "trainer and servers the same files as model.path."
             )
+
+
+def _target_names(tensor_names: Iterable[str]) -> set[str]:
+    """Hugging Face names of the weights that these adapters belong to."""
+    targets = set()
+    for tensor_name in tensor_names:
+        target = base_name(tensor_name)
+        if target is not None:
+            targets.add(target)
+    return targets
 
 
 @functools.cache
-def _opened(folder: Path) -> SafetensorsFolder:
+def _open_base(folder: Path) -> SafetensorsFolder:
+    """Open the folder once per process: every update merges into the same base."""
     return SafetensorsFolder(folder)

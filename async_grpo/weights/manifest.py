@@ -1,11 +1,11 @@
-"""What one version of the weights looks like as bytes.
+"""Identity, memory layout and manifest of one version of the weights.
 
-- `WeightVersion`     (epoch, version), ordered: weights of a restarted trainer are newer, whatever their version
-- `TensorLayout`      where every tensor lies in one flat, 64-byte aligned block
-- `WeightManifest`    one version of that block: the hashes of its chunks, and the version that its patches build on
+- `WeightVersion`     (epoch, version), ordered by epoch first: a restarted trainer's weights are always newer
+- `TensorLayout`      offset of every tensor in one flat, 64-byte aligned block
+- `WeightManifest`    chunk hashes of one version of that block, and the version that its patches apply to
 
-Records are MessagePack maps with named fields, which the plain `msgpack` package can read. Dtypes are strings
-("bfloat16", "float32"); this module does not import torch.
+Records are MessagePack maps with named fields, readable with the plain `msgpack` package. Dtypes are strings
+("bfloat16", "float32"), so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.wire.records import Record
 
 FORMAT = 2
-"""Incremented when a manifest or a store changes in a way that an older reader would misread."""
+"""Format number of manifests and stores. Incremented when an older reader would misread a newer one."""
 
 ALIGNMENT = 64
-"""Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
+"""Alignment of tensors in bytes, so that any dtype can be viewed in place."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -40,7 +40,7 @@ DTYPE_BYTES = {
 
 
 class WeightVersion(NamedTuple):
-    """Names weights; compares by epoch first, then by version."""
+    """Identifies one version of the weights. Ordered by epoch, then by version."""
 
     epoch: int
     version: int
@@ -50,7 +50,7 @@ class WeightVersion(NamedTuple):
 
 
 class Versioned(Record, frozen=True, kw_only=True):
-    """Base of records that are about one version."""
+    """Base class of records about one version."""
 
     epoch: int
     version: int
@@ -62,7 +62,7 @@ class Versioned(Record, frozen=True, kw_only=True):
 
 
 class TensorSpec(Record, frozen=True, kw_only=True, tag="tensor"):
-    """One tensor (Hugging Face name) at bytes [offset, offset + nbytes) of the block."""
+    """One tensor, by its Hugging Face name, at bytes [offset, offset + nbytes) of the block."""
 
     name: str
     dtype: str
@@ -72,7 +72,7 @@ class TensorSpec(Record, frozen=True, kw_only=True, tag="tensor"):
 
 
 class TensorLayout(Record, frozen=True, kw_only=True, tag="layout"):
-    """All tensors of the model, in the order in which they are loaded."""
+    """All tensors of the model, in loading order."""
 
     tensors: list[TensorSpec]
     total_bytes: int
@@ -83,13 +83,13 @@ class TensorLayout(Record, frozen=True, kw_only=True, tag="layout"):
 
 
 class BaseVersion(Versioned, frozen=True, kw_only=True, tag="base"):
-    """The version that patches build on; `digest` proves that a receiver holds exactly these bytes."""
+    """The version that patches apply to. `digest` proves that a receiver has exactly these bytes."""
 
     digest: bytes
 
 
 class WeightManifest(Record, frozen=True, kw_only=True, tag="manifest"):
-    """One version of the block, cut into chunks (`chunks.cut_into_chunks`). With a `base`, some chunks have patches."""
+    """One version, cut into chunks by `chunks.cut_into_chunks`. With a `base`, some chunks are available as patches."""
 
     format: int = FORMAT
     epoch: int
@@ -111,17 +111,22 @@ class WeightManifest(Record, frozen=True, kw_only=True, tag="manifest"):
         """Raise WeightsCorrupt if this reader cannot apply the manifest exactly."""
         if self.format != FORMAT:
             raise WeightsCorrupt(
-                f"the manifest of {self.identity} has format {self.format}, this reader knows {FORMAT}. "
+                f"the manifest of {self.identity} has format {self.format}, this reader supports {FORMAT}. "
                 "Run the same release on both sides."
             )
         if self.chunk_bytes < ALIGNMENT or self.chunk_bytes % ALIGNMENT:
-            raise WeightsCorrupt(f"chunks of {self.chunk_bytes} bytes: they must be multiples of {ALIGNMENT}.")
+            raise WeightsCorrupt(
+                f"the manifest of {self.identity} has chunks of {self.chunk_bytes} bytes, which must be a multiple of "
+                f"{ALIGNMENT}."
+            )
+        # Offsets follow from dtypes and shapes. A manifest with other offsets would let tensors overlap or be read
+        # beyond the block.
         if make_layout((spec.name, spec.dtype, spec.shape) for spec in self.layout.tensors) != self.layout:
-            raise WeightsCorrupt(f"the tensors of {self.identity} do not lie where their shapes put them.")
+            raise WeightsCorrupt(f"the tensor offsets of {self.identity} do not follow from their shapes.")
 
 
 def make_layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> TensorLayout:
-    """Layout of (name, dtype, shape) triples, in that order.
+    """Lay out (name, dtype, shape) triples in the given order. Raises WeightsError for duplicates or unknown dtypes.
 
     >>> make_layout([("a", "bfloat16", [3]), ("b", "float32", [2, 2])]).total_bytes
     128
@@ -135,7 +140,7 @@ def make_layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> TensorLayo
     if len({spec.name for spec in specs}) != len(specs):
         raise WeightsError("two tensors of the layout have the same name.")
     if not specs:
-        raise WeightsError("a layout needs at least one tensor.")
+        raise WeightsError("the layout has no tensors; it needs at least one.")
     return TensorLayout(tensors=specs, total_bytes=offset)
 
 
@@ -148,4 +153,6 @@ def _item_bytes(name: str, dtype: str) -> int:
     try:
         return DTYPE_BYTES[dtype]
     except KeyError:
-        raise WeightsError(f"tensor {name!r} has dtype {dtype!r}, known are {', '.join(DTYPE_BYTES)}.") from None
+        raise WeightsError(
+            f"tensor {name!r} has dtype {dtype!r}; supported dtypes are {', '.join(DTYPE_BYTES)}."
+        ) from None

@@ -1,13 +1,14 @@
-"""The trainer's end of every transport: a weight store, whose slots are filled one after the other.
+"""Trainer side of every transport: a weight store whose slots are filled one after the other.
 
-    idle ----begin----> filling --commit--> idle
-         waits until a           the transport hashes, encodes
-         slot may be written     and announces the version
+    idle ----begin_version----> filling --commit_version--> idle
+         waits until a slot             the transport hashes, encodes
+         may be overwritten             and announces the version
 
-    idle       slot = sender.begin(7)
-    filling    every rank on this machine copies its tensors to sender.store; then sender.commit()
+    idle       slot = sender.begin_version(7)
+    filling    every rank on this machine copies its tensors into `sender.store`; then sender.commit_version()
 
-One process that has all tensors does both with `publish`. A transport adds `_clear_slot` and `_publish_stored`.
+A process that has all tensors does both with `publish_weights`. A transport implements `_clear_slot` and
+`_publish_stored`.
 """
 
 from __future__ import annotations
@@ -32,34 +33,34 @@ from async_grpo.wire.board import PublisherAddress
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Cost of publishing one version for the trainer, in seconds."""
+    """Time that publishing one version costs the trainer, in seconds."""
 
     stall_s: float
-    """Seconds from the call to its return."""
+    """Seconds from `begin_version` to the return of `commit_version`."""
     waited_s: float
-    """The part of it spent waiting for the encoding of the version before. The rest gathers and copies the tensors."""
+    """Part of `stall_s` spent waiting for the previous version to be encoded. The rest is gathering and copying."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Filling:
+class _BegunVersion:
     version: WeightVersion
     begun_s: float
     cleared_s: float
 
 
 class WeightSender(ABC):
-    """Publishes the versions of one epoch, from one rank of the trainer, which is the only writer of its store."""
+    """Publishes the versions of one epoch. Runs on one trainer rank, the only writer of its store."""
 
     address: PublisherAddress
-    """Address of the publisher, which receivers read from the run board."""
+    """The publisher's address, which receivers read from the run board."""
 
     def __init__(self, layout: TensorLayout, run: str, epoch: int, config: WeightsConfig) -> None:
         """Allocate the store. Raises WeightsError, ConfigError."""
         self.config = config
         self._epoch = epoch
         self._store = WeightStore.create(store_path(run, "trainer"), layout)
-        self._newest_given: int | None = None
-        self._filling: _Filling | None = None
+        self._last_version: int | None = None
+        self._begun: _BegunVersion | None = None
 
     @property
     def store(self) -> Path:
@@ -67,59 +68,66 @@ class WeightSender(ABC):
         return self._store.path
 
     def begin_version(self, version: int) -> int:
-        """Clear a slot of the store for `version`, and return its number. Waits while versions before are encoded.
+        """Clear a slot for `version` and return its number. Waits while the previous version is encoded.
 
-        Raises WeightsError on a version that is not above the last one, PublisherLost if the transport has died,
+        Raises WeightsError if `version` is not above the last one, PublisherLost if the transport has died, and
         WaitTimeout if it does not answer.
         """
-        newest = self._newest_given
-        if newest is not None and version <= newest:
-            raise WeightsError(f"version {version} was published after version {newest}; versions only rise.")
+        last = self._last_version
+        if last is not None and version <= last:
+            raise WeightsError(
+                f"version {version} cannot be published after version {last}: versions must rise within an epoch."
+            )
+
+        # Clear before writing: a slot that is still encoded or fetched would be published with mixed bytes.
         begun_s = time.monotonic()
-        spare = self._clear_slot()
+        protected = self._clear_slot()
         cleared_s = time.monotonic()
-        self._store.begin_write(spare)
-        self._filling = _Filling(WeightVersion(self._epoch, version), begun_s, cleared_s)
+        self._store.begin_write(keep=protected)
+
+        self._begun = _BegunVersion(WeightVersion(self._epoch, version), begun_s, cleared_s)
         return self._store.writing_slot
 
     def commit_version(self) -> Publication:
-        """Publish the slot that was begun, and is now whole. May be called from another thread than `begin`.
+        """Publish the version that was begun; all its tensors must be in the slot. Callable from another thread.
 
         Raises WeightsError if none was begun, PublisherLost and WaitTimeout.
         """
-        filling, self._filling = self._filling, None
-        if filling is None:
-            raise WeightsError("no version was begun, so there is none to publish.")
-        self._store.commit_write(filling.version)
-        self._newest_given = filling.version.version
-        self._publish_stored(filling.version)
-        return Publication(time.monotonic() - filling.begun_s, filling.cleared_s - filling.begun_s)
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise WeightsError("commit_version was called without begin_version; there is no version to publish.")
+
+        self._store.commit_write(begun.version)
+        self._last_version = begun.version.version
+        self._publish_stored(begun.version)
+        return Publication(stall_s=time.monotonic() - begun.begun_s, waited_s=begun.cleared_s - begun.begun_s)
 
     def publish_weights(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
-        """Take over all tensors, each name of the layout exactly once, in any order, and have them published.
+        """Copy and publish all tensors of the layout, each exactly once, in any order.
 
-        Arrays are C-contiguous, of the layout's dtype and shape, or raw bytes (uint8, or uint16 for bfloat16, which
-        numpy does not know). When this returns they may change. Raises WeightsError on arrays that do not fit, and
-        what `begin` and `commit` raise.
+        Arrays are C-contiguous and have the layout's dtype and shape, or are raw bytes (uint8, or uint16 for bfloat16,
+        which numpy does not have). The caller may change them afterwards. Raises WeightsError for arrays that do not
+        fit the layout, and the errors of `begin_version` and `commit_version`.
         """
-        copy_tensors(self._store.slot_memory(self.begin_version(version)), self._store.layout, tensors)
+        slot = self.begin_version(version)
+        copy_tensors(self._store.slot_memory(slot), self._store.layout, tensors)
         return self.commit_version()
 
     @abstractmethod
     def check_publisher(self) -> None:
-        """Raise PublisherLost if nothing can be published any more; waits for nothing. From any thread."""
+        """Raise PublisherLost if nothing can be published any more. Returns immediately; callable from any thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the transport on this side, and remove the store. Safe to call twice."""
+        """Stop the transport and remove the store. Safe to call twice."""
 
     @abstractmethod
     def _clear_slot(self) -> WeightVersion | None:
-        """Wait until a slot may be overwritten. Returns the version that must be spared, if one must."""
+        """Wait until a slot may be overwritten. Returns the version that must not be overwritten, if any."""
 
     @abstractmethod
     def _publish_stored(self, version: WeightVersion) -> None:
-        """Have the version in the store hashed, encoded and announced; need not wait for that."""
+        """Start to hash, encode and announce the version in the store. Need not wait for the result."""
 
     def __enter__(self) -> Self:
         return self
@@ -131,20 +139,24 @@ class WeightSender(ABC):
 def copy_tensors(
     block: memoryview, layout: TensorLayout, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]
 ) -> None:
-    """Copy all tensors to their places in `block`. Raises WeightsError if they are not those of the layout."""
-    target, missing = np.frombuffer(block, np.uint8), layout.by_name()
+    """Copy all tensors to their offsets in `block`. Raises WeightsError if they do not match the layout."""
+    target = np.frombuffer(block, np.uint8)
+    missing = layout.by_name()
     for name, array in tensors:
         spec = missing.pop(name, None)
         if spec is None:
             raise WeightsError(f"tensor {name!r} is not in the layout, or was given twice.")
-        same = array.dtype.name == spec.dtype and list(array.shape) == spec.shape
-        raw = array.dtype.kind == "u"
-        if not (same or raw) or array.nbytes != spec.nbytes or not array.flags.c_contiguous:
-            memory = "contiguous" if array.flags.c_contiguous else "strided"
+
+        is_same_type = array.dtype.name == spec.dtype and list(array.shape) == spec.shape
+        is_raw = array.dtype.kind == "u"
+        is_contiguous = array.flags.c_contiguous
+        if not (is_same_type or is_raw) or array.nbytes != spec.nbytes or not is_contiguous:
+            memory = "contiguous" if is_contiguous else "strided"
             raise WeightsError(
                 f"tensor {name!r} is {spec.dtype} {spec.shape} ({spec.nbytes} bytes) in the layout, but "
                 f"{array.dtype.name} {list(array.shape)} ({array.nbytes} bytes, {memory}) was given."
             )
         target[spec.offset : spec.offset + spec.nbytes] = array.reshape(-1).view(np.uint8)
+
     if missing:
         raise WeightsError(f"{len(missing)} tensors of the layout were not given: {sorted(missing)[:3]} ...")

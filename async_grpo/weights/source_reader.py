@@ -1,4 +1,4 @@
-"""Opens held weights as tensors: of a store, of a checkpoint folder, or adapters added to their base."""
+"""Opens `HeldWeights` as tensors: from a store, from a checkpoint folder, or as adapters merged into their base."""
 
 from __future__ import annotations
 
@@ -9,27 +9,37 @@ from async_grpo.weights.store import WeightStore
 
 
 class SourceReader:
-    """Opens held weights again and again; keeps a store mapped for as long as its file is the same."""
+    """Opens one version after another. Keeps the store mapped until its file is replaced."""
 
     def __init__(self) -> None:
         self._store: WeightStore | None = None
-        self._file: tuple[Path, int] | None = None
+        self._mapped_file: tuple[Path, int] | None = None
 
     def open(self, held: HeldWeights) -> TensorReader:
-        """The tensors of exactly that version, adapters already added to their base. Raises WeightsError if there is no
-        store, WeightsReplaced if the store does not hold the version, WeightsCorrupt for adapters of another base."""
-        # Both readers import torch, which the processes of the transports do without.
+        """Return a reader of exactly this version, with adapters already merged.
+
+        Raises WeightsError if there is no store, WeightsReplaced if the version is no longer in it, and WeightsCorrupt
+        if adapters belong to another base.
+        """
+        # The checkpoint and adapter readers import torch, so they are imported only where needed: the transport's
+        # processes run without torch.
         if isinstance(held.source, CheckpointSource):
             from async_grpo.weights.checkpoint_folder import CheckpointReader
 
             return CheckpointReader(held.source)
-        path = Path(held.source.path)
-        file = (path, path.stat().st_ino) if path.exists() else None
-        if self._store is None or file != self._file:
-            self._store, self._file = WeightStore.open(path), file
-        snapshot = self._store.snapshot(held.identity)
+
+        snapshot = self._map_store(Path(held.source.path)).snapshot(held.identity)
         if held.base is None:
             return snapshot
+
         from async_grpo.weights.lora import AdapterReader
 
         return AdapterReader(snapshot, held.base)
+
+    def _map_store(self, path: Path) -> WeightStore:
+        """Map the store, or reuse the mapping. A restarted receiver may have created a new file at the same path."""
+        file = (path, path.stat().st_ino) if path.exists() else None
+        if self._store is None or file != self._mapped_file:
+            self._store = WeightStore.open(path)
+            self._mapped_file = file
+        return self._store

@@ -258,7 +258,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_next_version_arrives(
         publish(version, [("embed", random_weights(0)["embed"])])
     with pytest.raises(WeightsError, match=r"'norm' is float32 .* float64"):
         publish(version, [("norm", np.zeros(77))])
-    with pytest.raises(WeightsError, match="versions only rise"):
+    with pytest.raises(WeightsError, match="versions must rise"):
         publish(published.version, random_weights(0).items())
     newest, _ = plane.publish()
     await arrive(receiver, newest)

@@ -95,7 +95,7 @@ class EngineAdapters:
         """Replace vLLM's adapter with the held ones. Raises WeightsCorrupt if they were overwritten meanwhile."""
         reader = SourceReader().open(weights)
         assert isinstance(reader, AdapterReader)
-        adapters = reader.adapters()
+        adapters = reader.read_adapters()
         reader.verify()
         await self._write_and_load(llm, adapters)
 

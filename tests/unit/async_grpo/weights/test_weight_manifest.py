@@ -39,10 +39,10 @@ def test_tensors_are_aligned_and_do_not_overlap() -> None:
     [
         ([("a", "float32", [1]), ("a", "float32", [1])], "same name"),
         ([("a", "complex64", [1])], "'a' has dtype 'complex64'"),
-        ([], "at least one tensor"),
+        ([], "at least one"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(tensors: list[tuple[str, str, list[int]]], reason: str) -> None:
+def test_an_invalid_layout_is_refused(tensors: list[tuple[str, str, list[int]]], reason: str) -> None:
     with pytest.raises(WeightsError, match=reason):
         make_layout(tensors)
 
