@@ -1,11 +1,11 @@
-"""Cuts the block of all tensors into the chunks that travel, and finds the tensors that differ between two versions.
+"""Cuts the block of all tensors into chunks for transfer, and finds the tensors that differ between two versions.
 
     tensors   | a: bf16 | b: bf16      | c: fp32 | d: fp8 |
     chunks    |   0   |   1   |   2    |    3    |   4    |
 
-Both sides cut a layout in the same way, so a number names a chunk. All items of a chunk have one size, because a patch
-counts in items; otherwise chunks are as long as allowed. `find_changed_tensors` lets an engine reload only what
-changed. `ServedVersion` is a block with its chunks and their hashes.
+Both sides cut a layout identically, so a number identifies a chunk. All items of a chunk have the same size, because
+patches count in items; within that rule, chunks are as long as `chunk_bytes` allows. `find_changed_tensors` lets an
+engine reload only the tensors that changed. `ServedVersion` is a block with its chunks and their hashes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
         return self.stop - self.start
 
     def view(self, block: memoryview) -> memoryview:
-        """These bytes of `block`, in place."""
+        """Return the chunk's bytes in `block`, without copying."""
         return block[self.start : self.stop]
 
 
@@ -55,7 +55,8 @@ def cut_into_chunks(layout: TensorLayout, chunk_bytes: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     for start, stop, item_bytes in _runs(layout):
         bounds = [*range(start, stop, chunk_bytes), stop]
-        chunks += [Chunk(*pair, item_bytes) for pair in pairwise(bounds)]
+        for chunk_start, chunk_stop in pairwise(bounds):
+            chunks.append(Chunk(chunk_start, chunk_stop, item_bytes))
     return chunks
 
 
@@ -65,17 +66,17 @@ def hash_chunk(chunk: memoryview) -> int:
 
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
-    """The hashes as little-endian uint64, as a manifest carries them."""
+    """Encode hashes as little-endian uint64, the format of a manifest."""
     return np.asarray(hashes, _HASH_DTYPE).tobytes()
 
 
 def read_hashes(manifest: WeightManifest, chunks: Sequence[Chunk]) -> Hashes:
-    """The chunk hashes of a manifest, uint64 [chunks]. Raises WeightsCorrupt unless there is one for every chunk."""
+    """Return the chunk hashes of a manifest, uint64 [chunks]. Raises WeightsCorrupt unless there is one per chunk."""
     hashes = np.frombuffer(manifest.hashes, _HASH_DTYPE)
     if len(hashes) != len(chunks):
         raise WeightsCorrupt(
-            f"the manifest of {manifest.identity} has {len(hashes)} chunk hashes, {manifest.layout.total_bytes} bytes "
-            f"in chunks of {manifest.chunk_bytes} need {len(chunks)}."
+            f"the manifest of {manifest.identity} has {len(hashes)} chunk hashes, but {manifest.layout.total_bytes} "
+            f"bytes in chunks of {manifest.chunk_bytes} need {len(chunks)}."
         )
     return hashes
 
@@ -86,15 +87,16 @@ def digest_hashes(hashes: bytes) -> bytes:
 
 
 def _runs(layout: TensorLayout) -> list[tuple[int, int, int]]:
-    """(start, stop, item bytes) of neighbouring tensors whose items have one size."""
+    """(start, stop, item bytes) of each run of adjacent tensors with the same item size, padding included."""
     runs: list[tuple[int, int, int]] = []
-    ends = [spec.offset for spec in layout.tensors[1:]] + [layout.total_bytes]
-    for spec, end in zip(layout.tensors, ends, strict=True):
+    next_offsets = [spec.offset for spec in layout.tensors[1:]] + [layout.total_bytes]
+    for spec, next_offset in zip(layout.tensors, next_offsets, strict=True):
         item_bytes = item_bytes_of(spec)
         if runs and runs[-1][2] == item_bytes:
-            runs[-1] = (runs[-1][0], end, item_bytes)
-        elif end > spec.offset:
-            runs.append((spec.offset, end, item_bytes))
+            run_start = runs[-1][0]
+            runs[-1] = (run_start, next_offset, item_bytes)
+        elif next_offset > spec.offset:  # not an empty tensor
+            runs.append((spec.offset, next_offset, item_bytes))
     return runs
 
 
@@ -106,27 +108,36 @@ def find_changed_tensors(
     old: memoryview | None,
     new: memoryview,
 ) -> list[bool]:
-    """Whether each tensor of the layout changed. Exact: if a changed chunk holds several tensors, compares their
-    bytes. Without the `old` bytes, all of them count as changed."""
-    differs = old_hashes != new_hashes
+    """Return one flag per tensor of the layout, True if its bytes changed.
+
+    A changed chunk that lies inside one tensor decides for that tensor. If it covers several tensors, their bytes are
+    compared; without the `old` bytes, all of them count as changed.
+    """
+    chunk_changed = old_hashes != new_hashes
     starts = [chunk.start for chunk in chunks]
     flags: list[bool] = []
     for spec in layout.tensors:
-        begin, end = spec.offset, spec.offset + spec.nbytes
-        first = max(0, bisect_left(starts, begin + 1) - 1)
-        touched = [index for index in range(first, bisect_left(starts, end)) if differs[index]]
-        whole = any(begin <= chunks[index].start and chunks[index].stop <= end for index in touched)
-        flags.append(whole or (bool(touched) and (old is None or not _equal(old[begin:end], new[begin:end]))))
+        start, stop = spec.offset, spec.offset + spec.nbytes
+        first = max(0, bisect_left(starts, start + 1) - 1)
+        last = bisect_left(starts, stop)
+        changed = [chunks[index] for index in range(first, last) if chunk_changed[index]]
+
+        if any(start <= chunk.start and chunk.stop <= stop for chunk in changed):
+            flags.append(True)
+        elif not changed:
+            flags.append(False)
+        else:
+            flags.append(old is None or not _equal(old[start:stop], new[start:stop]))
     return flags
 
 
 def pack_bits(flags: Sequence[bool]) -> bytes:
-    """Flags as bits, one for each tensor."""
+    """Encode one flag per tensor as bits."""
     return np.packbits(np.asarray(flags, np.bool_)).tobytes()
 
 
 def unpack_bits(packed: bytes, tensors: int) -> list[bool]:
-    """The inverse of `pack`."""
+    """Decode the result of `pack_bits`."""
     return [bool(bit) for bit in np.unpackbits(np.frombuffer(packed, np.uint8), count=tensors)]
 
 
@@ -136,9 +147,11 @@ def _equal(old: memoryview, new: memoryview) -> bool:
 
 @dataclass(slots=True)
 class ServedVersion:
-    """One version as it lies in a slot. Its state changes through its methods alone:
+    """One version in a slot of a store, complete or arriving. Its state changes only through its methods:
 
-    arriving --mark_chunk_verified, add_patch, for each chunk--> --complete--> whole --drop_patches--> served dense
+    from_manifest --> arriving --mark_chunk_verified, add_patch--> arriving --mark_complete--> complete
+    from_block ----------------------------------------------------------------------------------^  |
+                                                           complete, dense only <--drop_patches-----+
     """
 
     identity: WeightVersion
@@ -149,7 +162,7 @@ class ServedVersion:
     block: memoryview
     _patches: dict[int, bytes] = field(default_factory=dict)
     _verified: bytearray | None = None
-    """A byte for each chunk, 1 once it is verified; None: all are."""
+    """One byte per chunk, 1 once it is verified. None: all chunks are."""
 
     @classmethod
     def from_block(
@@ -159,42 +172,48 @@ class ServedVersion:
         block: memoryview,
         patches: Mapping[int, bytes] = MappingProxyType({}),
     ) -> ServedVersion:
-        """The version of `manifest`, all of which is in `block`; `patches` lead to it from its base. Raises
-        WeightsCorrupt unless there is a hash for every chunk."""
-        hashes = read_hashes(manifest, chunks)
+        """Create a complete version. `patches` turn chunks of its base into its own, by chunk number.
+
+        Raises WeightsCorrupt unless the manifest has one hash per chunk.
+        """
         return cls(
-            manifest.identity, manifest.key, chunks, hashes, digest_hashes(manifest.hashes), block, dict(patches)
+            identity=manifest.identity,
+            key=manifest.key,
+            chunks=chunks,
+            hashes=read_hashes(manifest, chunks),
+            digest=digest_hashes(manifest.hashes),
+            block=block,
+            _patches=dict(patches),
         )
 
     @classmethod
     def from_manifest(cls, manifest: WeightManifest, chunks: Sequence[Chunk], block: memoryview) -> ServedVersion:
-        """The version of `manifest`, of which nothing is in `block` yet. Raises as `whole` does."""
+        """Create an arriving version without any chunk yet. Raises WeightsCorrupt like `from_block`."""
         version = cls.from_block(manifest, chunks, block)
         version._verified = bytearray(len(chunks))
         return version
 
     def has_chunk(self, index: int) -> bool:
-        """Chunk `index` can be served."""
+        """True if chunk `index` is verified and can be served."""
         return self._verified is None or bool(self._verified[index])
 
     def get_patch(self, index: int) -> bytes | None:
-        """The patch that makes chunk `index` out of the base; None if it is served dense."""
+        """Return the patch from the base's chunk `index` to this one. None if the chunk is served dense."""
         return self._patches.get(index)
 
     def mark_chunk_verified(self, index: int) -> None:
-        """Chunk `index` lies in the block and has passed its hash."""
-        assert self._verified is not None, "the version is whole already"
+        """Record that chunk `index` is in the block and its hash matches."""
+        assert self._verified is not None, "the version is complete already"
         self._verified[index] = 1
 
     def add_patch(self, index: int, patch: bytes) -> None:
-        """Serve chunk `index` as this patch to receivers that have the base."""
+        """Serve chunk `index` as this patch to receivers that request patches."""
         self._patches[index] = patch
 
     def mark_complete(self) -> None:
-        """All chunks are verified."""
+        """Record that all chunks are verified."""
         self._verified = None
 
     def drop_patches(self) -> None:
-        """A newer version is served, and patches are kept for the newest only: who still fetches this one gets it
-        dense."""
+        """Serve all chunks dense from now on. Patches are retained only for the newest version, to save memory."""
         self._patches = {}

@@ -1,10 +1,10 @@
-"""Hashes and encodes a version on threads, while the publisher serves and the trainer goes on.
+"""Hashes and patches a version in threads, while the publisher serves and the trainer trains.
 
-    start --> hash every chunk --> compare with the base's hashes --> patch every chunk that changed --> take
+    start_encoding --> hash all chunks --> compare with the base's hashes --> patch the changed chunks --> take_result
 
-Encoding reads both slots of the store, so the trainer must not write meanwhile: its next `Prepare` waits for the job.
-After `encode_wait_s` the publisher calls `cancel`, and the version goes dense. Hashing is never cancelled, because
-nothing can be served without hashes.
+Encoding reads both slots of the store, so the trainer must not write to either of them: its next `Prepare` waits for
+the job. After `encode_wait_s` the publisher calls `cancel_patches`, and the version is served dense. Hashing is never
+cancelled, because nothing can be served without hashes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from async_grpo.weights.chunks import Chunk, Hashes, ServedVersion, hash_chunk, 
 from async_grpo.weights.manifest import BaseVersion, TensorLayout, WeightManifest, WeightVersion
 
 MAX_PATCH_RATIO = 0.9
-"""Under `auto`, a version whose patches take more than this share of the dense bytes goes dense."""
+"""With encoding `auto`, a version is served dense if its patches need more than this fraction of the dense bytes."""
 TRIAL_FRACTION = 0.125
-"""Share of the changed bytes after which `auto` decides whether to go on."""
+"""Fraction of the changed bytes that `auto` encodes before it first compares the sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A version that is ready to be served. Without patches, `reason` says why."""
+    """A version that is ready to be served."""
 
     identity: WeightVersion
     hashes: bytes
     encoded_bytes: int
-    """What a receiver of the version before has to fetch: the chunks that changed, encoded."""
+    """Bytes that a receiver of the previous version fetches: changed chunks, as patches where there are some."""
     reason: str = ""
+    """Why there are no patches; empty if there are."""
     patches: dict[int, bytes] = field(default_factory=dict)
     base: ServedVersion | None = None
 
     def make_manifest(
         self, layout: TensorLayout, chunk_bytes: int, base: ServedVersion | None, *, key: bytes
     ) -> WeightManifest:
-        """The manifest of this version; `base` is the version that receivers need for what differs."""
+        """Return the manifest. `base` is the version that receivers need for the patches."""
         return WeightManifest(
             **self.identity._asdict(),
             layout=layout,
@@ -56,7 +57,7 @@ class Encoded:
 
 @dataclass(slots=True)
 class _JobState:
-    """Shared by the threads of one job."""
+    """Counters that the threads of one job share."""
 
     changed_bytes: int
     seen_bytes: int = 0
@@ -66,7 +67,7 @@ class _JobState:
 
 
 class WeightEncoder:
-    """Encodes one version at a time. The descriptor `wake` becomes readable when the version can be taken."""
+    """Encodes one version at a time. The descriptor `wake` becomes readable when the result can be taken."""
 
     def __init__(self, chunks: Sequence[Chunk], encoding: Encoding, threads: int) -> None:
         self._chunks = chunks
@@ -80,62 +81,65 @@ class WeightEncoder:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a version has been started and not been taken."""
+        """True from `start_encoding` to `take_result`."""
         return self._job is not None
 
     def start_encoding(self, identity: WeightVersion, block: memoryview, base: ServedVersion | None) -> None:
-        """Start to encode `identity`, which lies in `block`; the block must not change until `take`."""
+        """Start to encode the version in `block`, which must not change until `take_result`."""
         self._cancelled.clear()
         self._job = self._director.submit(self._encode, identity, block, base)
         self._job.add_done_callback(lambda _: os.write(self._waker, b"!"))
 
     def cancel_patches(self) -> None:
-        """Give up patches as soon as the chunks being encoded are done."""
+        """Skip all remaining patches. Chunks that are being encoded now are finished first."""
         self._cancelled.set()
 
     def take_result(self) -> Encoded:
-        """The finished version. Raises what its encoding failed with."""
+        """Return the encoded version, or raise the error of its encoding. Waits until it is finished."""
         os.read(self.wake, 1)
         assert self._job is not None
         job, self._job = self._job, None
         return job.result()
 
     def _encode(self, identity: WeightVersion, block: memoryview, base: ServedVersion | None) -> Encoded:
-        hashes = self._hash(block)
-        changed = np.arange(len(hashes)) if base is None else np.flatnonzero(hashes != base.hashes)
-        job = _JobState(changed_bytes=sum(self._chunks[index].nbytes for index in changed.tolist()))
+        hashes = self._hash_chunks(block)
+        changed = list(range(len(hashes)))
+        if base is not None:
+            changed = np.flatnonzero(hashes != base.hashes).tolist()
+        job = _JobState(changed_bytes=sum(self._chunks[index].nbytes for index in changed))
+
         patches: dict[int, bytes] = {}
         if self._encoding == "dense":
             job.reason = "configured"
         elif base is None:
             job.reason = "no base"
         else:
-            patches = self._make_patches(block, base, changed.tolist(), job)
-        packed = pack_hashes(hashes.tolist())
-        if job.reason:
-            return Encoded(identity, packed, job.changed_bytes, job.reason)
-        return Encoded(identity, packed, job.encoded_bytes, patches=patches, base=base)
+            patches = self._make_patches(block, base, changed, job)
 
-    def _hash(self, block: memoryview) -> Hashes:
+        packed_hashes = pack_hashes(hashes.tolist())
+        if job.reason:
+            return Encoded(identity, packed_hashes, job.changed_bytes, job.reason)
+        return Encoded(identity, packed_hashes, job.encoded_bytes, patches=patches, base=base)
+
+    def _hash_chunks(self, block: memoryview) -> Hashes:
         hashes: Hashes = np.empty(len(self._chunks), np.uint64)
 
-        def work(first: int) -> None:
+        def hash_every_nth(first: int) -> None:
             for index in range(first, len(hashes), self._threads):
                 hashes[index] = hash_chunk(self._chunks[index].view(block))
 
-        for _ in self._pool.map(work, range(self._threads)):
-            pass
+        list(self._pool.map(hash_every_nth, range(self._threads)))  # list() waits and raises a thread's error
         return hashes
 
     def _make_patches(
         self, block: memoryview, base: ServedVersion, changed: list[int], job: _JobState
     ) -> dict[int, bytes]:
-        """Patches of the changed chunks that are shorter as patches."""
+        """Return the patches that are shorter than their chunk. Sets `job.reason` if the version is served dense."""
         patches: dict[int, bytes] = {}
 
-        def work(first: int) -> None:
+        def patch_every_nth(first: int) -> None:
             for index in changed[first :: self._threads]:
-                if self._gives_up(job):
+                if self._update_reason(job):
                     return
                 chunk = self._chunks[index]
                 patch = delta.make_patch(chunk.view(base.block), chunk.view(block), chunk.item_bytes)
@@ -145,14 +149,14 @@ class WeightEncoder:
                     if len(patch) < chunk.nbytes:
                         patches[index] = patch
 
-        for _ in self._pool.map(work, range(self._threads)):
-            pass
-        worth = MAX_PATCH_RATIO if self._encoding == "auto" else 1.0
-        if not job.reason and changed and job.encoded_bytes >= worth * job.changed_bytes:
+        list(self._pool.map(patch_every_nth, range(self._threads)))
+        max_ratio = MAX_PATCH_RATIO if self._encoding == "auto" else 1.0
+        if not job.reason and changed and job.encoded_bytes >= max_ratio * job.changed_bytes:
             job.reason = "larger"
         return patches
 
-    def _gives_up(self, job: _JobState) -> bool:
+    def _update_reason(self, job: _JobState) -> bool:
+        """Set `job.reason` if the version must go dense, and return True if it is set."""
         with job.lock:
             if self._cancelled.is_set():
                 job.reason = "trainer waited"

@@ -1,11 +1,11 @@
-"""Files in shared memory: their paths, who may use them, and whether there is room for them.
+"""Files in shared memory: paths, permissions, allocation.
 
     /dev/shm/async-grpo-RUN/
-        trainer.weights  ctl-PID  r-TOKEN             the trainer's store, the sockets of its processes
+        trainer.weights  ctl-PID  r-TOKEN             the trainer's store, and the sockets of its processes
         node.weights  node.sock  node.lock            the receiver of the machine's rollout servers
 
-The folder's name can be guessed, and every user may create files in /dev/shm. So a folder that another user made or
-may use is refused (`make_private_folder`): that user could choose the weights that the engines load.
+The folder's name can be guessed, and every user may create files in /dev/shm. So a folder that another user created or
+can write to is refused (`make_private_folder`): that user could choose the weights that the engines load.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _TRAINER_FILES = ("trainer.weights", "ctl-*", "r-*")
 
 
 def run_folder(run: str) -> Path:
-    """The folder of a run in shared memory."""
+    """Folder of a run in shared memory."""
     return SHARED_MEMORY / f"async-grpo-{run}"
 
 
 def store_path(run: str, name: str) -> Path:
-    """The path of the store `name` of a run."""
+    """Path of a run's store `name`."""
     return run_folder(run) / f"{name}.weights"
 
 
 def remove_stores(run: str) -> None:
-    """Remove the stores of `run` that are left; processes that still map them keep their pages."""
+    """Remove all shared-memory files of `run`. Processes that still map a store keep its pages."""
     shutil.rmtree(run_folder(run), ignore_errors=True)
 
 
 def remove_trainer_files(run: str) -> None:
-    """Remove the store and the sockets of the trainer of `run`, which has ended, and keep those of a receiver."""
+    """Remove the store and sockets of a trainer that has ended. A receiver's files in the same folder remain."""
     folder = run_folder(run)
-    if not is_own_folder(folder):  # a link of another user could lead to files that are not ours to remove
+    if not is_own_folder(folder):  # another user's symbolic link could point at files that we must not remove
         return
     for pattern in _TRAINER_FILES:
         for path in folder.glob(pattern):
@@ -53,26 +53,28 @@ def remove_trainer_files(run: str) -> None:
 
 
 def remove_empty_run_folder(folder: Path) -> None:
-    """Remove the folder of a run in shared memory, unless something is still in it."""
+    """Remove a run's folder in shared memory if it is empty."""
     if folder.parent == SHARED_MEMORY:
-        with suppress(OSError):  # other files of the run are in it, or it is gone
+        with suppress(OSError):  # not empty, or already removed
             folder.rmdir()
 
 
 def round_up_to_pages(count: int) -> int:
-    """`count` rounded up to whole pages."""
+    """Round `count` bytes up to a multiple of the page size."""
     return -(-count // PAGE) * PAGE
 
 
 def allocate_file(path: Path, size: int) -> tuple[int, mmap.mmap]:
-    """Create a file of `size` bytes; returns its descriptor and its memory. All pages are allocated here, because the
-    first access to a page is slow. Raises WeightsError, with the sizes, if there is no room, and ConfigError as
-    `make_private_folder`."""
+    """Create a file of `size` bytes and map it. Returns its descriptor and its memory.
+
+    Raises WeightsError if there is no room, and ConfigError if the folder is not private.
+    """
     make_private_folder(path.parent)
     path.unlink(missing_ok=True)
     check_free_space(path, size)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        # Allocate all pages now: a first access is slow, and without room it would kill the process with SIGBUS.
         os.posix_fallocate(descriptor, 0, size)
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         return descriptor, mmap.mmap(descriptor, size, flags=flags)
@@ -85,20 +87,20 @@ def allocate_file(path: Path, size: int) -> tuple[int, mmap.mmap]:
 
 
 def check_free_space(path: Path, size: int) -> None:
-    """Raise WeightsError if the file system, or the memory behind it, has no room for `size` more bytes."""
+    """Raise WeightsError if the file system or the machine's memory has no room for `size` more bytes."""
     free = shutil.disk_usage(path.parent).free
     if free < size:
         raise WeightsError(
-            f"a weight store of {size} bytes (its slots hold the whole model each) does not fit into {path.parent}: "
-            f"{free} bytes are free, {size - free} too few. Free or enlarge it "
+            f"a weight store of {size} bytes (one copy of the model per slot) does not fit into {path.parent}: "
+            f"{free} bytes are free, {size - free} too few. Remove files there or enlarge it "
             "(mount -o remount,size=..., docker run --shm-size=...)."
         )
     available = _available_bytes()
     if available is not None and available < size:
         raise WeightsError(
-            f"a weight store of {size} bytes (its slots hold the whole model each) does not fit into memory: "
-            f"{available} bytes are available, {size - available} too few. Free memory, or use a machine with more: "
-            f"pages of {path.parent} cannot be given back while they are in use."
+            f"a weight store of {size} bytes (one copy of the model per slot) does not fit into memory: "
+            f"{available} bytes are available, {size - available} too few. Free memory or use a machine with more: "
+            f"pages in {path.parent} cannot be reclaimed while they are in use."
         )
 
 

@@ -104,7 +104,7 @@ class FolderReceiver(ReceiverProcess):
         if head.epoch == address.epoch and head != self._head:
             self._head, self._heard_s = head, time.monotonic()
 
-    def _find_newest(self) -> WeightVersion | None:
+    def _newest_announced(self) -> WeightVersion | None:
         return self._head.identity if self._head is not None else None
 
     def _request_manifest(self, newest: WeightVersion) -> None:

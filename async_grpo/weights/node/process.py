@@ -91,7 +91,7 @@ class ReceiverProcess(ABC):
         """Do what is due every heartbeat."""
 
     @abstractmethod
-    def _find_newest(self) -> WeightVersion | None:
+    def _newest_announced(self) -> WeightVersion | None:
         """The newest version that the publisher has announced; None before the first."""
 
     @abstractmethod
@@ -194,7 +194,7 @@ class ReceiverProcess(ABC):
             return
         now, fetch = time.monotonic(), self._fetch
         if fetch is None:
-            newest = self._find_newest()
+            newest = self._newest_announced()
             if newest is None or now < self._next_request_s:
                 return
             if self._slots.is_newer(newest) and not self._slots.is_next_slot_in_use():

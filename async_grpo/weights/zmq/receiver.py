@@ -1,12 +1,12 @@
-"""The receiver process of a machine that fetches over ZMQ, and relays to other machines.
+"""The receiver process of a machine, ZMQ transport: fetches versions and relays them to other machines.
 
     publisher --announcement, manifest, parent-> PublisherConnection
     parent (publisher or relay) --chunks-> ParentConnection --> Fetch --> back slot --commit--> active slot --> engine
     other receivers <-------------chunks-- ChunkServer <----------+                        |
     rollout servers <--------Unix socket-- LocalClients <---------------"version v"--------+
 
-`ReceiverProcess` has the states. A parent that is lost (connection broken, silent for request_timeout_s, or of a
-release that cannot be read) is reported to the publisher, which assigns another. Chunks that have arrived stay.
+The states are in `ReceiverProcess`. A failed relay (connection broken, silent for request_timeout_s, unreadable
+messages, wrong chunks) is reported to the publisher, which assigns another parent. Verified chunks are kept.
 """
 
 from __future__ import annotations
@@ -46,22 +46,25 @@ from async_grpo.weights.zmq.sockets import (
 from async_grpo.weights.zmq.upstream import ParentConnection, PeerUnreadable, PublisherConnection
 from async_grpo.wire.board import PublisherAddress
 
-_DRAIN = 8
+_CHUNKS_PER_POLL = 8
+"""Chunks read from a socket before the others are polled again."""
 _GOODBYE_MS = 200
+"""Milliseconds to send `ReceiverLeaving` at the end."""
 
 log = structlog.get_logger()
 
 
 class ZmqReceiver(ReceiverProcess):
-    """Fetches from the publisher or from another receiver, and serves what it has to others."""
+    """Fetches from the publisher or from another receiver, and relays its chunks to others."""
 
     def __init__(self, paths: ReceiverPaths, config: WeightsConfig) -> None:
-        """Bind the relay and the socket of the machine's servers. Raises ConfigError."""
+        """Bind the relay and the Unix socket. Raises ConfigError."""
         self._control_keys = keys_for(config)
         self._chunk_keys = self._control_keys if config.encrypt == "all" else None
         self._connections = connection_count(config)
         self._context = Context(self._connections)
         self._guard = CurveGuard(self._context, self._chunk_keys)
+
         self._relay: Socket = self._context.socket(zmq.ROUTER)
         self._relay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._guard.watch_listener(self._relay)
@@ -69,10 +72,12 @@ class ZmqReceiver(ReceiverProcess):
         self._server = ChunkServer(
             self._relay, time.monotonic, idle_s=config.request_timeout_s, max_fetch_s=config.update_timeout_s
         )
+
         super().__init__(paths, config, self._server)
         self._publisher: PublisherConnection | None = None
         self._parent: ParentConnection | None = None
         self._gone_at_relay: WeightVersion | None = None
+        """The version that the parent, a relay, no longer serves."""
 
     def _connect(self, address: PublisherAddress) -> None:
         if self._publisher is not None:
@@ -82,23 +87,26 @@ class ZmqReceiver(ReceiverProcess):
             self._relay_endpoint = reachable_endpoint(address.requests, self._relay_endpoint, self._config.relay_bind)
         if self._config.fanout and is_loopback(self._relay_endpoint) and not is_loopback(address.requests):
             log.warning(
-                "the trainer is on another machine, but this receiver relays on the loopback only: every machine "
-                "fetches from the trainer. Set weights.relay_bind",
+                "the trainer is on another machine, but this receiver relays on the loopback interface only, so every "
+                "machine fetches from the trainer. Set weights.relay_bind",
                 relay=self._relay_endpoint,
             )
         self._publisher = PublisherConnection(self._context, address, self._control_keys)
 
     def _send_heartbeat(self) -> None:
-        self._report()
+        self._report_to_publisher()
         self._server.send_pending()
 
-    def _report(self, suspect: str = "") -> None:
-        """Send the publisher a heartbeat with the address of this relay, and the relay that failed (`suspect`)."""
-        if self._publisher is not None:
-            host, relay = socket.gethostname(), self._relay_endpoint
-            self._publisher.send(ReceiverHeartbeat(node=self._node, host=host, relay=relay, suspect=suspect))
+    def _report_to_publisher(self, failed_relay: str = "") -> None:
+        """Send the publisher a heartbeat, with the endpoint of a relay that failed if there is one."""
+        if self._publisher is None:
+            return
+        heartbeat = ReceiverHeartbeat(
+            node=self._node, host=socket.gethostname(), relay=self._relay_endpoint, suspect=failed_relay
+        )
+        self._publisher.send(heartbeat)
 
-    def _find_newest(self) -> WeightVersion | None:
+    def _newest_announced(self) -> WeightVersion | None:
         return self._publisher.announced if self._publisher is not None else None
 
     def _request_manifest(self, newest: WeightVersion) -> None:
@@ -107,58 +115,70 @@ class ZmqReceiver(ReceiverProcess):
             self._publisher.send(ManifestRequest())
 
     def _take_manifest(self, publisher: PublisherConnection, reply: ManifestReply) -> None:
+        """Start to fetch the version of a manifest reply, from the parent that is assigned now."""
         manifest = reply.manifest
         self._next_request_s = time.monotonic() + self._config.heartbeat_s
         if self._fetch is not None or manifest is None or not self._slots.is_newer(manifest.identity):
             return
         if not self._begin_fetch(manifest, self._connections):
             return
-        parent, assignment = self._parent, publisher.assignment
+
+        # Change parents only between fetches: in the middle of one, all requested chunks would be requested again.
+        parent = self._parent
+        assignment = publisher.assignment
         if parent is not None and assignment is not None and parent.endpoint != assignment.parent:
-            self._leave_parent()  # the tree has changed since the last version
+            self._leave_parent()
         elif parent is not None and parent.is_relay and manifest.identity == self._gone_at_relay:
-            self._lose_parent(parent, "it does not have the newest version")
+            self._fail_parent(parent, "it does not have the newest version")
         self._gone_at_relay = None
 
     def _fetch_chunks(self, fetch: Fetch, copied: list[int]) -> None:
         for index in copied:
             self._server.answer_waiting(fetch.identity, index)
-        publisher, parent = self._publisher, self._parent
-        if parent is None and publisher is not None and publisher.assignment is not None:
-            chunk_bytes = fetch.manifest.chunk_bytes
-            parent = self._parent = ParentConnection(
-                self._context, publisher.assignment, chunk_bytes, self._chunk_keys, self._connections
+
+        publisher = self._publisher
+        if self._parent is None and publisher is not None and publisher.assignment is not None:
+            self._parent = ParentConnection(
+                self._context,
+                publisher.assignment,
+                fetch.manifest.chunk_bytes,
+                self._chunk_keys,
+                self._connections,
             )
-        if parent is not None:
-            self._check_parent(parent, fetch)
-        if parent is not None and parent is self._parent:  # it was not lost
-            parent.request_chunks(fetch)
+        if self._parent is not None:
+            self._check_parent(self._parent, fetch)
+        if self._parent is not None:  # it has not failed
+            self._parent.request_chunks(fetch)
 
     def _check_parent(self, parent: ParentConnection, fetch: Fetch) -> None:
+        """Put lost requests back, and fail a relay that does not answer. Raises FetchInterrupted for the publisher."""
         now = time.monotonic()
         if parent.broken and parent.is_relay:
-            self._lose_parent(parent, "its connection broke")
+            self._fail_parent(parent, "its connection broke")
             return
-        if parent.broken:  # the publisher: ZMQ connects again by itself
+        if parent.broken:
+            # ZMQ reconnects to the publisher by itself, but the requests and answers in flight are lost.
             parent.broken = False
             fetch.schedule.put_back_all()
+
         silent_s = now - self._heard_s
         if not parent.is_relay and silent_s > HEARTBEATS_OF_SILENCE * self._config.heartbeat_s:
             raise FetchInterrupted(f"the publisher has been silent for {silent_s:.1f} s.")
+
         late = fetch.schedule.put_back_late(now, parent.heard_s)
         self._stats.rerequests += len(late)
         if late and parent.is_relay and now - parent.heard_s > self._config.request_timeout_s:
-            self._lose_parent(parent, f"it has been silent for {now - parent.heard_s:.1f} s")
+            self._fail_parent(parent, f"it has been silent for {now - parent.heard_s:.1f} s")
 
     def _interrupt(self, reason: str) -> None:
-        """Leave a relay that failed for another parent; without a relay, give the fetch up."""
+        """Change to another parent if the parent is a relay; otherwise abandon the fetch."""
         if self._parent is not None and self._parent.is_relay:
-            self._lose_parent(self._parent, reason)
+            self._fail_parent(self._parent, reason)
         else:
             super()._interrupt(reason)
 
-    def _lose_parent(self, parent: ParentConnection, reason: str) -> None:
-        """Report the parent to the publisher, which names another; the chunks that are here stay."""
+    def _fail_parent(self, parent: ParentConnection, reason: str) -> None:
+        """Leave the parent and report it to the publisher, which assigns another. Verified chunks are kept."""
         log.info("fetching from another parent", parent=parent.endpoint, reason=reason)
         self._stats.parents_lost += 1
         self._leave_parent()
@@ -166,7 +186,7 @@ class ZmqReceiver(ReceiverProcess):
             self._fetch.schedule.put_back_all()
         if self._publisher is not None:
             self._publisher.assignment = None
-        self._report(suspect=parent.endpoint)
+        self._report_to_publisher(failed_relay=parent.endpoint)
 
     def _leave_parent(self) -> None:
         if self._parent is not None:
@@ -177,63 +197,70 @@ class ZmqReceiver(ReceiverProcess):
         super()._commit(fetch)
         if self._parent is not None:
             self._parent.finish_version(fetch.identity)
-        self._report()
+        self._report_to_publisher()
 
     def _send_state(self) -> None:
-        self._stats.relayed_bytes, self._stats.refused = self._server.served_bytes, self._guard.refused
+        self._stats.relayed_bytes = self._server.served_bytes
+        self._stats.refused = self._guard.refused
         super()._send_state()
 
     def _wait(self) -> None:
         poller = zmq.Poller()
         sockets = [self._relay, *self._guard.sockets]
-        sockets += self._publisher.sockets if self._publisher is not None else []
-        sockets += self._parent.sockets if self._parent is not None else []
-        for waited_for in (*sockets, *self._servers.descriptors):
-            poller.register(waited_for, zmq.POLLIN)
+        if self._publisher is not None:
+            sockets += self._publisher.sockets
+        if self._parent is not None:
+            sockets += self._parent.sockets
+        for source in (*sockets, *self._servers.descriptors):
+            poller.register(source, zmq.POLLIN)
         events = dict(poller.poll(int(self._wait_s() * 1000)))
 
-        if (parent := self._parent) is not None:
-            for dealer in parent.ready(events):
-                if parent is self._parent:  # the chunks of another socket may have ended it
-                    self._take_chunks(parent, dealer)
-
+        parent = self._parent
+        if parent is not None:
+            parent.check_monitors(events)
+            for dealer in parent.dealers:
+                # A chunk from an earlier socket may have failed the parent, which closes all its sockets.
+                if dealer in events and parent is self._parent:
+                    self._receive_chunks(parent, dealer)
         if self._relay in events:
             self._server.serve_requests()
         if self._publisher is not None:
-            self._hear_publisher(self._publisher, events)
-        for guarded in self._guard.sockets:
-            if guarded in events:
-                self._guard.handle_event(guarded)
+            self._receive_from_publisher(self._publisher, events)
+        for guard_socket in self._guard.sockets:
+            if guard_socket in events:
+                self._guard.handle_event(guard_socket)
         for descriptor in self._servers.descriptors:
             if descriptor in events:
                 self._servers.handle_readable(descriptor)
 
-    def _hear_publisher(self, publisher: PublisherConnection, events: dict[object, int]) -> None:
+    def _receive_from_publisher(self, publisher: PublisherConnection, events: dict[object, int]) -> None:
         if publisher.announcements in events:
             before = publisher.announced
             publisher.receive_announcement()
             self._heard_s = time.monotonic()
             if publisher.announced != before:
-                self._next_request_s = 0.0
+                self._next_request_s = 0.0  # a new version: request its manifest immediately
         if publisher.requests in events:
             reply = publisher.receive_reply()
             self._heard_s = time.monotonic()
             if reply is not None:
                 self._take_manifest(publisher, reply)
 
-    def _take_chunks(self, parent: ParentConnection, dealer: Socket) -> None:
-        for _ in range(_DRAIN):
+    def _receive_chunks(self, parent: ParentConnection, dealer: Socket) -> None:
+        """Handle up to `_CHUNKS_PER_POLL` answers. Raises PeerUnreadable, WeightsCorrupt if the parent is no relay."""
+        for _ in range(_CHUNKS_PER_POLL):
             fetch = self._fetch
             try:
-                received = parent.receive_answer(dealer)
+                answer = parent.receive_answer(dealer)
             except PeerUnreadable as error:
                 if not parent.is_relay:
                     raise
-                self._lose_parent(parent, str(error))
+                self._fail_parent(parent, str(error))
                 return
-            if received is None or fetch is None:
+            if answer is None or fetch is None:
                 return
-            reply, payload = received
+
+            reply, payload = answer
             if isinstance(reply, ChunkPending):
                 continue
             if isinstance(reply, VersionGone):
@@ -242,6 +269,7 @@ class ZmqReceiver(ReceiverProcess):
                     self._drop_fetch()
                     return
                 continue
+
             self._stats.received_bytes += len(payload)
             try:
                 if reply.identity == fetch.identity and fetch.accept_chunk(reply.index, payload, patch=reply.patch):
@@ -249,9 +277,9 @@ class ZmqReceiver(ReceiverProcess):
             except WeightsCorrupt:
                 if not parent.is_relay:
                     raise
-                self._lose_parent(parent, "its chunks fail their hashes")
+                self._fail_parent(parent, "its chunks fail their hashes")
                 return
-            parent.request_chunks(fetch)
+            parent.request_chunks(fetch)  # keep the pipeline full: a credit is free now
 
     def _close(self) -> None:
         if self._publisher is not None:

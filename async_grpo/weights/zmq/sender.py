@@ -1,8 +1,8 @@
-"""The trainer's end: copy the weights into shared memory, tell the publisher process, and go on.
+"""Trainer side of the ZMQ transport: hands versions in shared memory to the publisher process.
 
-begin  --Prepare--> process (waits for its encoder, at most encode_wait_s) --Cleared--> a slot
-       copy all tensors into it
-commit --Publish--> process --Published--> return;  hashing, encoding and the announcement follow
+begin_version   --Prepare--> publisher (waits for its encoder, at most encode_wait_s) --Cleared--> slot
+                all ranks copy their tensors into the slot
+commit_version  --Publish--> publisher --Published--> returns; hashing, encoding and announcing follow there
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class ZmqWeightSender(WeightSender):
-    """Publishes through a publisher process, which it owns.
+    """Starts and controls the publisher process.
 
-    >>> with ZmqWeightSender(layout, "my-run", epoch=0, config=WeightsConfig()) as publisher:  # doctest: +SKIP
-    ...     await board.set_publisher(publisher.address)
-    ...     publisher.publish(0, tensors)
+    >>> with ZmqWeightSender(layout, "my-run", epoch=0, config=WeightsConfig()) as sender:  # doctest: +SKIP
+    ...     await board.set_publisher(sender.address)
+    ...     sender.publish_weights(0, tensors)
 
-    Use it from one thread at a time, and keep the one that made it alive: the publisher process dies with it.
+    Use it from one thread at a time. The thread that creates it must outlive it: Linux kills the publisher process when
+    that thread ends.
     """
 
     def __init__(self, layout: TensorLayout, run: str, epoch: int, config: WeightsConfig) -> None:
         """Allocate the store and start the process. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
-        keys_for(config)  # raises here for a missing secret, instead of in the process
+        keys_for(config)  # a missing secret is reported here, not in the process's log
         super().__init__(layout, run, epoch, config)
         self._control_path = self._store.path.parent / f"ctl-{os.getpid()}"
         self._control: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
@@ -73,19 +74,19 @@ class ZmqWeightSender(WeightSender):
         return self._process.pid
 
     def check_publisher(self) -> None:
-        """See `WeightSender.check_publisher`."""
+        """Raise PublisherLost if the publisher process has ended. Callable from any thread."""
         if self._process.poll() is not None:
             raise PublisherLost(
-                f"the publisher process ended with code {self._process.returncode}; its messages are in the trainer's "
+                f"the publisher process ended with code {self._process.returncode}; see its messages in the trainer's "
                 "log. Restart the trainer."
             )
 
     def fetch_stats(self) -> PublisherStats:
-        """The publisher's counters. Raises PublisherLost, WaitTimeout."""
-        return self._ask(StatsRequest(), PublisherStats, "the publisher's counters")
+        """Request the publisher's counters. Raises PublisherLost, WaitTimeout."""
+        return self._request(StatsRequest(), PublisherStats, "the publisher's counters")
 
     def close(self) -> None:
-        """End the process and remove the store. Safe to call twice."""
+        """Terminate the process and remove the store. Safe to call twice."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_TIMEOUT_S)
@@ -97,18 +98,19 @@ class ZmqWeightSender(WeightSender):
         self._store.unlink()
 
     def _clear_slot(self) -> WeightVersion | None:
-        cleared = self._ask(Prepare(), Cleared, "the publisher to clear a slot")
+        cleared = self._request(Prepare(), Cleared, "the publisher to clear a slot")
         return WeightVersion(*cleared.spare) if cleared.spare else None
 
     def _publish_stored(self, version: WeightVersion) -> None:
-        self._ask(Publish(**version._asdict()), Published, f"the publisher to take {version}")
+        self._request(Publish(**version._asdict()), Published, f"the publisher to accept {version}")
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         program = [sys.executable, "-m", "async_grpo.weights.zmq.publisher"]
-        control, config = f"ipc://{self._control_path}", self.config.model_dump_json()
+        control = f"ipc://{self._control_path}"
+        config = self.config.model_dump_json()
         return subprocess.Popen(child_argv([*program, str(self._store.path), str(self._epoch), control, config]))
 
-    def _ask(self, order: msgspec.Struct, kind: type[R], waited_for: str) -> R:
+    def _request(self, order: msgspec.Struct, kind: type[R], waited_for: str) -> R:
         self._wait(zmq.POLLOUT, waited_for, self.config.update_timeout_s)
         self._control.send(encode(order))
         return self._receive(kind, waited_for, self.config.update_timeout_s)
@@ -118,7 +120,7 @@ class ZmqWeightSender(WeightSender):
         return decode(self._control.recv(), kind)
 
     def _wait(self, event: int, waited_for: str, timeout_s: float) -> None:
-        """Wait until the control socket is ready, the process has ended or the time is up."""
+        """Wait until the control socket is ready. Raises PublisherLost if the process ends, WaitTimeout."""
         deadline = time.monotonic() + timeout_s
         while not self._control.poll(_LIVENESS_MS, event):
             self.check_publisher()

@@ -1,10 +1,10 @@
 """The receiver's connections to the publisher and to the parent from which it fetches chunks.
 
-    publisher --announcements (SUB), parent and manifests (DEALER)--> PublisherConnection
-    parent (publisher or relay) --chunks (DEALER), its end (monitor)--> ParentConnection
+    publisher --announcements (SUB), parents and manifests (DEALER)--> PublisherConnection
+    parent (publisher or relay) --chunks (DEALER), disconnects (monitor)--> ParentConnection
 
-Neither waits; the receiver's loop polls their sockets. A message that this release cannot read is a PeerUnreadable: a
-relay that sends one is left for another parent, and a publisher's ends the receiver.
+Neither waits: the receiver's loop polls their sockets. A message that this release cannot decode raises PeerUnreadable:
+the receiver leaves a relay that sends one, and ends if the publisher does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from async_grpo.wire.board import PublisherAddress
 
 _FRAME_OVERHEAD_BYTES = 4096
 MAX_MANIFEST_BYTES = 256 << 20
-"""Room for the hashes of ten million chunks; a larger message ends the connection."""
+"""Enough for the hashes of ten million chunks. A larger message closes the connection."""
 
 _answers = msgspec.msgpack.Decoder(ChunkAnswer)
 _replies = msgspec.msgpack.Decoder(TrackerReply)
@@ -53,27 +53,32 @@ class PeerUnreadable(WeightsError):
 
     def __init__(self, endpoint: str, error: Exception) -> None:
         super().__init__(
-            f"{endpoint} sent a message that this release cannot read ({error}). Does another release, or another "
-            "program, listen there? Run the trainer and all rollout servers with one release"
+            f"{endpoint} sent a message that this release cannot read ({error}). Is another release or another program "
+            "listening there? Run the trainer and all rollout servers with the same release"
         )
 
 
 class ParentConnection:
-    """DEALER sockets to a parent, and monitors that report when one of their connections breaks.
+    """DEALER sockets to a parent, with monitors that report broken connections.
 
-    A chunk is asked for by the socket of its number, so that answers of one socket come in the order of its requests.
+    A chunk is always requested over socket number `index % sockets`, and a socket's answers arrive in the order of its
+    requests. `ChunkSchedule.put_back_late` needs this to tell lost chunks from queued ones.
     """
 
     def __init__(
         self, context: Context, assignment: ParentAssignment, chunk_bytes: int, keys: CurveKeys | None, sockets: int = 1
     ) -> None:
         """Connect in the background."""
-        self.endpoint, self.is_relay = assignment.parent, assignment.relay
+        self.endpoint = assignment.parent
+        self.is_relay = assignment.relay
         self.heard_s = time.monotonic()
         self.broken = False
-        self.dealers = [context.socket(zmq.DEALER) for _ in range(sockets)]
-        self.monitors: list[Socket] = [each.get_monitor_socket(zmq.EVENT_DISCONNECTED) for each in self.dealers]
-        for dealer in self.dealers:
+        self.dealers: list[Socket] = []
+        self.monitors: list[Socket] = []
+        for _ in range(sockets):
+            dealer = context.socket(zmq.DEALER)
+            self.dealers.append(dealer)
+            self.monitors.append(dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED))
             connect(dealer, self.endpoint, chunk_bytes + _FRAME_OVERHEAD_BYTES, keys)
 
     @property
@@ -82,19 +87,19 @@ class ParentConnection:
         return [*self.dealers, *self.monitors]
 
     def request_chunks(self, fetch: Fetch) -> None:
-        """Request the chunks that are due. A request is dropped if nothing can be sent, because it is repeated."""
+        """Request the chunks that are due. A request that cannot be sent now is dropped and later repeated."""
         for index, patch in fetch.schedule.take_requests(time.monotonic()):
             signature = sign(fetch.manifest.key, fetch.identity, index, patch)
             request = ChunkRequest(**fetch.identity._asdict(), index=index, patch=patch, signature=signature)
             self._send(self.dealers[index % len(self.dealers)], request)
 
     def finish_version(self, identity: WeightVersion) -> None:
-        """Tell the parent that this version is fetched."""
+        """Send the parent `FetchDone`, so that it may overwrite the version."""
         for dealer in self.dealers:
             self._send(dealer, FetchDone(**identity._asdict()))
 
     def receive_answer(self, dealer: Socket) -> tuple[ChunkReply | VersionGone | ChunkPending, memoryview] | None:
-        """The next answer of one of the sockets and its payload; None if there is none. Raises PeerUnreadable."""
+        """Return the socket's next answer and its payload; None if there is none. Raises PeerUnreadable."""
         try:
             frames = dealer.recv_multipart(zmq.DONTWAIT, copy=False)
         except zmq.Again:
@@ -105,13 +110,12 @@ class ParentConnection:
         except msgspec.MsgspecError as error:
             raise PeerUnreadable(self.endpoint, error) from error
 
-    def ready(self, polled: Container[object]) -> list[Socket]:
-        """The sockets with answers among those that were polled. Notes a connection that broke."""
+    def check_monitors(self, readable: Container[object]) -> None:
+        """Set `broken` if one of the readable monitors reports a disconnect."""
         for monitor in self.monitors:
-            if monitor in polled:
+            if monitor in readable:
                 recv_monitor_message(monitor)
                 self.broken = True
-        return [dealer for dealer in self.dealers if dealer in polled]
 
     def close(self) -> None:
         """Close the sockets."""
@@ -126,7 +130,7 @@ class ParentConnection:
 
 
 class PublisherConnection:
-    """Two sockets to the publisher at `address`, polled by the receiver's loop."""
+    """SUB and DEALER sockets to the publisher at `address`."""
 
     def __init__(self, context: Context, address: PublisherAddress, keys: CurveKeys | None) -> None:
         """Connect in the background."""
@@ -146,14 +150,14 @@ class PublisherConnection:
         return [self.announcements, self.requests]
 
     def receive_announcement(self) -> None:
-        """Take the announcement that has come. Raises PeerUnreadable."""
+        """Read an announcement into `announced`. Raises PeerUnreadable."""
         try:
             self.announced = decode(self.announcements.recv(), Announcement).identity
         except WireError as error:
             raise PeerUnreadable(self.address.announce, error) from error
 
     def receive_reply(self) -> ManifestReply | None:
-        """Take the reply that has come, and return it unless it is the assignment. Raises PeerUnreadable."""
+        """Read a reply. An assignment is stored in `assignment`; a manifest is returned. Raises PeerUnreadable."""
         try:
             reply = _replies.decode(self.requests.recv())
         except msgspec.MsgspecError as error:
@@ -164,11 +168,11 @@ class PublisherConnection:
         return reply
 
     def send(self, message: ReceiverHeartbeat | ReceiverLeaving | ManifestRequest) -> None:
-        """Send the message; it is dropped if nothing can be sent, because all of these are repeated."""
+        """Send a message, or drop it if the socket cannot send now: all of these messages are repeated."""
         with suppress(zmq.Again):
             self.requests.send(encode(message), zmq.DONTWAIT)
 
     def close(self) -> None:
         """Close the sockets."""
-        for owned in self.sockets:
-            owned.close()
+        for zmq_socket in self.sockets:
+            zmq_socket.close()

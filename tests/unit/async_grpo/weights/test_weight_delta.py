@@ -92,9 +92,9 @@ def test_the_format_is_what_its_description_says() -> None:
 
 
 def test_chunks_of_two_lengths_or_items_of_three_bytes_are_refused() -> None:
-    with pytest.raises(WeightsError, match="4 and 5 bytes"):
+    with pytest.raises(WeightsError, match="4 to 5 bytes"):
         make_patch(memoryview(bytes(4)), memoryview(bytes(5)), 1)
-    with pytest.raises(WeightsError, match="items of 3"):
+    with pytest.raises(WeightsError, match="items of 3 bytes"):
         make_patch(memoryview(bytes(6)), memoryview(bytes(6)), 3)
 
 

@@ -77,7 +77,7 @@ def test_a_half_written_slot_is_not_readable(path: Path) -> None:
     store.begin_write()
     store.commit_write(WeightVersion(0, 2))
     assert store.newest_version == (0, 2)
-    with pytest.raises(WeightsError, match=r"no slot .* was begun"):
+    with pytest.raises(WeightsError, match=r"no slot .* is being written"):
         store.commit_write(WeightVersion(0, 3))
 
 
@@ -170,7 +170,7 @@ def test_a_store_whose_writer_died_amid_a_version_is_taken_over(path: Path) -> N
 def test_a_process_that_stops_with_the_lock_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, other = WeightStore.create(path, LAYOUT), WeightStore.open(path)
     monkeypatch.setattr(store_module, "LOCK_TIMEOUT_S", 0.05)
-    with other._header(fcntl.LOCK_SH), pytest.raises(WaitTimeout, match=r"the lock of .*test\.weights"):
+    with other._lock_header(fcntl.LOCK_SH), pytest.raises(WaitTimeout, match=r"the lock of .*test\.weights"):
         store.begin_write()
     store.begin_write()
 
