@@ -267,7 +267,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_next_version_arrives(
 async def test_a_wait_without_news_says_whom_it_waited_for(plane: Plane) -> None:
     plane.board.address = None
     async with plane.receiving() as receiver:
-        with pytest.raises(WaitTimeout, match="a trainer that has not announced itself"):
+        with pytest.raises(WaitTimeout, match="no trainer has set its address"):
             await receiver.wait_for_newer_version(NEVER, 0.3)
         plane.board.address = plane.sender.address
         version, _ = plane.publish()

@@ -1,7 +1,7 @@
-"""Weights through a folder that all machines mount, or through a bucket of an object store: one layout for both.
+"""Transports over a folder that all machines mount, or over an object-store bucket, with one layout for both.
 
-objects   the folder or the bucket: read, write, list, remove
-chain     what lies in it: versions as differences to the one before, with a dense one from time to time
-sender    the trainer's end: encodes and writes versions, removes old ones
-receiver  the receiver process of a machine: reads versions into the store that engines map
+objects   access to the folder or bucket: read, write, list, remove
+chain     the layout: versions as changes to the previous one, with a dense version from time to time
+sender    trainer side: encodes and writes versions, removes old ones
+receiver  receiver process of a machine: reads versions into the store that engines map
 """

@@ -1,16 +1,18 @@
-"""What lies in the folder of a run, and how a chunk of a version is made of it.
+"""Layout of a run's folder, and how to build a chunk from it.
 
-    NAME/epoch-000002/head                 the newest version, and a number that rises while the trainer lives
-                      000000017.version    VersionRecord: manifest, and what the two next objects hold
-                      000000017.changes    every chunk that differs from version 16: a patch, or the whole chunk
-                      000000017.dense      the whole block; only of some versions
-                      wanted/RECEIVER      this receiver has lost a link of the chain: write a dense version
+    NAME/epoch-000002/head                 newest version, and a counter that rises while the trainer is alive
+                      000000017.version    VersionRecord: manifest, and an index of the next two objects
+                      000000017.changes    every chunk that differs from version 16: a patch, or the dense chunk
+                      000000017.dense      the whole block; only for some versions
+                      wanted/RECEIVER      a receiver cannot follow the chain: write a dense version
 
     dense 10 <-- changes 11 <-- changes 12 <-- ... <-- changes 17
 
-Everything that a record names is written before it, and the head last. So whoever finds a version finds all of it,
-unless it was removed or damaged meanwhile. A chunk is the patches from the newest version back to one that the
-receiver holds, or else back to the first whole chunk; its hash in the newest manifest proves the result.
+All objects that a record refers to are written before it, and the head last. So a reader that finds a version finds all
+of its objects, unless they were removed or damaged since.
+
+To build a chunk, start with the receiver's version (or with the newest dense copy of the chunk) and apply all patches
+since. The hash in the newest manifest verifies the result.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from async_grpo.wire.records import Record
 
 OBJECT_KINDS = ("version", "changes", "dense")
 _DIGEST_BYTES = 16
-_CHUNKS_IN_A_WINDOW = 4
+_CHUNKS_PER_WINDOW = 4
+"""Size of a read, in chunks. Patches are small, so one read serves many of them."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Head(Record, frozen=True, kw_only=True, tag="folder_head"):
-    """The newest version of an epoch; None before the first. `beat` differs each time that it is written."""
+    """The newest version of an epoch; None before the first. `beat` rises each time that it is written."""
 
     epoch: int
     version: int | None = None
@@ -47,12 +50,12 @@ class Head(Record, frozen=True, kw_only=True, tag="folder_head"):
 
     @property
     def identity(self) -> WeightVersion | None:
-        """(epoch, version) if there is a version."""
+        """(epoch, version); None before the first version."""
         return None if self.version is None else WeightVersion(self.epoch, self.version)
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk in the object of changes: its bytes [start, stop), and whether they are a patch."""
+    """Bytes [start, stop) of a `.changes` object: one chunk, as a patch or dense."""
 
     start: int
     stop: int
@@ -64,15 +67,15 @@ class VersionRecord(Record, frozen=True, kw_only=True, tag="folder_version"):
 
     manifest: WeightManifest
     before: int | None
-    """The version that `changes` builds on; None: there are no changes, only a dense object."""
+    """The version that `changes` applies to. None: there is only a dense object."""
     changes: dict[int, Entry]
-    """By number of the chunk; a chunk that is missing is that of `before`."""
+    """Entries by chunk number. Other chunks are the same as in `before`."""
     dense: bool
-    """Whether there is a dense object."""
+    """True if there is a dense object."""
 
 
 def epoch_folder(run: str, epoch: int) -> str:
-    """The folder of one epoch."""
+    """Folder of one epoch."""
     return f"{run}/epoch-{epoch:06d}"
 
 
@@ -82,20 +85,20 @@ def object_name(folder: str, version: int, kind: str) -> str:
 
 
 def encode_with_digest(record: Record) -> bytes:
-    """The record with its digest (xxh3_128), which tells a damaged one."""
+    """Encode a record with its digest (xxh3_128), so that damage is detected."""
     packed = encode(record)
     return xxhash.xxh3_128_digest(packed) + packed
 
 
 def decode_with_digest(sealed: bytes, kind: type[R], name: str) -> R:
-    """The inverse of `encode_with_digest`. Raises WeightsCorrupt."""
+    """Decode the result of `encode_with_digest`. Raises WeightsCorrupt if it is damaged or of another release."""
     packed = sealed[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(packed) != sealed[:_DIGEST_BYTES]:
-        raise WeightsCorrupt(f"{name} failed its hash: it is damaged or cut short ({len(sealed)} bytes).")
+        raise WeightsCorrupt(f"{name} failed its hash: it is damaged or truncated ({len(sealed)} bytes).")
     try:
         return decode(packed, kind)
     except WireError as error:
-        raise WeightsCorrupt(f"{name} is of another release: {error}") from error
+        raise WeightsCorrupt(f"{name} was written by another release: {error}") from error
 
 
 class Chain:

@@ -1,21 +1,21 @@
-"""The Unix socket between the receiver process of a machine and the rollout servers on it: records, server side, start.
+"""The Unix socket between the receiver process and its machine's rollout servers: records, process side, start.
 
     rollout server --ServerHello, FollowPublisher, Hold, Release-->  receiver process
                    <--ReceiverState, Held, Failed-----------------
 
-Each message is a length-prefixed frame with one MessagePack record. The connection ends when either process ends,
-however that happens, so its end tells the other side.
+Each message is a length-prefixed frame with one MessagePack record. The connection closes when either process ends,
+even if it is killed, so both sides detect it.
 
-Files of the receiver, beside each other (`ReceiverPaths`):
+Files of a receiver (`ReceiverPaths`):
 
-    NAME.weights   the store       NAME.sock   the Unix socket       NAME.lock   held while the process lives
+    NAME.weights   the store       NAME.sock   the Unix socket       NAME.lock   locked while the process runs
 
-The server that gets the lock starts the process and passes the locked file on to it. The lock belongs to the open file,
-so it is held from before the process exists until it ends, however it ends. So there is never a second receiver, even
+The server that gets the lock starts the process and passes the locked file to it. The lock belongs to the open file, so
+it is held from before the process exists until it ends, even if it is killed. So there is never a second receiver, even
 if two servers try to start one at the same time.
 
-A receiver removes all three files when it ends. One that was killed leaves them: the next receiver takes the store
-over, and a server that leaves while none runs removes them (`remove_abandoned_files`).
+A receiver removes all three files when it ends. If it is killed, they remain: the next receiver adopts the store, or
+the last server removes the files (`remove_abandoned_files`).
 """
 
 from __future__ import annotations
@@ -45,37 +45,39 @@ from async_grpo.wire.records import Record
 
 MAX_FRAME_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
-_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
-"""Makes glibc keep the memory of received chunks. Otherwise it goes back to the kernel, and clearing its pages again
-takes a quarter of the time of a transfer."""
+_MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
+"""Make glibc reuse the memory of received chunks. Otherwise it is returned to the kernel, and zeroing new pages takes a
+quarter of the transfer time."""
 
 
 class ServerHello(Record, frozen=True, kw_only=True, tag="hello"):
-    """A server connects. `has` is the version that it last took from the store; if there is one, the store is kept."""
+    """A server has connected."""
 
     name: str
     has: tuple[int, int] | None = None
+    """Version that it last loaded from the store. If there is one, a new receiver adopts the store."""
     holding: tuple[int, int] | None = None
+    """Version that its engine is loading now."""
 
 
 class FollowPublisher(Record, frozen=True, kw_only=True, tag="follow"):
-    """The publisher that the run board names. The receiver ignores one of an older epoch than it knows."""
+    """The publisher's address from the run board. The receiver ignores addresses of older epochs."""
 
     address: PublisherAddress
 
 
 class Hold(Record, frozen=True, kw_only=True, tag="hold"):
-    """Do not overwrite the newest version until `Release`: an engine loads it."""
+    """Do not overwrite the newest version until `Release`, because an engine loads it."""
 
     number: int
 
 
 class Release(Record, frozen=True, kw_only=True, tag="release"):
-    """The engine has loaded the held version, or has given up."""
+    """The engine has loaded the version, or failed."""
 
 
 class ReceiverState(Record, frozen=True, kw_only=True, tag="state"):
-    """Sent at every new version and every heartbeat. `publisher` is "" while none is known."""
+    """Sent after every new version and every heartbeat. `publisher` is empty until an address is known."""
 
     newest: tuple[int, int] | None = None
     publisher: str = ""
@@ -87,14 +89,14 @@ class ReceiverState(Record, frozen=True, kw_only=True, tag="state"):
 
 
 class Held(Record, frozen=True, kw_only=True, tag="held"):
-    """Answers the `Hold` of that number: the version that will not be overwritten, None if there is none yet."""
+    """Answer to the `Hold` with this number. `identity` is the protected version; None if there is none."""
 
     number: int
     identity: tuple[int, int] | None = None
 
 
 class Failed(Record, frozen=True, kw_only=True, tag="failed"):
-    """Why the receiver ends. The server raises WeightsCorrupt if `corrupt`, else WeightsError."""
+    """The error that ends the receiver. The server raises WeightsCorrupt if `corrupt`, else WeightsError."""
 
     message: str
     corrupt: bool = False
@@ -107,7 +109,7 @@ _messages = msgspec.msgpack.Decoder(ToReceiver)
 
 
 def pack_message(message: Record) -> bytes:
-    """The message as a frame. Raises ValueError above MAX_FRAME_BYTES."""
+    """Encode a message as a frame. Raises ValueError above MAX_FRAME_BYTES."""
     return pack_frame(encode(message), MAX_FRAME_BYTES)
 
 
@@ -119,22 +121,25 @@ class _Server:
     name: str = "?"
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
-    held: WeightVersion | None = None
-    held_s: float = 0.0
-    taken: WeightVersion | None = None
+    holding: WeightVersion | None = None
+    """The version that its engine loads now."""
+    holding_since_s: float = 0.0
+    last_loaded: WeightVersion | None = None
 
 
 class LocalClients:
-    """The connected rollout servers. Never blocks. A `Hold` holds the version `newest`."""
+    """The connected rollout servers, and what they hold. Never blocks."""
 
-    def __init__(self, path: Path, longest_hold_s: float) -> None:
-        """Bind the socket, replacing that of a dead receiver; the caller holds the receiver's lock."""
+    def __init__(self, path: Path, max_hold_s: float) -> None:
+        """Bind the socket, replacing that of a dead receiver. The caller must have the receiver's lock."""
         self.newest: WeightVersion | None = None
+        """The version that a `Hold` protects. Set by `StoreSlots`."""
         self.address: PublisherAddress | None = None
         self.store_in_use = False
+        """True if a server has loaded weights from a store that was here before this process."""
         self.had_servers = False
         self.path = path
-        self._longest_hold_s = longest_hold_s
+        self._max_hold_s = max_hold_s
         self._servers: dict[int, _Server] = {}
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
@@ -152,24 +157,26 @@ class LocalClients:
         return [self._listener.fileno(), *self._servers]
 
     def handle_readable(self, descriptor: int) -> None:
-        """Handle a readable descriptor: a new server, a message, or the end of a connection."""
+        """Handle a readable descriptor: a new connection, a message, or a closed connection."""
         if descriptor == self._listener.fileno():
             self._accept()
         elif descriptor in self._servers:
             self._read(self._servers[descriptor])
 
     def is_held(self, identity: WeightVersion | None) -> bool:
-        """Whether an engine is loading this version, and has not taken longer than `longest_hold_s`."""
-        oldest = time.monotonic() - self._longest_hold_s
-        return any(server.held == identity and server.held_s > oldest for server in self._servers.values())
+        """True if an engine has been loading this version for less than `max_hold_s`."""
+        oldest_s = time.monotonic() - self._max_hold_s
+        return any(
+            server.holding == identity and server.holding_since_s > oldest_s for server in self._servers.values()
+        )
 
     @property
     def has_outdated_server(self) -> bool:
-        """Whether a server has not yet taken the newest version."""
-        return any(server.taken != self.newest for server in self._servers.values())
+        """True if a server has not loaded the newest version yet."""
+        return any(server.last_loaded != self.newest for server in self._servers.values())
 
     def broadcast(self, message: ReceiverState | Failed) -> None:
-        """Send to all servers. One that has not read its last state is left out: states replace each other."""
+        """Send to all servers. Skips servers that have not read their last state: a later one replaces it."""
         for server in list(self._servers.values()):
             if not server.outgoing or isinstance(message, Failed):
                 self._send(server, message)
@@ -177,8 +184,8 @@ class LocalClients:
                 self._flush(server)
 
     def close(self) -> None:
-        """Close all connections. The path goes first, so that no server connects to a receiver that ends."""
-        self.path.unlink(missing_ok=True)
+        """Close all connections."""
+        self.path.unlink(missing_ok=True)  # first, so that no server connects to a receiver that is ending
         for server in list(self._servers.values()):
             server.connection.close()
         self._listener.close()
@@ -202,8 +209,8 @@ class LocalClients:
             return
         server.incoming += received
         try:
-            # An answer to a server that was killed drops it. Its later messages in the buffer must not be answered:
-            # sending on the closed socket would end this process, and with it the weights of all other servers.
+            # If a server was killed, answering one of its messages drops it. Later messages in its buffer must not be
+            # answered: sending on the closed socket would end this process and stop updates for all other servers.
             while self._is_connected(server):
                 payload = take_frame(server.incoming, MAX_FRAME_BYTES)
                 if payload is None:
@@ -216,21 +223,24 @@ class LocalClients:
         match message:
             case ServerHello():
                 server.name = message.name
-                server.taken = WeightVersion(*message.has) if message.has else None
+                server.last_loaded = WeightVersion(*message.has) if message.has else None
                 self.store_in_use |= message.has is not None
-                self._hold(server, WeightVersion(*message.holding) if message.holding else None)
+                self._set_hold(server, WeightVersion(*message.holding) if message.holding else None)
             case FollowPublisher(address=address):
+                # Servers poll the run board at different times. One that is behind must not lead us back.
                 if self.address is None or address.epoch >= self.address.epoch:
                     self.address = address
             case Hold(number=number):
-                self._hold(server, self.newest)
+                self._set_hold(server, self.newest)
                 self._send(server, Held(number=number, identity=self.newest))
             case Release():
-                self._hold(server, None)
+                self._set_hold(server, None)
 
-    def _hold(self, server: _Server, identity: WeightVersion | None) -> None:
-        server.held, server.held_s = identity, time.monotonic()
-        server.taken = identity or server.taken
+    def _set_hold(self, server: _Server, identity: WeightVersion | None) -> None:
+        server.holding = identity
+        server.holding_since_s = time.monotonic()
+        if identity is not None:
+            server.last_loaded = identity
 
     def _send(self, server: _Server, message: Record) -> None:
         server.outgoing += pack_message(message)
@@ -246,7 +256,7 @@ class LocalClients:
             return
         del server.outgoing[:sent]
         if len(server.outgoing) > MAX_FRAME_BYTES:
-            self._drop(server)  # it has not read for a long time; it reconnects when it reads again
+            self._drop(server)  # it has not read for a long time, and reconnects when it reads again
 
     def _is_connected(self, server: _Server) -> bool:
         return self._servers.get(server.connection.fileno()) is server
@@ -258,7 +268,7 @@ class LocalClients:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverPaths:
-    """`store` is the path of the weight store; everything else lies beside it."""
+    """Paths of a receiver's files, derived from the path of its store."""
 
     store: Path
 
@@ -273,47 +283,48 @@ class ReceiverPaths:
         return self.store.with_suffix(".lock")
 
     def remove_lock(self) -> None:
-        """Remove the lock file, which this process has locked, and then the run's folder if nothing else is in it."""
+        """Remove the lock file, which this process has locked, and the run's folder if it is empty then."""
         self.lock.unlink(missing_ok=True)
         remove_empty_run_folder(self.store.parent)
 
 
 def start_receiver(paths: ReceiverPaths, config: WeightsConfig) -> subprocess.Popen[bytes] | None:
-    """Start the receiver process; None if one is running already. Raises ConfigError as `make_private_folder`.
+    """Start the receiver process. None if one is running. Raises ConfigError if the folder is not private.
 
-    It has a session of its own and carries the mark of the run, not that of the role that started it, because it must
-    outlive this server while others use it. It ends by itself when no server is left.
+    The process has a separate session and the run's mark instead of the role's mark, because it must outlive this
+    server while others use it. It ends by itself after its last server.
     """
     make_private_folder(paths.store.parent)
     try:
         lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:  # a receiver that ended has just removed the folder; the caller tries again
+    except FileNotFoundError:  # a receiver that ended has just removed the folder; the caller retries
         return None
     try:
-        if not _try_lock_at(paths.lock, lock):
+        if not _lock_file(paths.lock, lock):
             return None
-        marked = {MARK_VARIABLE: run_mark(os.environ.get(MARK_VARIABLE, ""))}
+        mark = {MARK_VARIABLE: run_mark(os.environ.get(MARK_VARIABLE, ""))}
         transport = "zmq" if config.location is None else "folder"
         program = [sys.executable, "-m", f"async_grpo.weights.{transport}.receiver"]
         return subprocess.Popen(
             [*program, str(paths.store), config.model_dump_json()],
             stdin=subprocess.DEVNULL,
-            env=_KEPT_MEMORY | os.environ | marked,
+            env=_MALLOC_SETTINGS | os.environ | mark,
             pass_fds=[lock],
             start_new_session=True,
         )
     finally:
-        os.close(lock)
+        os.close(lock)  # the process has inherited the open file, and with it the lock
 
 
 def remove_abandoned_files(paths: ReceiverPaths) -> bool:
-    """Remove the files that a killed receiver left, unless another receiver runs; returns True if they are removed."""
+    """Remove the files of a killed receiver, unless another receiver runs. Returns True if they were removed."""
     try:
         lock = os.open(paths.lock, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:  # the receiver has ended in order
+    except FileNotFoundError:  # the receiver was not killed and has removed its files
         return False
     try:
-        if not _try_lock_at(paths.lock, lock):
+        # Remove under the lock: otherwise a server could start a receiver now, and we would remove its files.
+        if not _lock_file(paths.lock, lock):
             return False
         paths.store.unlink(missing_ok=True)
         paths.socket.unlink(missing_ok=True)
@@ -324,15 +335,16 @@ def remove_abandoned_files(paths: ReceiverPaths) -> bool:
 
 
 def is_abandoned(paths: ReceiverPaths) -> bool:
-    """True if there are files of a receiver, but no receiver runs."""
+    """True if a receiver's files exist but no receiver runs."""
     return paths.lock.exists() and not is_locked(paths.lock)
 
 
-def _try_lock_at(path: Path, lock: int) -> bool:
-    """Lock the open file; False if another process holds it. Also False if `path` is not that file any more: a receiver
-    that ended removed it in between, and a second one could lock the new file."""
+def _lock_file(path: Path, lock: int) -> bool:
+    """Lock the open file. False if another process has the lock, or if `path` is no longer this file."""
     if not try_lock(lock):
         return False
+    # A receiver that ended may have removed the file after we opened it. Another server could then create and lock a
+    # new file at the same path, and two receivers would run.
     try:
         return os.path.samestat(os.fstat(lock), path.stat())
     except FileNotFoundError:

@@ -1,20 +1,20 @@
-"""The receiver process of a machine, which fetches for all rollout servers of a run on it: base of every transport's.
+"""The receiver process of a machine: fetches weights for all rollout servers of a run on it. Base of both transports.
 
-    no trainer --FollowPublisher--> idle --a newer version, a free slot--> requesting --manifest--> fetching
-                                     ^                                         |                       |
-                                     +----------- nothing came, or not news ---+                       |
-                                     +----------- every chunk verified, or given up -------------------+
+    no trainer --FollowPublisher--> idle --newer version, free slot--> requesting --manifest--> fetching
+                                     ^                                     |                       |
+                                     +---------- timeout, or not newer ----+                       |
+                                     +---------- every chunk verified, or fetch abandoned ---------+
 
-    no trainer   _connect(address)            a server has found where the trainer publishes
-    idle         _request_manifest(newest)    a slot is free: no engine loads from it, no other receiver fetches from it
-    requesting   _begin_fetch(manifest)       the manifest has come
-    fetching     _fetch_chunks(fetch), then   request chunks; every chunk that comes goes to fetch.accept
-                 _commit(fetch)               all are there: servers may load the version
-                 or _interrupt(reason)        begin again with the newest version
+    no trainer   _connect(address)            a server has sent the publisher's address
+    idle         _request_manifest(newest)    a slot is free: no engine loads from it, no receiver fetches from it
+    requesting   _begin_fetch(manifest)       the manifest has arrived
+    fetching     _fetch_chunks(fetch), then   request chunks; each arrived chunk goes to fetch.accept_chunk
+                 _commit(fetch)               all chunks are here: servers may load the version
+                 or _interrupt(reason)        start again with the newest version
 
-A newer trainer, whose address a server sends, leads from every state to idle. A newer version does not end a fetch: it
-is fetched next. So a receiver that is slower than the trainer skips versions, but completes every fetch that it begins.
-With one slot, a fetch begins when every server has taken what is in it.
+The address of a newer trainer leads from every state to idle. A newer version does not end a running fetch; it is
+fetched next. So a receiver that is slower than the trainer skips versions, but completes every fetch that it starts.
+With one slot, a fetch starts when every server has loaded the version in it.
 
 One thread owns everything and never blocks outside `_wait`. The process ends when no server is connected any more.
 """
@@ -43,6 +43,7 @@ from async_grpo.weights.node.stats import ReceiverStats
 from async_grpo.wire.board import PublisherAddress
 
 FIRST_SERVER_S = 5.0
+"""Seconds that a new process waits for its first server before it ends."""
 
 log = structlog.get_logger()
 
@@ -51,7 +52,7 @@ class ReceiverProcess(ABC):
     """The receiver's loop. `run` returns when no rollout server is connected any more."""
 
     def __init__(self, paths: ReceiverPaths, config: WeightsConfig, offered: OfferedVersions) -> None:
-        """`offered`: the versions of the store that other receivers may fetch."""
+        """Bind the Unix socket. `offered` contains the versions that other receivers may fetch."""
         self._paths = paths
         self._config = config
         self._stats = ReceiverStats()
@@ -60,13 +61,15 @@ class ReceiverProcess(ABC):
         self._node = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
         self._address: PublisherAddress | None = None
         self._heard_s = 0.0
-        """When the publisher was last heard, or was first known."""
+        """Time of the publisher's last message, or of learning its address."""
         self._fetch: Fetch | None = None
-        self._next_request_s = self._next_heartbeat_s = 0.0
+        self._next_request_s = 0.0
+        """Time before which no manifest is requested again."""
+        self._next_heartbeat_s = 0.0
         self._started_s = time.monotonic()
 
     def run(self) -> None:
-        """Receive until every server has left. Sends an error that ends it to the servers, and raises it."""
+        """Receive until every server has disconnected. Sends a fatal error to the servers and raises it."""
         try:
             while not self._is_unused():
                 self._follow_publisher()
@@ -80,15 +83,16 @@ class ReceiverProcess(ABC):
             self._servers.close()
             self._slots.close()
             self._close()
-            self._paths.remove_lock()  # last: from now on another receiver may start
+            # Remove the lock last. If another receiver started before the store is removed, we would remove its store.
+            self._paths.remove_lock()
 
     @abstractmethod
     def _connect(self, address: PublisherAddress) -> None:
-        """Turn to the publisher of the newest epoch; forget that of the epoch before."""
+        """Connect to the publisher of the newest epoch, and disconnect from the previous one."""
 
     @abstractmethod
     def _send_heartbeat(self) -> None:
-        """Do what is due every heartbeat."""
+        """Send or check what is due every heartbeat."""
 
     @abstractmethod
     def _newest_announced(self) -> WeightVersion | None:
@@ -96,53 +100,60 @@ class ReceiverProcess(ABC):
 
     @abstractmethod
     def _request_manifest(self, newest: WeightVersion) -> None:
-        """Ask for the manifest, which goes to `_begin_fetch`. Sets `_next_request_s`."""
+        """Request the manifest of the newest version. Sets `_next_request_s`; the answer goes to `_begin_fetch`."""
 
     @abstractmethod
     def _fetch_chunks(self, fetch: Fetch, copied: list[int]) -> None:
-        """Request the chunks that are due. `copied` were just copied from the version before.
+        """Request the chunks that are due. Chunks `copied` have just been copied from the previous version.
 
         Raises FetchInterrupted if the version cannot be completed.
         """
 
     @abstractmethod
     def _wait(self) -> None:
-        """Wait for news, a server or the next heartbeat, `_wait_s` at most, and handle what came."""
+        """Wait for a message or the next heartbeat, at most `_wait_s`, and handle what has arrived."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Leave the publisher."""
+        """Disconnect from the publisher and free the transport's resources."""
 
     def _begin_fetch(self, manifest: WeightManifest, connections: int = 1) -> bool:
-        """Fetch this version over that number of connections. False if it is here, or if its slot is in use now."""
+        """Start to fetch a version. False if it is already here, or if the next slot is in use.
+
+        Raises WeightsCorrupt if the manifest is invalid or of another model, WeightsError if there is no room.
+        """
         manifest.validate()
         self._slots.open_store(manifest)
-        self._heard_s = time.monotonic()  # making a store takes seconds, and nothing was read meanwhile
-        if not self._slots.is_newer(manifest.identity):  # the store of an earlier receiver has this version
+        # Creating a store takes seconds in which no message was read. The publisher was not silent because of that.
+        self._heard_s = time.monotonic()
+
+        if not self._slots.is_newer(manifest.identity):  # it was in the store that we have just adopted
             self._send_state()
             return False
-        if self._slots.is_next_slot_in_use():
+        if self._slots.is_next_slot_in_use():  # an engine has started to load while the manifest was on its way
             self._next_request_s = 0.0
             return False
         self._fetch = self._slots.begin_fetch(manifest, connections)
         return True
 
     def _commit(self, fetch: Fetch) -> None:
-        before, took_s = self._slots.last_complete, time.monotonic() - fetch.started_s
+        before = self._slots.last_complete
+        transfer_s = time.monotonic() - fetch.started_s
         self._slots.commit_fetch(fetch)
         self._fetch = None
         self._next_request_s = 0.0
-        stats, (epoch, version) = self._stats, fetch.identity
+
+        stats = self._stats
         stats.versions += 1
         stats.dense_bytes += fetch.manifest.layout.total_bytes
-        stats.last_transfer_s = took_s
-        if before is not None and before.epoch == epoch:
-            stats.skipped += version - before.version - 1
+        stats.last_transfer_s = transfer_s
+        if before is not None and before.epoch == fetch.identity.epoch:
+            stats.skipped += fetch.identity.version - before.version - 1
         self._send_state()
 
     def _interrupt(self, reason: str) -> None:
-        """Give the fetch up, and begin again with the newest version."""
-        log.warning("a version was given up; beginning again with the newest", reason=reason)
+        """Abandon the fetch and start again with the newest version."""
+        log.warning("fetch abandoned; starting again with the newest version", reason=reason)
         self._drop_fetch()
 
     def _drop_fetch(self) -> None:
@@ -153,16 +164,23 @@ class ReceiverProcess(ABC):
         self._next_request_s = 0.0
 
     def _describe_publisher(self, address: PublisherAddress) -> str:
+        """Name of the publisher for error messages."""
         return address.announce
 
     def _send_state(self) -> None:
+        """Send the state to all servers."""
         state = ReceiverState(newest=self._slots.newest, servers=len(self._servers), stats=self._stats)
-        if (address := self._address) is not None:
-            publisher, silent_s = self._describe_publisher(address), time.monotonic() - self._heard_s
-            state = replace(state, publisher=publisher, epoch=address.epoch, silent_s=silent_s)
+        if self._address is not None:
+            state = replace(
+                state,
+                publisher=self._describe_publisher(self._address),
+                epoch=self._address.epoch,
+                silent_s=time.monotonic() - self._heard_s,
+            )
         self._servers.broadcast(state)
 
     def _wait_s(self) -> float:
+        """Maximum seconds to wait for messages: none while there are chunks to copy."""
         if self._fetch is not None and self._fetch.has_chunks_to_copy:
             return 0.0
         return max(0.001, self._next_heartbeat_s - time.monotonic())
@@ -173,12 +191,14 @@ class ReceiverProcess(ABC):
         return self._servers.had_servers or time.monotonic() - self._started_s > FIRST_SERVER_S
 
     def _follow_publisher(self) -> None:
+        """Connect to the publisher that the servers named last."""
         address = self._servers.address
         if address is None or address == self._address:
             return
         self._drop_fetch()
-        self._address, self._heard_s = address, time.monotonic()
-        self._next_heartbeat_s = 0.0
+        self._address = address
+        self._heard_s = time.monotonic()
+        self._next_heartbeat_s = 0.0  # register immediately
         self._connect(address)
 
     def _heartbeat_if_due(self) -> None:
@@ -189,21 +209,26 @@ class ReceiverProcess(ABC):
             self._send_state()
 
     def _advance(self) -> None:
-        """Do one step of the work that needs no waiting."""
+        """Request a manifest if idle, or continue the fetch. Does not wait."""
         if self._address is None:
             return
-        now, fetch = time.monotonic(), self._fetch
-        if fetch is None:
-            newest = self._newest_announced()
-            if newest is None or now < self._next_request_s:
-                return
-            if self._slots.is_newer(newest) and not self._slots.is_next_slot_in_use():
-                self._request_manifest(newest)
+        if self._fetch is None:
+            self._request_newest()
+        else:
+            self._continue_fetch(self._fetch)
+
+    def _request_newest(self) -> None:
+        newest = self._newest_announced()
+        if newest is None or time.monotonic() < self._next_request_s:
             return
+        if self._slots.is_newer(newest) and not self._slots.is_next_slot_in_use():
+            self._request_manifest(newest)
+
+    def _continue_fetch(self, fetch: Fetch) -> None:
         try:
-            if now - fetch.started_s > self._config.update_timeout_s:
+            if time.monotonic() - fetch.started_s > self._config.update_timeout_s:
                 raise FetchInterrupted(
-                    f"{fetch.identity} did not come whole in {self._config.update_timeout_s:g} s. Raise "
+                    f"{fetch.identity} did not arrive within {self._config.update_timeout_s:g} s. Raise "
                     "weights.update_timeout_s if this repeats."
                 )
             self._fetch_chunks(fetch, fetch.copy_unchanged())
@@ -214,8 +239,9 @@ class ReceiverProcess(ABC):
 
 
 def run_receiver(make: Callable[[ReceiverPaths, WeightsConfig], ReceiverProcess]) -> None:
-    """Entry point of the process; started by a rollout server (`start_receiver`), which passes on its lock."""
+    """Entry point of the process. A rollout server starts it with `start_receiver` and passes on the locked file."""
     store, config_json = sys.argv[1:]
-    for number in (signal.SIGINT, signal.SIGTERM):  # the servers handle them, and this process ends with the servers
+    # Ignore signals that the whole job gets: the servers handle them, and this process ends after its last server.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     make(ReceiverPaths(Path(store)), WeightsConfig.model_validate_json(config_json)).run()

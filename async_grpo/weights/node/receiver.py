@@ -1,12 +1,12 @@
-"""A rollout server's end: its connection to the receiver process of the machine.
+"""A rollout server's handle: its connection to the receiver process of the machine.
 
-    run board --address--> _follow --Follow-->  receiver process (one a machine, shared)
-                   _keep_connected <--State---         |
-    wait_for_newer_version, hold <------+                        +--> store --mmap--> this server's engine
+    run board --address--> _follow_publisher --FollowPublisher--> receiver process (one per machine, shared)
+                              _keep_connected <--ReceiverState--         |
+    wait_for_newer_version, hold_newest <---+                            +--> store --mmap--> this server's engine
 
-Two tasks run: `_follow` looks the publisher up every few heartbeats and passes its address on; `_keep_connected` starts
-the process if there is none and reads what it sends. `wait_for_newer_version` waits for a state with newer
-weights; `hold_newest` keeps them in the store while an engine loads them.
+Two tasks run. `_follow_publisher` looks up the publisher every few heartbeats and sends its address to the process.
+`_keep_connected` starts the process if there is none, and reads its messages. `wait_for_newer_version` waits for a
+state with newer weights. `hold_newest` keeps them from being overwritten while an engine loads them.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ HOLD_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 _CONNECT_RETRY_S = 0.05
 _SUCCESSOR_S = 0.5
-"""Seconds in which another server of this machine starts a receiver again, at most."""
+"""Seconds within which another server of this machine would have started a new receiver."""
 _messages = msgspec.msgpack.Decoder(ToServer)
 
 log = structlog.get_logger()
 
 
 class SharedWeightReceiver:
-    """The newest weights, in the weight store at `store_path`. Several of one path share a receiver process."""
+    """`WeightReceiver` of all transports. Receivers with the same `store_path` share one receiver process."""
 
     def __init__(self, resolve: Resolve, store_path: Path, config: WeightsConfig, *, name: str = "") -> None:
-        """Start to receive; needs a running event loop. `resolve` returns the address of the publisher.
+        """Start to receive. Needs a running event loop. `resolve` looks up the publisher's address.
 
-        Raises ConfigError if a secret is needed and missing.
+        Raises ConfigError if encryption is on and the secret is missing.
         """
-        keys_for(config)
+        keys_for(config)  # a missing secret is reported here, not in the process's log
         self.store_path = store_path
         self.stats = ReceiverStats()
-        """Counters of the shared process, as of its last heartbeat."""
+        """Counters of the shared process, from its last heartbeat."""
         self.restarts = 0
-        """How often the process ended and another one was found or started."""
+        """Number of times that the process ended and another one was found or started."""
         self._resolve = resolve
         self._config = config
         self._name = name
@@ -82,10 +82,11 @@ class SharedWeightReceiver:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._address: PublisherAddress | None = None
-        self._taken: WeightVersion | None = None
+        self._last_loaded: WeightVersion | None = None
         self._holding: WeightVersion | None = None
-        self._holds = 0
-        self._held: asyncio.Queue[Held] = asyncio.Queue()
+        """The version that an engine loads now."""
+        self._hold_number = 0
+        self._hold_answers: asyncio.Queue[Held] = asyncio.Queue()
         self._hold_lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._failure: BaseException | None = None
@@ -93,21 +94,21 @@ class SharedWeightReceiver:
 
     @property
     def process_id(self) -> int | None:
-        """PID of the receiver process if this server started it."""
+        """PID of the receiver process; None if another server started it."""
         return self._process.pid if self._process is not None else None
 
     @property
     def last_transfer_s(self) -> float:
-        """Seconds that the newest weights took to this machine, from their manifest until everything was received."""
+        """Transfer time of the newest weights in seconds, from the manifest to the last chunk."""
         return self.stats.last_transfer_s
 
     async def wait_for_newer_version(
         self, after: WeightVersion | tuple[int, int] | None, timeout_s: float
     ) -> WeightVersion:
-        """Wait for weights newer than `after`; they, or newer ones, lie in the store when this returns.
+        """Wait until weights newer than `after` are in the store, and return the newest version.
 
-        Raises WaitTimeout if there are none in time, PublisherLost if that is because the publisher has fallen silent,
-        and the error that ended the receiver if there was one (WeightsCorrupt, ...).
+        Raises WaitTimeout if there are none in time, PublisherLost if the publisher is silent, and the error that
+        ended the receiver, if any (WeightsCorrupt, ...).
         """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -122,12 +123,13 @@ class SharedWeightReceiver:
 
     @asynccontextmanager
     async def hold_newest(self) -> AsyncIterator[HeldWeights]:
-        """The newest weights; they stay in the store for the length of the block, at most update_timeout_s.
+        """Protect the newest weights from being overwritten inside the block, for at most update_timeout_s.
 
         Raises WaitTimeout if the receiver does not answer, or has no weights yet.
         """
         async with self._hold_lock:
-            self._taken = self._holding = await self._take_hold()
+            self._holding = await self._acquire_hold()
+            self._last_loaded = self._holding
             try:
                 yield HeldWeights.in_store(self.store_path, epoch=self._holding.epoch, version=self._holding.version)
             finally:
@@ -135,7 +137,7 @@ class SharedWeightReceiver:
                 self._send(Release())
 
     async def close(self) -> None:
-        """Leave the receiver process, which ends with its last server and removes the store. Safe to call twice."""
+        """Disconnect. The receiver process ends after its last server, and removes the store. Safe to call twice."""
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
@@ -143,11 +145,11 @@ class SharedWeightReceiver:
         if writer is not None:
             writer.close()
         if self._process is not None and self._state.servers <= 1:
-            with suppress(subprocess.TimeoutExpired):  # it ends by itself, unless another server has just come
+            with suppress(subprocess.TimeoutExpired):  # it ends by itself, unless another server has just connected
                 await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
         if is_abandoned(self._paths):
-            # The receiver was killed. Another server of this machine starts the next one, which takes the store over;
-            # if there is none, nobody else would remove it.
+            # The receiver was killed. If there is another server, it starts a new receiver, which adopts the store. If
+            # we are the last, nobody else would remove the files, so we wait a little and then do it.
             await asyncio.sleep(_SUCCESSOR_S)
             if remove_abandoned_files(self._paths):
                 log.warning("removed the weights of a receiver process that was killed", store=str(self.store_path))
@@ -160,43 +162,50 @@ class SharedWeightReceiver:
         return self._newest is not None and (after is None or self._newest > tuple(after))
 
     def _explain_timeout(self, after: tuple[int, int] | None, timeout_s: float) -> Exception:
-        wanted = f"weights newer than {WeightVersion(*after)}" if after else "the first weights"
+        awaited = f"weights newer than {WeightVersion(*after)}" if after else "the first weights"
         state = self._state
         if not state.publisher:
-            return WaitTimeout(f"{wanted} from a trainer that has not announced itself", timeout_s)
+            return WaitTimeout(f"{awaited} (no trainer has set its address on the run board yet)", timeout_s)
         if state.silent_s > HEARTBEATS_OF_SILENCE * self._config.heartbeat_s:
-            secret = "" if self._config.encrypt == "off" else ", and is the secret the same there"
+            secret = "" if self._config.encrypt == "off" else ", and does it have the same secret"
             return PublisherLost(
-                f"{wanted} do not come: the publisher of epoch {state.epoch} at {state.publisher} has been silent for "
-                f"{state.silent_s:.1f} s. Is the trainer alive{secret}?"
+                f"{awaited} did not arrive: the publisher of epoch {state.epoch} at {state.publisher} has been silent "
+                f"for {state.silent_s:.1f} s. Is the trainer alive{secret}?"
             )
-        return WaitTimeout(f"{wanted} from {state.publisher}, which is alive", timeout_s)
+        return WaitTimeout(f"{awaited} from {state.publisher}, which is alive", timeout_s)
 
-    async def _take_hold(self) -> WeightVersion:
-        """Ask until the process answers: it may be killed and another one started meanwhile, or write its only slot."""
+    async def _acquire_hold(self) -> WeightVersion:
         try:
-            return await self._ask_for_hold()
+            return await self._request_hold()
         except BaseException:
-            # The process may still answer a Hold that nobody waits for any more. Without a Release it would keep that
-            # version for update_timeout_s, and skip others.
+            # The process may still answer a Hold that nobody waits for any more. Without a Release it would protect
+            # that version for update_timeout_s, and skip others.
             self._send(Release())
             raise
 
-    async def _ask_for_hold(self) -> WeightVersion:
+    async def _request_hold(self) -> WeightVersion:
+        """Send `Hold` until the process answers with a version.
+
+        The process may be killed and replaced meanwhile, or answer None while it writes its only slot. Raises
+        WaitTimeout.
+        """
         started_s = time.monotonic()
         deadline = started_s + HOLD_TIMEOUT_S
         while (remaining := deadline - time.monotonic()) > 0:
             if self._failure is not None:
                 raise self._failure
-            self._holds += 1
-            self._send(Hold(number=self._holds))
+            self._hold_number += 1
+            self._send(Hold(number=self._hold_number))
+
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(remaining, HEARTBEATS_OF_SILENCE * self._config.heartbeat_s)):
-                    held = await self._held.get()
-                    while held.number != self._holds:  # the answer to one that was given up
-                        held = await self._held.get()
-                    if held.identity is not None:
-                        return WeightVersion(*held.identity)
+                    answer = await self._hold_answers.get()
+                    while answer.number != self._hold_number:  # an answer to an earlier Hold that timed out
+                        answer = await self._hold_answers.get()
+                    if answer.identity is not None:
+                        return WeightVersion(*answer.identity)
+
+                    # The process is alive but has no version now. Wait longer than for one that does not answer.
                     deadline = min(time.monotonic() + HOLD_TIMEOUT_S, started_s + self._config.update_timeout_s)
                     await asyncio.sleep(_CONNECT_RETRY_S)
         raise WaitTimeout("the receiver process to hold the newest weights", HOLD_TIMEOUT_S, "Is it alive")
@@ -204,7 +213,7 @@ class SharedWeightReceiver:
     async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._follow())
+                group.create_task(self._follow_publisher())
                 group.create_task(self._keep_connected())
         except* Exception as failures:
             cause = root_cause(failures)
@@ -214,7 +223,7 @@ class SharedWeightReceiver:
             self._failure = cause
             await self._notify()  # wait_for_newer_version raises it
 
-    async def _follow(self) -> None:
+    async def _follow_publisher(self) -> None:
         while True:
             address = await self._resolve()
             if address is not None and address != self._address:
@@ -226,18 +235,21 @@ class SharedWeightReceiver:
     async def _keep_connected(self) -> None:
         while True:
             reader, self._writer = await self._connect()
-            self._send(ServerHello(name=self._name, has=self._taken, holding=self._holding))
+            # A new process does not have our hold: repeat it, or the version could be overwritten while it is loaded.
+            self._send(ServerHello(name=self._name, has=self._last_loaded, holding=self._holding))
             if self._address is not None:
                 self._send(FollowPublisher(address=self._address))
             await self._listen(reader)
             self._writer.close()
             self._writer = None
             self.restarts += 1
-            log.warning("the receiver process of this machine ended; finding or starting another")
+            log.warning("the receiver process of this machine ended; connecting to another or starting one")
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the running process, or start one. Raises WeightsError, WaitTimeout if it does not start, and
-        ConfigError if another user could be listening there."""
+        """Connect to the running process, or start one.
+
+        Raises WeightsError or WaitTimeout if it does not start, ConfigError if another user could be listening there.
+        """
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             make_private_folder(self.store_path.parent)
@@ -246,10 +258,11 @@ class SharedWeightReceiver:
             if self._process is not None and self._process.poll() not in (None, 0) and self.restarts == 0:
                 raise WeightsError(
                     f"the receiver process ended with code {self._process.returncode} before it was ready; "
-                    "its messages are in this server's log."
+                    "see its messages in this server's log."
                 )
-            if (started := start_receiver(self._paths, self._config)) is not None:
-                self._process = started
+            process = start_receiver(self._paths, self._config)
+            if process is not None:  # None: another server has just started one
+                self._process = process
             await asyncio.sleep(_CONNECT_RETRY_S)
         raise WaitTimeout(f"the receiver process at {self._paths.socket}", START_TIMEOUT_S)
 
@@ -264,15 +277,16 @@ class SharedWeightReceiver:
             except (WireError, msgspec.MsgspecError) as error:
                 raise WeightsError(
                     f"the receiver process of this machine sent a message that this release cannot read ({error}). Is "
-                    "it of another release? Stop all rollout servers of the run on this machine, and start them with "
-                    "one release"
+                    "it of another release? Stop all rollout servers of the run on this machine and start them again "
+                    "with the same release"
                 ) from error
             match message:
                 case ReceiverState():
-                    self._state, self.stats = message, message.stats
+                    self._state = message
+                    self.stats = message.stats
                     await self._notify()
                 case Held():
-                    self._held.put_nowait(message)
+                    self._hold_answers.put_nowait(message)
                 case Failed(message=text, corrupt=corrupt):
                     raise WeightsCorrupt(text) if corrupt else WeightsError(text)
 
@@ -281,6 +295,6 @@ class SharedWeightReceiver:
             self._changed.notify_all()
 
     def _send(self, message: Record) -> None:
-        """Send if connected; everything that matters is sent again after a reconnect."""
+        """Send if connected. After a reconnect, `_keep_connected` sends the state again."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(pack_message(message))

@@ -41,7 +41,7 @@ def test_a_late_chunk_is_asked_for_again_and_given_up_in_the_end() -> None:
         assert schedule.put_back_late(10.0 * attempt + 5.0, heard_s=0.0) == [0]
         assert not schedule.is_requested(0)
     schedule.take_requests(100.0)
-    with pytest.raises(FetchInterrupted, match="chunk 0 was asked for 4 times"):
+    with pytest.raises(FetchInterrupted, match="chunk 0 was requested 4 times"):
         schedule.put_back_late(105.0, heard_s=0.0)
 
 

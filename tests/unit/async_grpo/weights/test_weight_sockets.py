@@ -32,7 +32,7 @@ def test_without_encryption_no_secret_is_needed(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("secret", ["", "short"])
 def test_a_missing_or_short_secret_is_refused_without_being_shown(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, secret)
-    with pytest.raises(ConfigError, match=rf"has {len(secret)} characters, at least 16 are needed") as caught:
+    with pytest.raises(ConfigError, match=rf"has {len(secret)} characters; at least 16 are needed") as caught:
         keys_for(WeightsConfig(encrypt="control"))
     assert not secret or secret not in str(caught.value)
 
