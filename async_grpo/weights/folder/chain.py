@@ -80,7 +80,7 @@ def epoch_folder(run: str, epoch: int) -> str:
 
 
 def object_name(folder: str, version: int, kind: str) -> str:
-    """The name of a version's object; `kind` is one of OBJECT_KINDS."""
+    """Name of a version's object; `kind` is one of OBJECT_KINDS."""
     return f"{folder}/{version:09d}.{kind}"
 
 
@@ -102,25 +102,28 @@ def decode_with_digest(sealed: bytes, kind: type[R], name: str) -> R:
 
 
 class Chain:
-    """The links from one version back to one that a receiver holds, or to a dense one."""
+    """The records from the newest version back to one that the receiver has, or to a dense one."""
 
     def __init__(self, objects: Objects, folder: str, links: Sequence[VersionRecord], *, reaches_base: bool) -> None:
-        """`links`: newest first; `reaches_base`: the last one builds on the version that the receiver holds. Objects
-        are read in pieces, each of which serves many patches."""
+        """`links` are sorted newest first. `reaches_base`: the last applies to the version that the receiver has."""
         self.newest = links[0]
+        self.reaches_base = reaches_base
         self._objects = objects
         self._folder = folder
         self._links = links
-        self.reaches_base = reaches_base
-        self._window_bytes = _CHUNKS_IN_A_WINDOW * self.newest.manifest.chunk_bytes
+        self._window_bytes = _CHUNKS_PER_WINDOW * self.newest.manifest.chunk_bytes
         self._windows: dict[tuple[str, int], Future[bytes]] = {}
-        self._kept = 2 * len(links) + 16
+        """Cached reads by object name and window number, oldest first."""
+        self._max_windows = 2 * len(links) + 16
         self._lock = threading.Lock()
         self.read_bytes = 0
 
     @classmethod
-    def read_links(cls, objects: Objects, folder: str, newest: WeightVersion, held: WeightVersion | None) -> Chain:
-        """Read the records. Raises FileNotFoundError if a link was removed, WeightsCorrupt if one is damaged."""
+    def read_links(cls, objects: Objects, folder: str, newest: WeightVersion, base: WeightVersion | None) -> Chain:
+        """Read the records from `newest` back to `base`, the version that the receiver has, or to a dense one.
+
+        Raises FileNotFoundError if a record was removed, WeightsCorrupt if one is damaged.
+        """
         links: list[VersionRecord] = []
         version: int | None = newest.version
         reaches_base = False
@@ -128,67 +131,71 @@ class Chain:
             name = object_name(folder, version, "version")
             link = decode_with_digest(objects.read(name), VersionRecord, name)
             if link.manifest.identity != (newest.epoch, version):
-                raise WeightsCorrupt(f"{name} failed its hash: it describes {link.manifest.identity}.")
+                raise WeightsCorrupt(f"{name} is the record of another version, {link.manifest.identity}.")
             links.append(link)
-            reaches_base = held is not None and held == (newest.epoch, link.before)
+            reaches_base = base is not None and base == (newest.epoch, link.before)
             version = None if reaches_base or link.dense else link.before
         return cls(objects, folder, links, reaches_base=reaches_base)
 
-    def read_chunk(self, index: int, place: Chunk, held: Callable[[], bytearray] | None) -> bytearray:
-        """Chunk `index`, to be checked by its hash. `held` gives it as in the version that the receiver holds; None:
-        make it of what is in the folder alone.
+    def read_chunk(self, index: int, chunk: Chunk, read_base: Callable[[], bytearray] | None) -> bytearray:
+        """Build chunk `index`. The caller checks its hash.
 
-        Raises FileNotFoundError if that does not suffice, and WeightsCorrupt for a patch that cannot be applied.
+        `read_base` returns the chunk of the version that the receiver has; None: use the folder only. Raises
+        FileNotFoundError if the folder alone does not suffice, and WeightsCorrupt for a patch that cannot be applied.
         """
         patches: list[bytes] = []
         for link in self._links:
             entry = link.changes.get(index)
             if entry is not None and not entry.patch:
-                return self._patched(bytearray(self._entry(link, entry)), patches)
-            if held is None and link.dense:
+                return _apply_patches(bytearray(self._read_entry(link, entry)), patches)
+            if read_base is None and link.dense:
                 name = object_name(self._folder, link.manifest.version, "dense")
-                return self._patched(bytearray(self._read(name, place.start, place.stop)), patches)
+                return _apply_patches(bytearray(self._read(name, chunk.start, chunk.stop)), patches)
             if entry is not None:
-                patches.append(self._entry(link, entry))
-        if held is None:
+                patches.append(self._read_entry(link, entry))
+
+        if read_base is None:
             oldest = self._links[-1].manifest.identity
             raise FileNotFoundError(f"the chain of {self.newest.manifest.identity} ends at {oldest}, without a base")
-        return self._patched(held(), patches)
+        return _apply_patches(read_base(), patches)
 
-    @staticmethod
-    def _patched(block: bytearray, patches: list[bytes]) -> bytearray:
-        for patch in reversed(patches):
-            delta.apply_patch(memoryview(block), patch)
-        return block
-
-    def _entry(self, link: VersionRecord, entry: Entry) -> bytes:
+    def _read_entry(self, link: VersionRecord, entry: Entry) -> bytes:
         return self._read(object_name(self._folder, link.manifest.version, "changes"), entry.start, entry.stop)
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
-        first, last = start // self._window_bytes, -(-stop // self._window_bytes)
-        data = b"".join(self._window(name, number) for number in range(first, last))
+        first = start // self._window_bytes
+        last = -(-stop // self._window_bytes)
+        data = b"".join(self._read_window(name, number) for number in range(first, last))
         skipped = first * self._window_bytes
         return data[start - skipped : stop - skipped]
 
-    def _window(self, name: str, number: int) -> bytes:
-        """One piece of an object; threads that want the same piece share one request."""
+    def _read_window(self, name: str, number: int) -> bytes:
+        """Read one window of an object. Threads that need the same window share one read."""
         key = (name, number)
         with self._lock:
-            known = self._windows.get(key)
-            if known is None:
-                asked: Future[bytes] = Future()
-                self._windows[key] = asked
-                while len(self._windows) > self._kept:
+            shared_read = self._windows.get(key)
+            if shared_read is None:
+                own_read: Future[bytes] = Future()
+                self._windows[key] = own_read
+                while len(self._windows) > self._max_windows:
                     del self._windows[next(iter(self._windows))]
-        if known is not None:
-            return known.result()
+        if shared_read is not None:
+            return shared_read.result()
+
         try:
             start = number * self._window_bytes
             data = self._objects.read(name, start, start + self._window_bytes)
         except BaseException as error:
-            asked.set_exception(error)
+            own_read.set_exception(error)
             raise
         with self._lock:
             self.read_bytes += len(data)
-        asked.set_result(data)
+        own_read.set_result(data)
         return data
+
+
+def _apply_patches(block: bytearray, newest_first: list[bytes]) -> bytearray:
+    """Apply patches in place, the oldest first."""
+    for patch in reversed(newest_first):
+        delta.apply_patch(memoryview(block), patch)
+    return block

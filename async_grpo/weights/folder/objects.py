@@ -1,6 +1,6 @@
-"""Where versions lie: a folder of a file system, or a bucket behind `obstore`. An object is whole or not there.
+"""Object storage for versions: a folder, or a bucket through `obstore`. Objects are written atomically.
 
-A missing object is FileNotFoundError in both; every other failure of the place is an OSError, without credentials.
+In both, a missing object raises FileNotFoundError. Every other failure raises an OSError, without credentials.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from async_grpo.utils.files import atomic_file
 
 REQUEST_RETRIES = 3
 PART_BYTES = 16 << 20
-"""Size of the parts in which a large object is uploaded."""
+"""Part size of multipart uploads."""
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 class Objects(Protocol):
-    """Named objects; names are paths with `/`. Used from several threads."""
+    """Objects by name, where names are paths with `/`. Safe to use from several threads."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of the object, fewer at its end. Raises FileNotFoundError, OSError."""
+        """Return bytes [start, stop) of the object, fewer at its end. Raises FileNotFoundError, OSError."""
         ...
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
@@ -39,7 +39,7 @@ class Objects(Protocol):
         ...
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove the objects that are there. Raises OSError."""
+        """Remove objects. Missing ones are ignored. Raises OSError."""
         ...
 
 
@@ -56,7 +56,7 @@ class FolderObjects:
             return file.read(-1 if stop is None else stop - start)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
-        """See `Objects.write`; a machine that loses its power may leave a file that fails its hash."""
+        """See `Objects.write`. A file written shortly before a power failure may be damaged and fail its hash."""
         path = self._root / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with atomic_file(path) as file:
@@ -64,27 +64,32 @@ class FolderObjects:
                 file.write(part)
 
     def list_names(self, prefix: str) -> list[str]:
-        """See `Objects.list_names`; drafts are left out."""
-        found = (path for path in (self._root / prefix).rglob("*") if not path.name.startswith("."))
-        return [path.relative_to(self._root).as_posix() for path in found if path.is_file()]
+        """See `Objects.list_names`. Leaves out temporary files of unfinished writes."""
+        names: list[str] = []
+        for path in (self._root / prefix).rglob("*"):
+            if not path.name.startswith(".") and path.is_file():
+                names.append(path.relative_to(self._root).as_posix())
+        return names
 
     def remove(self, names: Sequence[str]) -> None:
-        """See `Objects.remove`; folders that become empty go too."""
+        """See `Objects.remove`. Also removes folders that become empty."""
         for name in names:
             (self._root / name).unlink(missing_ok=True)
-        for parent in {(self._root / name).parent for name in names}:
-            with suppress(OSError):  # something else is in it
-                while parent != self._root:
-                    parent.rmdir()
-                    parent = parent.parent
+        for folder in {(self._root / name).parent for name in names}:
+            with suppress(OSError):  # not empty
+                while folder != self._root:
+                    folder.rmdir()
+                    folder = folder.parent
 
 
 class BucketObjects:
-    """Objects of an S3-compatible store (also gs:// and az://), by the package `obstore`."""
+    """Objects in an S3-compatible bucket (also gs:// and az://), through the package `obstore`."""
 
     def __init__(self, url: str, key: str) -> None:
-        """`key` of the configuration names it. Connects to nothing yet. Credentials and endpoint come from the
-        environment (AWS_...). Raises DependencyError, ConfigError."""
+        """Prepare access; connects on first use. `key` is the configuration key of `url`, for error messages.
+
+        Credentials and endpoint come from the environment (AWS_...). Raises DependencyError, ConfigError.
+        """
         try:
             import obstore
             from obstore.store import from_url
@@ -93,8 +98,9 @@ class BucketObjects:
                 f"{key} ({url}) needs the package obstore. pip install 'async-grpo[object-store]'"
             ) from error
         self._obstore: Any = obstore
-        plain_http = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
-        options: Any = {"timeout": "60s", "connect_timeout": "5s"} | ({"allow_http": True} if plain_http else {})
+        options: Any = {"timeout": "60s", "connect_timeout": "5s"}
+        if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+            options["allow_http"] = True
         retries: Any = {"max_retries": REQUEST_RETRIES, "retry_timeout": timedelta(seconds=60)}
         try:
             self._store: Any = from_url(url, client_options=options, retry_config=retries)
@@ -111,7 +117,7 @@ class BucketObjects:
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         """See `Objects.write`."""
         with _as_os_errors(name):
-            self._obstore.put(self._store, name, _joined(parts), chunk_size=PART_BYTES)
+            self._obstore.put(self._store, name, _upload_parts(parts), chunk_size=PART_BYTES)
 
     def list_names(self, prefix: str) -> list[str]:
         """See `Objects.list_names`."""
@@ -122,68 +128,73 @@ class BucketObjects:
     def remove(self, names: Sequence[str]) -> None:
         """See `Objects.remove`."""
         with _as_os_errors("objects to remove"):
-            for first in range(0, len(names), 1000):  # the most that one request may name
+            for first in range(0, len(names), 1000):  # S3's limit per request
                 with suppress(FileNotFoundError):
                     self._obstore.delete(self._store, list(names[first : first + 1000]))
 
 
 def open_objects(config: WeightsConfig) -> Objects:
-    """The place that `weights.location` names. Raises ConfigError, DependencyError."""
-    assert config.location is not None  # the configuration has been checked
+    """Open `weights.location`. Raises ConfigError, DependencyError."""
+    assert config.location is not None  # checked when the configuration was loaded
     return open_location(config.location, "weights.location")
 
 
 def open_location(location: str, key: str) -> Objects:
-    """A folder (a path, or a file:// URL) or a bucket, which `key` of the configuration names. Raises ConfigError,
-    DependencyError."""
+    """Open a folder (a path or a file:// URL) or a bucket (any other URL), the value of configuration key `key`.
+
+    Raises ConfigError, DependencyError.
+    """
     path = location.removeprefix("file://")
-    return FolderObjects(Path(path)) if path.startswith("/") else BucketObjects(location, key)
+    if path.startswith("/"):
+        return FolderObjects(Path(path))
+    return BucketObjects(location, key)
 
 
 def check_location(config: WeightsConfig, name: str) -> str:
-    """Write, read and remove a small object in the folder of the run `name`; says where. Raises ConfigError,
-    DependencyError."""
+    """Write, read and remove a small object in the folder of run `name`. Returns a sentence for the report.
+
+    Raises ConfigError, DependencyError.
+    """
     trial = f"{name}/.trial-{os.getpid()}"
     objects = open_objects(config)
     try:
         if config.transport == "shared_filesystem":
-            shutil.disk_usage(str(config.location))  # a folder that is not mounted must not be made here
+            shutil.disk_usage(str(config.location))  # raises if the folder is not mounted; writing would create it
         objects.write(trial, [b"trial"])
         if objects.read(trial) != b"trial":
-            raise OSError("another content was read than was written")
+            raise OSError("the content read differs from the content written")
         objects.remove([trial])
     except OSError as error:
-        fix = (
-            "Mount a folder there that all machines see and this user may write to"
-            if config.transport == "shared_filesystem"
-            else "Check that the bucket exists, and AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
+        fix = "Check that the bucket exists, and AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        if config.transport == "shared_filesystem":
+            fix = "Mount a folder there that all machines share and this user can write to"
         raise ConfigError(f"weights.location ({config.location}) is not usable: {error}. {fix}") from error
     return f"{config.location} can be written to, read and listed"
 
 
-def _joined(parts: Iterable[bytes | memoryview]) -> Iterator[bytes] | bytes:
-    """One piece as it is, which one request writes; several as pieces of at least PART_BYTES."""
-    held = bytearray()
-    iterator = iter(parts)
-    for part in iterator:
-        held += part
-        if len(held) >= PART_BYTES:
-            return _pieces(held, iterator)
-    return bytes(held)
+def _upload_parts(parts: Iterable[bytes | memoryview]) -> Iterator[bytes] | bytes:
+    """Join small parts: one `bytes` below PART_BYTES, which one request writes, or parts of at least PART_BYTES."""
+    buffer = bytearray()
+    remaining = iter(parts)
+    for part in remaining:
+        buffer += part
+        if len(buffer) >= PART_BYTES:
+            return _join_to_part_size(buffer, remaining)
+    return bytes(buffer)
 
 
-def _pieces(held: bytearray, rest: Iterator[bytes | memoryview]) -> Iterator[bytes]:
-    for part in rest:
-        if len(held) >= PART_BYTES:
-            yield bytes(held)
-            held.clear()
-        held += part
-    yield bytes(held)
+def _join_to_part_size(buffer: bytearray, remaining: Iterator[bytes | memoryview]) -> Iterator[bytes]:
+    for part in remaining:
+        if len(buffer) >= PART_BYTES:
+            yield bytes(buffer)
+            buffer.clear()
+        buffer += part
+    yield bytes(buffer)
 
 
 @contextmanager
 def _as_os_errors(name: str) -> Iterator[None]:
+    """Turn obstore's errors into OSErrors that name the object and contain no credentials."""
     try:
         yield
     except OSError as error:  # obstore's NotFoundError is a FileNotFoundError
@@ -193,9 +204,10 @@ def _as_os_errors(name: str) -> Iterator[None]:
 
 
 def _without_secrets(error: Exception) -> str:
-    """The first line of a store's message, which may quote the request."""
+    """Return the first line of an error, with credentials replaced: a store's message may quote the request."""
     text = str(error).partition("\n")[0][:300]
     for variable in _SECRETS:
-        if secret := os.environ.get(variable):
+        secret = os.environ.get(variable)
+        if secret:
             text = text.replace(secret, f"<{variable}>")
     return text

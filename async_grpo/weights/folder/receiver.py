@@ -1,15 +1,15 @@
-"""The receiver process of a machine that reads versions out of the folder into the store that engines map.
+"""The receiver process of a machine, folder transports: reads versions into the store that engines map.
 
-    head --every heartbeat--> news? --`Chain.read_links`--> Fetch --chunks, `credits` at a time--> back slot --> engines
-    rollout servers <--Unix socket-- LocalClients <---------------------------"version v"---------+
+    head --every heartbeat--> newer? --`Chain.read_links`--> Fetch --chunks, `credits` at a time--> slot --> engines
+    rollout servers <--Unix socket-- LocalClients <-----------------------"version v"----------------+
 
-`ReceiverProcess` has the states. Reads are jobs of a thread pool; the result of a job is dropped if the fetch or the
-trainer that it was for is no longer the current one. Failures:
+The states are in `ReceiverProcess`. Reads are jobs of a thread pool. A job's result is dropped if its fetch or its
+trainer is no longer the current one. Failures:
 
-- the chain ends without a base, or an object is missing or damaged: ask for a dense version (`wanted/`), and begin
-  again with the head; after MAX_ATTEMPTS of damage, WeightsCorrupt in every server
-- the folder cannot be reached: try again at the next look; the silence is told to the servers
-- a patch does not give the right chunk: that chunk is made of the folder alone
+- the chain ends without a base, or an object is missing or damaged: request a dense version (`wanted/`) and start again
+  with the head; after MAX_ATTEMPTS damaged objects, every server raises WeightsCorrupt
+- the folder cannot be reached: retry at the next heartbeat; servers get the time of silence
+- a patch gives a wrong chunk: build that chunk from the folder only
 """
 
 from __future__ import annotations
@@ -41,77 +41,85 @@ log = structlog.get_logger()
 
 
 class StoreVersions(dict[WeightVersion, ServedVersion]):
-    """The versions in the store; no other machine fetches them from here."""
+    """The versions in the store. This transport does not relay, so no other machine fetches them."""
 
     def offer_version(self, served: ServedVersion) -> None:
-        """Keep this version as the base of the next."""
+        """Record a version, which can be the base of the next."""
         self[served.identity] = served
 
     def withdraw_version(self, identity: WeightVersion) -> None:
-        """Forget a version that will be overwritten."""
+        """Remove a version that will be overwritten."""
         self.pop(identity, None)
 
     def get_version(self, identity: WeightVersion | None) -> ServedVersion | None:
-        """The version, if it is in the store."""
+        """Return the version if it is in the store, else None."""
         return self.get(identity) if identity is not None else None
 
     def in_use_since(self, identity: WeightVersion) -> float | None:
-        """None: nobody fetches it."""
+        """None: no receiver fetches it."""
         return None
 
 
 class FolderReceiver(ReceiverProcess):
-    """Reads the chain of versions of one epoch at a time."""
+    """Follows the chain of versions of the newest epoch."""
 
     def __init__(self, paths: ReceiverPaths, config: WeightsConfig) -> None:
-        """Bind the socket of the machine's servers. Raises ConfigError, DependencyError."""
+        """Bind the Unix socket. Raises ConfigError, DependencyError."""
         self._objects = open_objects(config)
         self._versions = StoreVersions()
         super().__init__(paths, config, self._versions)
         self._pool = ThreadPoolExecutor(config.credits + 1, "read")
-        self._done, self._waker = os.pipe()
-        os.set_blocking(self._done, False)
+        self._wake, self._waker = os.pipe()
+        os.set_blocking(self._wake, False)
         self._jobs: dict[Future[Any], Callable[[Future[Any]], None]] = {}
+        """Running reads, with the method that handles each result in this thread."""
         self._folder = ""
         self._head: Head | None = None
-        self._looking = False
+        self._is_reading_head = False
         self._chain: Chain | None = None
         """The chain that the current fetch reads."""
-        self._refused: set[int] = set()
-        """Chunks of the current fetch whose patches on the held version gave wrong bytes."""
-        self._trusts_held = True
-        self._damages = 0
+        self._without_base: set[int] = set()
+        """Chunks of the current fetch for which patching our own version gave a wrong result."""
+        self._use_base = True
+        """False after a failure: the next fetch builds all chunks from the folder only."""
+        self._damaged_count = 0
 
     def _connect(self, address: PublisherAddress) -> None:
-        self._folder, self._head, self._looking = address.announce, None, False
+        self._folder = address.announce
+        self._head = None
+        self._is_reading_head = False
 
     def _send_heartbeat(self) -> None:
-        if self._address is not None and not self._looking:
-            self._looking = True
+        # One read of the head at a time: with an unreachable folder, reads would pile up in the pool.
+        if self._address is not None and not self._is_reading_head:
+            self._is_reading_head = True
             self._submit(partial(self._objects.read, f"{self._folder}/head"), partial(self._take_head, self._address))
 
     def _take_head(self, address: PublisherAddress, job: Future[bytes]) -> None:
         if address != self._address:
             return
-        self._looking = False
+        self._is_reading_head = False
         try:
             head = decode_with_digest(job.result(), Head, "head")
         except FileNotFoundError:
             return  # not written yet, or removed at the end of the run
         except (OSError, WeightsCorrupt) as error:
-            log.warning("weights.location cannot be read; trying again", error=str(error))
+            log.warning("weights.location cannot be read; retrying", error=str(error))
             return
         if head.epoch == address.epoch and head != self._head:
-            self._head, self._heard_s = head, time.monotonic()
+            self._head = head
+            self._heard_s = time.monotonic()
 
     def _newest_announced(self) -> WeightVersion | None:
         return self._head.identity if self._head is not None else None
 
     def _request_manifest(self, newest: WeightVersion) -> None:
         self._next_request_s = math.inf  # until `_take_chain`
-        held = self._slots.newest if self._trusts_held and self._versions.get_version(self._slots.newest) else None
+        base = None
+        if self._use_base and self._versions.get_version(self._slots.newest) is not None:
+            base = self._slots.newest
         self._submit(
-            partial(Chain.read_links, self._objects, self._folder, newest, held),
+            partial(Chain.read_links, self._objects, self._folder, newest, base),
             partial(self._take_chain, self._folder),
         )
 
@@ -122,23 +130,30 @@ class FolderReceiver(ReceiverProcess):
         try:
             chain = job.result()
         except (OSError, WeightsCorrupt) as error:
-            self._lose_link(error)
+            self._fail_chain(error)
             return
-        # A chunk is made whole before the fetch takes it, so the fetch knows no base.
+        # The jobs apply the patches and pass dense chunks to the fetch, so the fetch gets a manifest without a base.
         if self._begin_fetch(replace(chain.newest.manifest, base=None)):
-            self._chain, self._refused = chain, set()
+            self._chain = chain
+            self._without_base = set()
 
     def _fetch_chunks(self, fetch: Fetch, copied: list[int]) -> None:
         for index, _ in fetch.schedule.take_requests(time.monotonic()):
             self._submit(self._chunk_reader(fetch, index), partial(self._take_chunk, fetch, index))
 
     def _chunk_reader(self, fetch: Fetch, index: int) -> Callable[[], bytearray]:
-        """A job. What it reads of the store is not overwritten before its own chunk is taken."""
-        chain, before, place = self._chain, fetch.before, fetch.served.chunks[index]
+        """Return a job that builds the chunk.
+
+        The job may read the base from the store in its thread: with one slot, the base's chunk is overwritten only by
+        this chunk, after the job.
+        """
+        chain = self._chain
         assert chain is not None
-        if before is None or not chain.reaches_base or index in self._refused:
-            return partial(chain.read_chunk, index, place, None)
-        return partial(chain.read_chunk, index, place, lambda: bytearray(place.view(before.block)))
+        before = fetch.before
+        chunk = fetch.served.chunks[index]
+        if before is None or not chain.reaches_base or index in self._without_base:
+            return partial(chain.read_chunk, index, chunk, None)
+        return partial(chain.read_chunk, index, chunk, lambda: bytearray(chunk.view(before.block)))
 
     def _take_chunk(self, fetch: Fetch, index: int, job: Future[bytearray]) -> None:
         if fetch is not self._fetch:
@@ -146,35 +161,39 @@ class FolderReceiver(ReceiverProcess):
         try:
             chunk = job.result()
         except FileNotFoundError as error:
-            self._lose_link(error)
+            self._fail_chain(error)
             return
         except WeightsCorrupt as error:
-            log.warning("a patch was refused", chunk=index, error=str(error))
-            chunk = bytearray()
+            log.warning("a patch cannot be applied", chunk=index, error=str(error))
+            chunk = bytearray()  # fails its hash below, and is built again without our base
         except OSError as error:
             self._interrupt(str(error))
             return
         try:
             if not fetch.accept_chunk(index, memoryview(chunk), patch=False):
-                self._refused.add(index)
+                self._without_base.add(index)
         except WeightsCorrupt as error:
-            self._lose_link(error)
+            self._fail_chain(error)
 
-    def _lose_link(self, error: Exception) -> None:
-        """A link of the chain is missing or damaged: ask for a dense version, and begin again. Raises WeightsCorrupt
-        for damage that stays."""
-        if isinstance(error, WeightsCorrupt):
-            self._damages += 1
-            if self._damages >= MAX_ATTEMPTS:
+    def _fail_chain(self, error: Exception) -> None:
+        """Request a dense version and start again, because a link of the chain is missing or damaged.
+
+        Raises WeightsCorrupt for the MAX_ATTEMPTS-th damage in a row.
+        """
+        is_damaged = isinstance(error, WeightsCorrupt)
+        if is_damaged:
+            self._damaged_count += 1
+            if self._damaged_count >= MAX_ATTEMPTS:
                 raise WeightsCorrupt(f"{error} Check weights.location.")
-        self._stats.count_fallback("damaged link" if isinstance(error, WeightsCorrupt) else "lost link")
-        self._trusts_held = False
-        # If the request cannot be written, it is written at the next attempt.
+        self._stats.count_fallback("damaged link" if is_damaged else "lost link")
+        self._use_base = False
+        # No result is needed: if the request cannot be written, the next failure writes it again.
         self._submit(partial(self._objects.write, f"{self._folder}/wanted/{self._node}", [b"?"]), lambda _: None)
         self._interrupt(str(error))
 
     def _interrupt(self, reason: str) -> None:
         super()._interrupt(reason)
+        # Leave the trainer time to write a dense version.
         self._next_request_s = time.monotonic() + 2 * self._config.heartbeat_s
 
     def _drop_fetch(self) -> None:
@@ -182,26 +201,30 @@ class FolderReceiver(ReceiverProcess):
         self._chain = None
 
     def _commit(self, fetch: Fetch) -> None:
-        chain, self._chain = self._chain, None
-        if chain is not None:
-            self._stats.received_bytes += chain.read_bytes
-        self._trusts_held, self._damages = True, 0
+        if self._chain is not None:
+            self._stats.received_bytes += self._chain.read_bytes
+        self._chain = None
+        self._use_base = True
+        self._damaged_count = 0
         super()._commit(fetch)
 
     def _describe_publisher(self, address: PublisherAddress) -> str:
         return f"{self._config.location}/{address.announce}"
 
-    def _submit(self, read: Callable[[], Any], take: Callable[[Future[Any]], None]) -> None:
+    def _submit(self, read: Callable[[], Any], handle_result: Callable[[Future[Any]], None]) -> None:
+        """Run `read` in the pool. `_wait` then calls `handle_result` in this thread."""
         job = self._pool.submit(read)
-        self._jobs[job] = take
+        self._jobs[job] = handle_result
         job.add_done_callback(lambda _: os.write(self._waker, b"!"))
 
     def _wait(self) -> None:
-        ready, _, _ = select.select([self._done, *self._servers.descriptors], [], [], self._wait_s())
-        if self._done in ready:
-            os.read(self._done, 4096)
-            for job in [job for job in self._jobs if job.done()]:
-                self._jobs.pop(job)(job)
+        ready, _, _ = select.select([self._wake, *self._servers.descriptors], [], [], self._wait_s())
+        if self._wake in ready:
+            os.read(self._wake, 4096)
+            finished = [job for job in self._jobs if job.done()]
+            for job in finished:
+                handle_result = self._jobs.pop(job)
+                handle_result(job)
         for descriptor in ready:
             self._servers.handle_readable(descriptor)
 
