@@ -1,4 +1,4 @@
-"""Rows, files and configurations for the tests of data; a tokenizer with a token a byte is in `tokenizers`."""
+"""Rows, files and configurations for data tests; `tokenizers` has a tokenizer with one token per byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def questions(count: int, start: int = 0) -> list[Any]:
 
 
 def written(path: Path, rows: list[Any]) -> Path:
-    """A JSON-lines file; a row that is a text stands there as it is."""
+    """Write a JSON-lines file; rows that are texts are written unchanged."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
@@ -28,14 +28,14 @@ def written(path: Path, rows: list[Any]) -> Path:
 def prepared(
     folder: Path, rows: list[Any], tokenizer: Tokenizer | None = None, **changes: Any
 ) -> tuple[DatasetManifest, Rejections]:
-    """`folder/out` from `folder/rows.jsonl`, with two held-out rows."""
+    """Prepare `folder/out` from `folder/rows.jsonl`, with two held-out rows."""
     file = written(folder / "rows.jsonl", rows)
     options = {"files": [file], "out": folder / "out", "model": folder, "held_out": 2, **changes}
     return prepare_dataset(PrepareConfig.model_validate(options), tokenizer or Bytes(), lambda done: None)
 
 
 def config_of(seed: int = 1, prompts: int = 2, longest: int = 1024, **data: Any) -> RunConfig:
-    """Data from `path` in JSON lines or a prepared folder; arithmetic without one."""
+    """Configuration with data from `path` (JSON lines or a prepared folder), else arithmetic."""
     return RunConfig.model_validate(
         {
             "name": "test",

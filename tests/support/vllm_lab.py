@@ -34,12 +34,12 @@ PROBE = "tests.support.weight_probe.WeightProbe"
 
 
 class Lab:
-    """An engine, its checkpoint folder, its weight store, and the reference model of every version."""
+    """An engine, its checkpoint folder, its weight store, and a reference model of every version."""
 
     def __init__(
         self, model_dir: Path, *, run: str, tied: bool, stop_tokens: list[int] | None = None, **vllm: Any
     ) -> None:
-        """`vllm`: fields of its configuration."""
+        """`vllm`: fields of VllmConfig."""
         self.tied = tied
         self.model_dir = model_dir
         self.models = {-1: random_model(tied, stop_tokens)}
@@ -49,37 +49,39 @@ class Lab:
         layout = make_layout([(name, "float32", array.shape) for name, array in tensors.items()])
         self.store = WeightStore.create(store_path(run, model_dir.name), layout)
         self.first: Generation
-        """The completion of FIRST_PROMPT, before any update."""
+        """Completion of FIRST_PROMPT before any update."""
         self.longest_block_s = 0.0
-        """Longest time for which the event loop was held while the engine started."""
+        """Longest time that the event loop was blocked while the engine started."""
         self._requests = 0
 
     async def watch_loop(self) -> None:
-        """Note for how long the event loop is held, until cancelled."""
+        """Measure how long the event loop is blocked, until cancelled."""
         while True:
             before_s = time.monotonic()
             await asyncio.sleep(0.05)
             self.longest_block_s = max(self.longest_block_s, time.monotonic() - before_s)
 
     async def update(
-        self, interruption: Interruption, *, moved: Collection[str] | None = None, told: Collection[str] | None = None
+        self, interruption: Interruption, *, moved: Collection[str] | None = None, noted: Collection[str] | None = None
     ) -> int:
-        """Publish a new version, as `publish`, and have the engine load it."""
-        held = self.publish(moved=moved, told=told)
+        """Publish a new version and load it into the engine. Returns the version."""
+        held = self.publish(moved=moved, noted=noted)
         await self.engine.update_weights(held, interruption=interruption)
         return held.version
 
-    def publish(self, *, moved: Collection[str] | None, told: Collection[str] | None) -> HeldWeights:
-        """Make a new version by moving the tensors `moved` (None: all), and put it into the store, with the note that
-        `told` differ from the version before (None: nothing is known)."""
+    def publish(self, *, moved: Collection[str] | None, noted: Collection[str] | None) -> HeldWeights:
+        """Put a new version into the store, in which the tensors `moved` (None: all) differ from the version before.
+
+        noted: tensors that the version's note lists as changed; None: no note.
+        """
         version = len(self.models) - 1
         self.models[version] = perturbed(self.models[version - 1], seed=version, names=moved)
         block = np.frombuffer(self.store.begin_write(), np.uint8)
         tensors = self.tensors(version)
         for spec in self.store.layout.tensors:
             block[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].reshape(-1).view(np.uint8)
-        flags = [told is not None and spec.name in told for spec in self.store.layout.tensors]
-        base = None if told is None else (0, version - 1)
+        flags = [noted is not None and spec.name in noted for spec in self.store.layout.tensors]
+        base = None if noted is None else (0, version - 1)
         self.store.commit_write(WeightVersion(0, version), VersionNotes(base=base, changed=chunks.pack_bits(flags)))
         return HeldWeights.in_store(self.store.path, epoch=0, version=version)
 
@@ -94,8 +96,10 @@ class Lab:
     def reference(
         self, prompt: Sequence[int], generation: Generation, *, temperature: float = 1.0, keep: bool = True
     ) -> npt.NDArray[np.float32]:
-        """Log-probabilities of the tokens: the model of each span goes on with the KV cache that the
-        models before it left (`keep`), or encodes everything anew."""
+        """Log-probabilities of the tokens by the reference models of their spans.
+
+        keep: each model continues with the KV cache of the models before it; else it encodes everything again.
+        """
         parts, cache = [], DynamicCache()
         sequence = [*prompt, *generation.tokens.tolist()]
         for span in generation.spans:
@@ -112,7 +116,7 @@ class Lab:
         return float(np.abs(generation.logprobs - self.reference(prompt, generation, **options)).max())
 
     def tensors(self, version: int) -> dict[str, npt.NDArray[np.float32]]:
-        """What is published of a version, by name."""
+        """Published tensors of a version, by name."""
         state = self.models[version].state_dict()
         return {name: tensor.numpy() for name, tensor in state.items() if not (self.tied and name == "lm_head.weight")}
 
@@ -121,13 +125,13 @@ class Lab:
 async def started_lab(
     model_dir: Path, *, tied: bool, stop_tokens: list[int] | None = None, **vllm: Any
 ) -> AsyncIterator[Lab]:
-    """A lab whose engine runs and tells its weights; leaves environment and shared memory as found."""
+    """A lab with a running engine whose weights can be read. Restores the environment and removes the store."""
     run, before = f"test-vllm-{os.getpid()}-{model_dir.name}", dict(os.environ)
     vllm = {"extra": {"worker_extension_cls": PROBE}, **vllm}
     lab = Lab(model_dir, run=run, tied=tied, stop_tokens=stop_tokens, **vllm)
     try:
         watching = asyncio.create_task(lab.watch_loop())
-        await asyncio.sleep(0.01)  # it looks at the clock, so that a loop that is held at once is noticed
+        await asyncio.sleep(0.01)  # let the watcher start, so that it notices a loop that is blocked immediately
         await lab.engine.start()
         await asyncio.sleep(0.1)
         watching.cancel()
@@ -141,7 +145,7 @@ async def started_lab(
 
 
 def engine_of(model_dir: Path, **vllm: Any) -> VllmEngine:
-    """Small and quick to start; `vllm`: fields of its configuration."""
+    """A small engine that starts quickly; `vllm`: fields of VllmConfig."""
     defaults = {"max_model_len": 1024, "kv_cache_bytes": 128 << 20, "multiprocessing": False}
     config = RolloutConfig(vllm=VllmConfig(**defaults | vllm))
     return VllmEngine(model_dir, config, precision="float32", seed=1, name=model_dir.name)
@@ -166,7 +170,7 @@ def random_model(tied: bool, stop_tokens: list[int] | None) -> Qwen2ForCausalLM:
 
 
 def perturbed(model: Qwen2ForCausalLM, seed: int, names: Collection[str] | None = None) -> Qwen2ForCausalLM:
-    """A policy some optimizer steps further: every tensor differs, or those named."""
+    """A policy some optimizer steps later: all tensors differ, or only `names`."""
     generator = torch.Generator().manual_seed(seed)
     moved = Qwen2ForCausalLM(model.config).eval()
     moved.load_state_dict(model.state_dict())
@@ -179,7 +183,7 @@ def perturbed(model: Qwen2ForCausalLM, seed: int, names: Collection[str] | None 
 
 @torch.no_grad()
 def log_softmax(model: Qwen2ForCausalLM, inputs: Sequence[int], cache: DynamicCache, temperature: float) -> Any:
-    """Log-probabilities [len(inputs), vocabulary] after each input; the cache grows by the inputs."""
+    """Log-probabilities [len(inputs), vocabulary] after each input; appends the inputs to the cache."""
     logits = model(torch.tensor([list(inputs)]), past_key_values=cache, use_cache=True).logits[0]
     return torch.log_softmax(logits / temperature, -1)
 

@@ -1,4 +1,4 @@
-"""Faults of an engine, as worker extensions for `rollout.vllm.extra`:
+"""Faulty engines, as worker extensions for `rollout.vllm.extra`:
 
     -o 'rollout.vllm.extra={worker_extension_cls: tests.support.wrong_engines.RawLogprobs}'
 
@@ -14,24 +14,24 @@ from rollout_server.engines.vllm.worker import WorkerExtension
 
 
 class AnyLogprobs(WorkerExtension):
-    """Its sampler reports what a test asks for."""
+    """The sampler reports log-probabilities in a mode that the test chooses."""
 
     def report(self, mode: str) -> None:
-        """`mode`: one of vLLM's `logprobs_mode`."""
+        """Set the mode, one of vLLM's `logprobs_mode`."""
         sampler = self.model_runner.sampler
         for part in (sampler, sampler.topk_topp_sampler):
             part.logprobs_mode = mode
 
 
 class RawLogprobs(AnyLogprobs):
-    """Reports log-probabilities of temperature 1, as the sampler of vllm-ascend 0.23 does by itself."""
+    """Reports log-probabilities of temperature 1, as the sampler of vllm-ascend 0.23 does by default."""
 
     def report_sampled_logprobs(self) -> None:
         self.report("raw_logprobs")
 
 
 class MovesNorm(WorkerExtension):
-    """Every update puts one parameter into other memory, as processing outside of vLLM's reload does."""
+    """Every update moves one parameter in memory, as processing outside of vLLM's reload does."""
 
     def report_sampled_logprobs(self) -> None:
         super().report_sampled_logprobs()

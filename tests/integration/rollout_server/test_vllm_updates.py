@@ -27,7 +27,7 @@ ATTENTION = "model.layers.0.self_attn"
 Weights = dict[str, npt.NDArray[np.float32]]
 
 
-async def test_every_weight_is_the_stores_after_each_of_several_updates(lab: Lab) -> None:
+async def test_every_weight_equals_the_store_after_each_update(lab: Lab) -> None:
     assert_same(await engine_weights(lab), expected_weights(lab, lab.engine.version))
     for _ in range(4):
         version = await lab.update("keep")
@@ -45,24 +45,24 @@ async def test_every_weight_is_the_stores_after_each_of_several_updates(lab: Lab
     ],
     ids=["part of a fused matrix", "part of another", "several", "embedding", "nothing"],
 )
-async def test_an_update_of_some_tensors_gives_the_same_weights_as_one_of_all(lab: Lab, moved: list[str]) -> None:
-    version = await lab.update("keep", moved=moved, told=moved)
+async def test_partial_and_full_updates_give_the_same_weights(lab: Lab, moved: list[str]) -> None:
+    version = await lab.update("keep", moved=moved, noted=moved)
     assert_same(await engine_weights(lab), expected_weights(lab, version))
     generation = await lab.generate(prompt_of(10, 1), 30)
     assert [span.version for span in generation.spans] == [version]
     assert lab.error(prompt_of(10, 1), generation) < EXACT
 
 
-async def test_updates_leave_every_tensor_where_captured_graphs_read_it(lab: Lab) -> None:
+async def test_updates_keep_tensor_addresses(lab: Lab) -> None:
     (before,) = await lab.engine._llm.collective_rpc("addresses")
     await lab.update("keep")
-    await lab.update("keep", moved=[f"{MLP}.up_proj.weight"], told=[f"{MLP}.up_proj.weight"])
+    await lab.update("keep", moved=[f"{MLP}.up_proj.weight"], noted=[f"{MLP}.up_proj.weight"])
     assert len(before) > 4
     assert await lab.engine._llm.collective_rpc("addresses") == [before]
 
 
 @pytest.mark.slow
-async def test_a_compiled_engine_computes_with_the_new_weights(tmp_path: Path) -> None:
+async def test_a_compiled_engine_uses_the_new_weights(tmp_path: Path) -> None:
     async with started_lab(tmp_path, tied=False, enforce_eager=False) as compiled:
         assert compiled.engine.note == ""
         for how in ("keep", "recompute"):
@@ -71,9 +71,9 @@ async def test_a_compiled_engine_computes_with_the_new_weights(tmp_path: Path) -
             assert compiled.error(prompt_of(10, 1), generation) < EXACT
 
 
-async def test_what_is_said_to_be_unchanged_is_not_loaded(lab: Lab) -> None:
+async def test_tensors_noted_as_unchanged_are_not_loaded(lab: Lab) -> None:
     before = await lab.update("keep")
-    after = await lab.update("keep", moved=None, told=[f"{MLP}.gate_proj.weight"])
+    after = await lab.update("keep", moved=None, noted=[f"{MLP}.gate_proj.weight"])
     old, new = expected_weights(lab, before), expected_weights(lab, after)
     mixed = {name: new[name] if name.startswith(MLP) else old[name] for name in old}
     assert_same(await engine_weights(lab), mixed)
@@ -82,17 +82,17 @@ async def test_what_is_said_to_be_unchanged_is_not_loaded(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5], ids=["a room for all", "a room for half"])
-async def test_staged_versions_are_loaded_bit_for_bit_from_where_they_were_staged(share: float, tmp_path: Path) -> None:
+async def test_staged_versions_are_loaded_exactly_from_the_buffer(share: float, tmp_path: Path) -> None:
     staging_gib = share * 1.2 * MODEL_BYTES / (1 << 30)
     async with started_lab(tmp_path, tied=False, staging_gib=staging_gib) as lab:
         running = asyncio.create_task(lab.generate(prompt_of(5, 9), 400))
         for moved in (None, [f"{MLP}.up_proj.weight"], None):
-            version = await lab.update("keep", moved=moved, told=moved)
+            version = await lab.update("keep", moved=moved, noted=moved)
             assert_same(await engine_weights(lab), expected_weights(lab, version))
             (staged,) = await lab.engine._llm.collective_rpc("staged_bytes")
             assert 0 < staged <= share * 1.2 * MODEL_BYTES
         assert len((await running).tokens) == 400
-        held = lab.publish(moved=None, told=None)
+        held = lab.publish(moved=None, noted=None)
         transfer, llm = lab.engine._transfer, lab.engine.async_llm
         await transfer.stage_weights(llm, held)
         assert_same(await engine_weights(lab), expected_weights(lab, version))  # staging alone leaves the model alone
@@ -104,12 +104,10 @@ async def test_staged_versions_are_loaded_bit_for_bit_from_where_they_were_stage
 
 
 @pytest.mark.slow
-async def test_an_updated_engine_samples_what_a_fresh_one_of_the_same_weights_samples(
-    untied_lab: Lab, tmp_path: Path
-) -> None:
+async def test_an_updated_engine_samples_like_a_fresh_one(untied_lab: Lab, tmp_path: Path) -> None:
     lab = untied_lab
     await lab.update("keep")
-    version = await lab.update("keep", moved=[f"{MLP}.up_proj.weight"], told=[f"{MLP}.up_proj.weight"])
+    version = await lab.update("keep", moved=[f"{MLP}.up_proj.weight"], noted=[f"{MLP}.up_proj.weight"])
     lab.models[version].save_pretrained(tmp_path)
     fresh = engine_of(tmp_path)
     await fresh.start()
@@ -129,7 +127,7 @@ async def test_two_workers_load_their_shards_from_one_store(tmp_path: Path) -> N
         moved = [f"{ATTENTION}.v_proj.weight", "model.embed_tokens.weight"]
         running = asyncio.create_task(lab.generate(prompt_of(5, 9), 400))
         await lab.update("keep")
-        await lab.update("recompute", moved=moved, told=moved)
+        await lab.update("recompute", moved=moved, noted=moved)
         for weights in await shards(lab):
             rows = weights["model.embed_tokens.weight"].shape[0]
             assert rows == lab.models[-1].config.vocab_size // 2
@@ -139,7 +137,7 @@ async def test_two_workers_load_their_shards_from_one_store(tmp_path: Path) -> N
         assert len((await running).tokens) == 400
 
 
-async def test_under_updates_no_request_is_lost_or_cut_and_spans_are_exact(untied_lab: Lab) -> None:
+async def test_updates_lose_or_cut_no_request_and_spans_are_exact(untied_lab: Lab) -> None:
     lab = untied_lab
     ended = asyncio.Event()
     done: list[tuple[int, Generation]] = []
@@ -167,9 +165,7 @@ async def test_under_updates_no_request_is_lost_or_cut_and_spans_are_exact(untie
         assert versions == sorted(set(versions))
 
 
-async def test_a_front_end_that_lags_behind_labels_every_token_right(
-    untied_lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lagging_front_end_labels_tokens_correctly(untied_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = untied_lab
     disputed = lab.engine.disputed_spans
     with front_end_lagging_in_pauses(lab.engine, monkeypatch):

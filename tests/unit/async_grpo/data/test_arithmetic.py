@@ -20,7 +20,7 @@ TASK = ArithmeticTaskConfig()
         (Problem(100, 200), "<think>0+0+0=0 0+0+0=0 1+2+0=3</think><answer>300</answer>"),
     ],
 )
-def test_a_demonstration_adds_column_by_column_with_the_carry(problem: Problem, completion: str) -> None:
+def test_a_demonstration_adds_columns_with_carry(problem: Problem, completion: str) -> None:
     assert demonstration(problem) == completion
 
 
@@ -44,7 +44,7 @@ def test_a_problem_is_a_function_of_seed_stream_and_index() -> None:
     assert ProblemSet(TASK, 3).held_out == ProblemSet(TASK, 3).held_out
 
 
-def test_held_out_problems_are_distinct_and_in_no_stream_even_when_half_of_all_are_held_out() -> None:
+def test_held_out_problems_are_distinct_and_in_no_stream() -> None:
     problems = ProblemSet(ArithmeticTaskConfig(digits=2, held_out=4050), seed=1)
     assert len(set(problems.held_out)) == 4050
     assert {problems.problem("train", index) for index in range(5000)}.isdisjoint(problems.held_out)
@@ -55,7 +55,7 @@ def test_every_prompt_has_the_configured_number_of_digits() -> None:
     assert {len(problems.problem("train", index).prompt) for index in range(200)} == {10}
 
 
-def test_no_demonstration_exceeds_the_stated_number_of_tokens() -> None:
+def test_demonstrations_stay_within_their_token_limit() -> None:
     longest = demonstration(Problem(999, 999))
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     tokens = len(longest) - sum(map(len, tags)) + len(tags) + 1

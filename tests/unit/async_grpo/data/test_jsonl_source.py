@@ -34,14 +34,14 @@ def test_the_last_rows_are_held_out_and_never_trained(tmp_path: Path) -> None:
     assert source.dropped == {"also held out": 1}
 
 
-def test_a_file_of_its_own_may_be_held_out(tmp_path: Path) -> None:
+def test_held_out_rows_may_come_from_a_separate_file(tmp_path: Path) -> None:
     written(tmp_path / "eval.jsonl", [{"question": "held", "answer": "#### 1"}])
     source = jsonl(tmp_path / "d.jsonl", questions(5), eval_path=tmp_path / "eval.jsonl")
     assert [task.prompt for task in source.held_out()] == ["held"]
     assert source.training_rows == 5
 
 
-def test_who_holds_out_more_than_the_run_did_gets_no_prompt_that_it_trains_on(tmp_path: Path) -> None:
+def test_an_evaluation_with_more_held_out_rows_gets_no_trained_prompt(tmp_path: Path) -> None:
     held_out = ["q1", "new", "q3", "newer", "q4"]
     eval_path = written(tmp_path / "eval.jsonl", [{"question": question, "answer": "1"} for question in held_out])
     data = {"path": written(tmp_path / "d.jsonl", questions(5)), "eval_path": eval_path}
@@ -52,7 +52,7 @@ def test_who_holds_out_more_than_the_run_did_gets_no_prompt_that_it_trains_on(tm
     assert more.dropped == {"also held out": 1, "also trained on": 1}
 
 
-def test_the_prompt_goes_into_its_template(tmp_path: Path) -> None:
+def test_prompts_are_rendered_in_the_template(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "d.jsonl", questions(3), template="Q: {prompt}\nA:", shuffle=False)
     task = source.task(0)
     assert task.prompt == "Q: q0\nA:"
@@ -60,7 +60,7 @@ def test_the_prompt_goes_into_its_template(tmp_path: Path) -> None:
     assert task.metadata == {"line": "1"}
 
 
-def test_rows_that_cannot_be_used_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     bad = [
         "not json",
         "[1]",
@@ -93,7 +93,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("line", "reason", "detail"), HOSTILE, ids=[detail[:36] for _, _, detail in HOSTILE])
-def test_a_hostile_row_is_named_and_the_others_are_used(tmp_path: Path, line: bytes, reason: str, detail: str) -> None:
+def test_a_hostile_row_is_reported_and_others_are_used(tmp_path: Path, line: bytes, reason: str, detail: str) -> None:
     """By the source and by the check before the run alike, in processor time that does not depend on the row."""
     path = tmp_path / "d.jsonl"
     good = [json.dumps(row).encode() for row in questions(5)]
@@ -107,7 +107,7 @@ def test_a_hostile_row_is_named_and_the_others_are_used(tmp_path: Path, line: by
     assert source.training_rows == 3
 
 
-def test_a_conversation_is_for_prepare(tmp_path: Path) -> None:
+def test_a_conversation_is_referred_to_prepare(tmp_path: Path) -> None:
     said = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     source = jsonl(tmp_path / "d.jsonl", [{"question": said, "answer": "1"}, *questions(4)])
     assert re.search("line 1: .*'question'.*`async-grpo prepare`", str(source.dropped))
@@ -123,7 +123,7 @@ def test_a_conversation_is_for_prepare(tmp_path: Path) -> None:
         ({"path": "gone.jsonl"}, 5, r"gone\.jsonl .*data\.path"),
     ],
 )
-def test_data_that_no_run_can_be_started_with_are_refused_by_check_and_source(
+def test_unusable_data_are_refused_by_check_and_source(
     tmp_path: Path, data: dict[str, Any], rows: int | list[Any], message: str
 ) -> None:
     path = written(tmp_path / "d.jsonl", questions(rows) if isinstance(rows, int) else rows)
@@ -136,11 +136,11 @@ def test_data_that_no_run_can_be_started_with_are_refused_by_check_and_source(
 @pytest.mark.parametrize(
     ("answer", "gold"), [("a 1,8 b #### 1,800", "1800"), ("x\n#### -5\n", "-5"), (" plain, text ", "plain, text")]
 )
-def test_the_reference_stands_behind_the_last_hashes(answer: str, gold: str) -> None:
+def test_the_reference_follows_the_last_hashes(answer: str, gold: str) -> None:
     assert extract_reference(answer) == gold
 
 
-def test_a_template_that_leaves_no_room_for_a_completion_is_an_error_with_the_fix() -> None:
+def test_a_template_too_long_for_a_completion_is_refused_with_the_fix() -> None:
     with pytest.raises(DataError, match=r"1006 tokens.* 992: .*max_model_len \(1024\).*data\.template"):
         ArithmeticSource(config_of(template="x" * 1000 + "{prompt}", max_prompt_tokens=2000, arithmetic=TWO), Bytes())
     with pytest.raises(DataError, match=r"data\.max_prompt_tokens is 5\b"):
@@ -149,7 +149,7 @@ def test_a_template_that_leaves_no_room_for_a_completion_is_an_error_with_the_fi
 
 
 @needs_gsm8k
-def test_gsm8k_as_published_can_be_used_and_is_checked_quickly() -> None:
+def test_gsm8k_as_published_is_usable_and_checked_quickly() -> None:
     config = config_of(prompts=100, path=TRAIN, max_prompt_tokens=600)
     source = JsonlSource(config, Bytes())
     assert source.training_rows + len(source.held_out()) + source.dropped.total() == 7473

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_no_more_tasks_are_held_out_than_the_folder_has_and_rows_may_keep_their_order(folder: Path) -> None:
+def test_held_out_tasks_are_limited_by_the_folder_and_order_may_be_kept(folder: Path) -> None:
     source = PreparedSource(config_of(path=folder, prompts=99, shuffle=False), Bytes())
     assert len(source.held_out()) == 5
     first, second = ([source.task(index).prompt for index in range(start, start + 20)] for start in (0, 20))
@@ -38,7 +38,7 @@ def test_no_more_tasks_are_held_out_than_the_folder_has_and_rows_may_keep_their_
         ({"eval_path": "test.jsonl"}, r"data\.eval_path"),
     ],
 )
-def test_settings_that_preparation_has_settled_are_refused(folder: Path, data: dict[str, Any], message: str) -> None:
+def test_settings_fixed_by_preparation_are_refused(folder: Path, data: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         PreparedSource(config_of(path=folder, longest=100, **data), Bytes())
 
@@ -49,17 +49,17 @@ class OneMore(Bytes):
 
 
 @pytest.mark.parametrize("other", [OneMore, build_char_tokenizer])
-def test_the_tokenizer_of_another_model_is_noticed(folder: Path, other: Any) -> None:
+def test_the_tokenizer_of_another_model_is_refused(folder: Path, other: Any) -> None:
     with pytest.raises(DataError, match=r"another tokenizer.*--model"):
         PreparedSource(config_of(path=folder), other())
 
 
-def test_a_model_that_the_run_makes_cannot_have_prepared_data(folder: Path) -> None:
+def test_a_model_created_by_the_run_cannot_use_prepared_data(folder: Path) -> None:
     with pytest.raises(DataError, match=r"prepared folder.*model\.path"):
         list(prompt_texts(config_of(path=folder)))
 
 
-def test_wrong_files_are_named_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+def test_wrong_files_are_refused_before_the_run_starts(folder: Path, tmp_path: Path) -> None:
     array, parquet = tmp_path / "a.json", tmp_path / "a.parquet"
     array.write_text("[{}]")
     parquet.write_bytes(b"PAR1....PAR1")

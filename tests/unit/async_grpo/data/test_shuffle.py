@@ -11,7 +11,7 @@ from async_grpo.data.shuffle import Permutation, ShuffledPasses
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 300), key=st.text(max_size=20))
-def test_every_position_goes_to_a_place_of_its_own(size: int, key: str) -> None:
+def test_positions_map_to_distinct_images(size: int, key: str) -> None:
     permutation = Permutation(size, key)
     assert sorted(permutation(position) for position in range(size)) == list(range(size))
 
@@ -21,7 +21,7 @@ def test_another_key_is_another_permutation() -> None:
     assert len(orders) == 200
 
 
-def test_every_place_is_reached_from_every_position() -> None:
+def test_every_image_is_reached_from_every_position() -> None:
     """Over 2,000 keys each of 8 x 8 pairs comes up 250 times on average; 6 standard deviations are 89."""
     counts = [[0] * 8 for _ in range(8)]
     for key in range(2000):
@@ -32,18 +32,18 @@ def test_every_place_is_reached_from_every_position() -> None:
 
 
 @given(size=st.integers(1, 2**62), data=st.data())
-def test_a_set_of_any_size_needs_no_table(size: int, data: st.DataObject) -> None:
+def test_permutations_of_any_size_need_no_table(size: int, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, size - 1))
     assert 0 <= Permutation(size, "key")(position) < size
 
 
 @pytest.mark.parametrize("position", [-1, 10])
-def test_a_position_outside_is_refused(position: int) -> None:
+def test_a_position_outside_the_range_is_refused(position: int) -> None:
     with pytest.raises(IndexError, match=r"range\(10\)"):
         Permutation(10, "key")(position)
 
 
-def test_a_row_is_a_function_of_seed_and_index_whatever_was_asked_before() -> None:
+def test_a_row_depends_only_on_seed_and_index() -> None:
     forward, backward = ShuffledPasses(7, seed=1, shuffle=True), ShuffledPasses(7, seed=1, shuffle=True)
     indices = range(50)
     assert [forward.row_at(index) for index in indices] == [backward.row_at(index) for index in reversed(indices)][::-1]
@@ -52,7 +52,7 @@ def test_a_row_is_a_function_of_seed_and_index_whatever_was_asked_before() -> No
     ]
 
 
-def test_each_pass_visits_each_row_once_in_another_order_or_in_that_of_the_file() -> None:
+def test_passes_visit_each_row_once_shuffled_or_in_file_order() -> None:
     passes = ShuffledPasses(30, seed=1, shuffle=True)
     orders = [[passes.row_at(number * 30 + position) for position in range(30)] for number in range(3)]
     assert all(sorted(order) == list(range(30)) for order in orders)

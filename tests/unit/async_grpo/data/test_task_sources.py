@@ -33,7 +33,7 @@ def source_of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., T
     return make
 
 
-def test_a_server_that_starts_later_goes_on_with_the_same_tasks(source_of: Callable[..., TaskSource]) -> None:
+def test_a_later_server_continues_with_the_same_tasks(source_of: Callable[..., TaskSource]) -> None:
     """The position is the index alone: nothing else is kept anywhere."""
     source, later, other = source_of(), source_of(), source_of(seed=2)
     stream = [source.task(index) for index in range(60)]
@@ -46,14 +46,14 @@ def test_a_server_that_starts_later_goes_on_with_the_same_tasks(source_of: Calla
         assert task.answer == (task.prompt[1:] if task.prompt[0] == "q" else str(eval(task.prompt.rstrip("="))))  # noqa: S307
 
 
-def test_held_out_tasks_are_as_many_as_wanted_and_never_trained(source_of: Callable[..., TaskSource]) -> None:
+def test_held_out_tasks_are_never_trained(source_of: Callable[..., TaskSource]) -> None:
     source = source_of()
     held_out = {task.prompt for task in source.held_out()}
     assert len(held_out) == 2 and source.dropped == {}
     assert held_out.isdisjoint(source.task(index).prompt for index in range(60))
 
 
-def test_every_pass_visits_each_row_once_in_another_order(source_of: Callable[..., TaskSource]) -> None:
+def test_each_pass_visits_every_row_once_in_another_order(source_of: Callable[..., TaskSource]) -> None:
     source = source_of()
     first, second = ([source.task(index).prompt for index in range(start, start + 20)] for start in (0, 20))
     assert first != second and len(set(first)) == 20

@@ -28,14 +28,14 @@ WANTED = {
 }
 
 
-def test_every_format_has_its_question_and_reference() -> None:
+def test_every_format_is_detected_and_parsed() -> None:
     assert {name: detect_format(row) for name, row in ROWS.items()} == {name: name for name in FORMATS}
     assert detect_format({"text": "a", "answer": "b"}) is None
     found = {name: parse_example(row, FORMATS[name]) for name, row in ROWS.items()}
     assert {name: (example.question, example.answer) for name, example in found.items()} == WANTED
 
 
-def test_fields_of_your_own_may_lie_inside_others() -> None:
+def test_custom_fields_may_be_nested() -> None:
     row = {"task": {"text": 7}, "gold": "so #### 3", "level": 5, "a.b": "dotted"}
     field_map = FieldMap("task.text", "gold", after_hashes=True)
     example = parse_example(row, field_map, metadata_fields=["level", "a.b", "absent"])
@@ -59,13 +59,13 @@ def test_fields_of_your_own_may_lie_inside_others() -> None:
         ({"question": "q\ud800", "answer": "1"}, "no Unicode", "position 1"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(row: dict[str, Any], reason: str, detail: str) -> None:
+def test_an_unusable_row_is_rejected_with_reason_and_detail(row: dict[str, Any], reason: str, detail: str) -> None:
     with pytest.raises(RejectedRow, match=detail) as raised:
         parse_example(row, FORMATS["gsm8k"])
     assert raised.value.reason == reason
 
 
-def test_questions_are_the_same_whatever_their_white_space_and_composition() -> None:
+def test_identity_ignores_white_space_and_unicode_composition() -> None:
     one, same, other = (
         parse_example({"question": text, "answer": "1"}, FORMATS["gsm8k"]).identity
         for text in ("caf\u00e9  at\n8?", "cafe\u0301 at 8?", "cafe at 8?")
@@ -91,7 +91,7 @@ def rendered(name: str, row: dict[str, Any], system: str = "") -> str:
     return Template(name, Tokenizer(), system).render(parse_example(row, FORMATS[found]))
 
 
-def test_qwen_r1_asks_for_thinking_an_answer_and_a_box() -> None:
+def test_qwen_r1_requests_thinking_an_answer_and_a_box() -> None:
     text = rendered("qwen_r1", ROWS["gsm8k"])
     assert text.endswith("<|im_end|>\n<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n")
     assert all(wanted in text for wanted in ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{"))
@@ -106,11 +106,11 @@ def test_qwen_r1_asks_for_thinking_an_answer_and_a_box() -> None:
         ("chat", "dapo", "Be kind.", "[system]Be kind.[user]1 + 1?[assistant]"),
     ],
 )
-def test_raw_is_the_question_alone_and_chat_the_tokenizers_own(name: str, row: str, system: str, text: str) -> None:
+def test_raw_and_chat_templates(name: str, row: str, system: str, text: str) -> None:
     assert rendered(name, ROWS[row], system) == text
 
 
-def test_a_jinja_file_of_your_own_has_question_chat_system_and_tokens(tmp_path: Path) -> None:
+def test_a_jinja_file_gets_question_chat_system_and_tokens(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ bos_token }}{{ eos_token }}{{ system }}|{{ messages | length }}|{{ question }}\n")
     assert rendered(str(file), ROWS["dapo"], system="S") == "<s>S|2|1 + 1?\n"
@@ -128,7 +128,7 @@ def test_a_jinja_file_of_your_own_has_question_chat_system_and_tokens(tmp_path: 
         ("{% for i in range(10000000) %}{% endfor %}{{ question }}", "cannot be rendered"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_an_error_before_any_row(tmp_path: Path, source: str, message: str) -> None:
+def test_an_unusable_template_is_refused_before_any_row(tmp_path: Path, source: str, message: str) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(source)
     with pytest.raises(ConfigError, match=message):
@@ -147,9 +147,7 @@ class Plain(Tokenizer):
         ("raw", Tokenizer(), "Be kind.", "raw "),
     ],
 )
-def test_a_template_that_cannot_be_had_is_an_error_with_the_fix(
-    name: str, tokenizer: Tokenizer, system: str, message: str
-) -> None:
+def test_a_missing_template_is_refused_with_the_fix(name: str, tokenizer: Tokenizer, system: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Template(name, tokenizer, system)
 
@@ -167,6 +165,6 @@ def test_a_template_that_cannot_be_had_is_an_error_with_the_fix(
         ("yes, it does", "yes, it does"),
     ],
 )
-def test_only_thousands_separators_are_taken_from_a_reference(written: str, reference: str) -> None:
+def test_only_thousands_separators_are_removed_from_a_reference(written: str, reference: str) -> None:
     row = {"question": "q", "answer": f"so #### {written}"}
     assert parse_example(row, FORMATS["gsm8k"]).answer == reference

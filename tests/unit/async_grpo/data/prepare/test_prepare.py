@@ -38,7 +38,7 @@ def rejected(folder: Path) -> list[tuple[int, str]]:
     return [(note["line"], note["reason"]) for note in notes]
 
 
-def test_every_row_is_in_one_split_with_its_tokens_reference_and_line(tmp_path: Path) -> None:
+def test_each_row_is_in_one_split_with_tokens_reference_and_line(tmp_path: Path) -> None:
     prepared(tmp_path, questions(20), keep_fields=["answer"])
     train, held_out = prompts(tmp_path / "out")
     assert (len(train), len(held_out)) == (18, 2)
@@ -50,7 +50,7 @@ def test_every_row_is_in_one_split_with_its_tokens_reference_and_line(tmp_path: 
     assert row.metadata == {"line": str(number + 1), "file": "rows.jsonl", "answer": f"so #### {number}"}
 
 
-def test_rows_that_are_not_taken_stand_in_a_file_with_line_and_reason(tmp_path: Path) -> None:
+def test_rejected_rows_are_listed_with_line_and_reason(tmp_path: Path) -> None:
     bad = [
         "not json",
         "[1]",
@@ -68,7 +68,7 @@ def test_rows_that_are_not_taken_stand_in_a_file_with_line_and_reason(tmp_path: 
     assert rejections.first["prompt too long"].endswith("51 tokens, and the limit is 50")
 
 
-def test_the_same_arguments_make_the_same_bytes_and_another_seed_another_order(tmp_path: Path) -> None:
+def test_equal_arguments_make_equal_bytes_and_another_seed_another_order(tmp_path: Path) -> None:
     for name in ("one", "two"):
         prepared(tmp_path, questions(50), out=tmp_path / name)
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
@@ -79,20 +79,20 @@ def test_the_same_arguments_make_the_same_bytes_and_another_seed_another_order(t
     assert prompts(tmp_path / "one")[0] != [f"q{number}" for number in range(48)]
 
 
-def test_a_file_of_held_out_rows_is_kept_whole_and_out_of_the_training_rows(tmp_path: Path) -> None:
+def test_rows_of_a_held_out_file_are_not_trained_on(tmp_path: Path) -> None:
     test = written(tmp_path / "test.jsonl", [*questions(3), *questions(1)])
     prepared(tmp_path, questions(10), held_out_from=[test], shuffle=False)
     assert prompts(tmp_path / "out") == ([f"q{number}" for number in range(3, 10)], ["q0", "q1", "q2"])
     assert rejected(tmp_path / "out") == [(4, "duplicate"), *((line, "also held out") for line in (1, 2, 3))]
 
 
-def test_duplicates_may_be_kept_but_never_of_held_out_rows(tmp_path: Path) -> None:
+def test_duplicates_may_be_kept_but_not_of_held_out_rows(tmp_path: Path) -> None:
     test = written(tmp_path / "test.jsonl", questions(1))
     prepared(tmp_path, [*questions(2), *questions(2)], held_out_from=[test], keep_duplicates=True)
     assert prompts(tmp_path / "out")[0] == ["q1", "q1"]
 
 
-def test_several_files_of_several_formats_are_one_set(tmp_path: Path) -> None:
+def test_files_of_several_formats_become_one_set(tmp_path: Path) -> None:
     array = tmp_path / "deepscaler.json"
     array.write_text(json.dumps([{"problem": f"p{n}", "answer": str(n), "solution": ""} for n in range(3)], indent=1))
     chat = [{"role": "user", "content": "c"}]
@@ -103,7 +103,7 @@ def test_several_files_of_several_formats_are_one_set(tmp_path: Path) -> None:
     assert prompts(tmp_path / "out") == (["p0", "p1", "p2", "c", "i"], ["q0"])
 
 
-def test_fields_that_fit_no_format_are_an_error_that_lists_them(tmp_path: Path) -> None:
+def test_fields_that_fit_no_format_are_listed_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1: .*text, gold.*--format generic"):
         prepared(tmp_path, [{"text": "q", "gold": "1"}])
     named = {"format": "generic", "prompt_field": "text", "answer_field": "gold"}
@@ -120,7 +120,7 @@ def test_fields_that_fit_no_format_are_an_error_that_lists_them(tmp_path: Path) 
         (5, {"template": "gone"}, "raw, qwen_r1, chat"),
     ],
 )
-def test_too_few_rows_or_a_wrong_template_are_an_error_with_the_reasons_and_nothing_is_written(
+def test_too_few_rows_or_a_wrong_template_write_nothing(
     tmp_path: Path, rows: int, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((DataError, ConfigError), match=message):
@@ -128,7 +128,7 @@ def test_too_few_rows_or_a_wrong_template_are_an_error_with_the_reasons_and_noth
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_nothing_is_prepared_over_something_else(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     prepared(tmp_path, questions(5))
     before = (tmp_path / "out" / "prepared.json").read_bytes()
     with pytest.raises(DataError, match=r"out exists.*--out"):
@@ -136,14 +136,14 @@ def test_nothing_is_prepared_over_something_else(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "prepared.json").read_bytes() == before
 
 
-def test_without_shuffling_rows_keep_their_order_beyond_one_batch_and_the_last_are_held_out(tmp_path: Path) -> None:
+def test_without_shuffling_rows_keep_their_order_and_the_last_are_held_out(tmp_path: Path) -> None:
     count = 2 * BATCH_ROWS + 3
     prepared(tmp_path, questions(count), shuffle=False)
     train, held_out = prompts(tmp_path / "out")
     assert train + held_out == [f"q{number}" for number in range(count)] and len(held_out) == 2
 
 
-def test_a_row_that_the_tokenizer_or_the_template_refuses_costs_only_that_row(tmp_path: Path) -> None:
+def test_a_refusal_by_tokenizer_or_template_drops_only_that_row(tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{% if question == '2+2=' %}{{ undefined_here }}{% endif %}{{ question }}")
     rows = [{"question": text, "answer": "1"} for text in ("1+1=", "1+x=", "2+2=", "3+3=", "4+4=")]
@@ -153,7 +153,7 @@ def test_a_row_that_the_tokenizer_or_the_template_refuses_costs_only_that_row(tm
     assert len(prompts(tmp_path / "out")[0]) == 2
 
 
-def test_a_fast_tokenizer_gives_by_the_batch_what_it_gives_one_by_one(tmp_path: Path) -> None:
+def test_a_fast_tokenizer_encodes_batches_like_single_texts(tmp_path: Path) -> None:
     texts = [f"How much is {n} and {n * n}, café 🙂 {'  ' * n}?" for n in range(40)]
     tokenizer = train_tokenizer(RandomModelConfig(vocab_size=400), texts)
     tokenizer.backend_tokenizer.enable_truncation(5)
@@ -188,7 +188,7 @@ def test_the_files_can_be_read_without_this_project(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["train.tokens", "train.index", "held_out.records"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "remove"])
-def test_damage_to_any_file_is_noticed_before_a_row_is_read(tmp_path: Path, part: str, damage: str) -> None:
+def test_damage_to_any_file_is_detected_before_a_row_is_read(tmp_path: Path, part: str, damage: str) -> None:
     prepared(tmp_path, questions(9))
     file = tmp_path / "out" / part
     data = bytearray(file.read_bytes())
@@ -212,7 +212,7 @@ def test_damage_to_any_file_is_noticed_before_a_row_is_read(tmp_path: Path, part
         ('{"magic": "async-grpo prepared data", "format": 1}', "damaged"),
     ],
 )
-def test_a_folder_that_is_something_else_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_folder_that_was_not_prepared_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     prepared(tmp_path, questions(5))
     manifest = tmp_path / "out" / "prepared.json"
     manifest.unlink() if content is None else manifest.write_text(content)
@@ -221,7 +221,7 @@ def test_a_folder_that_is_something_else_is_refused(tmp_path: Path, content: str
 
 
 @pytest.mark.parametrize("row", [-1, 3])
-def test_a_row_that_is_not_there_is_no_other_row(tmp_path: Path, row: int) -> None:
+def test_a_row_outside_the_split_is_refused(tmp_path: Path, row: int) -> None:
     prepared(tmp_path, questions(5))
     with pytest.raises(IndexError, match=r"range\(3\)"):
         open_prepared_folder(tmp_path / "out").train.read_row(row)
@@ -236,7 +236,7 @@ def test_a_row_that_is_not_there_is_no_other_row(tmp_path: Path, row: int) -> No
         ({"keep_duplicates": True}, "both sides"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_conflicting_options_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepared(tmp_path, questions(5), **changes)
 

@@ -22,7 +22,7 @@ def written(tmp_path: Path, data: bytes) -> Path:
     return path
 
 
-def test_json_lines_are_read_with_their_line_numbers_and_numbers_as_they_are_written(tmp_path: Path) -> None:
+def test_json_lines_keep_line_numbers_and_the_text_of_numbers(tmp_path: Path) -> None:
     long = "1" * 5000
     last = f'{{"a": 18.0, "b": {long}, "c": 1e3, "d": true}}'
     path = written(tmp_path, b'\xef\xbb\xbf{"a": "1"}\r\n\n  {"a": "2"}  \n' + last.encode())
@@ -47,13 +47,13 @@ def test_json_lines_are_read_with_their_line_numbers_and_numbers_as_they_are_wri
         (b'{"a": "\xff"}', "not UTF-8"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_a_problem_of_its_own(tmp_path: Path, line: bytes, problem: str) -> None:
+def test_an_unreadable_line_is_a_row_with_a_problem(tmp_path: Path, line: bytes, problem: str) -> None:
     before, bad, after = read_raw_rows(written(tmp_path, b'{"a": "1"}\n' + line + b'\n{"a": "2"}\n'))
     assert (before.fields, after.fields) == ({"a": "1"}, {"a": "2"})
     assert (bad.line, bad.fields) == (2, {}) and problem in bad.problem
 
 
-def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_ROW_BYTES", 50)
     monkeypatch.setattr(readers, "_CHUNK_BYTES", 16)
     path = written(tmp_path, b'{"a": "' + b"x" * 500 + b'"}\n{"a": "2"}\n')
@@ -76,7 +76,7 @@ json_values = st.recursive(
     chunk=st.integers(1, 40),
     ascii_only=st.booleans(),
 )
-def test_an_array_is_read_in_pieces_of_any_size(
+def test_an_array_is_read_in_chunks_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, elements: list[Any], indent: int | None, chunk: int, ascii_only: bool
 ) -> None:
     text = json.dumps(elements, indent=indent, ensure_ascii=ascii_only)
@@ -86,7 +86,7 @@ def test_an_array_is_read_in_pieces_of_any_size(
         assert [row.fields for row in read_raw_rows(path)] == elements
 
 
-def test_an_element_of_an_array_knows_the_line_it_begins_on(tmp_path: Path) -> None:
+def test_array_elements_have_the_line_where_they_start(tmp_path: Path) -> None:
     path = written(tmp_path, b'[\n  {"a":\n "1"},\n  7,\n\n  {"a": "2"}\n]\n')
     assert [(row.line, row.problem) for row in read_raw_rows(path)] == [
         (2, ""),
@@ -106,7 +106,7 @@ def test_an_element_of_an_array_knows_the_line_it_begins_on(tmp_path: Path) -> N
         ('[{"a": "\udcff"}]', 1, "not UTF-8"),
     ],
 )
-def test_an_array_that_breaks_off_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, what: str) -> None:
+def test_a_damaged_array_is_refused_with_its_line(tmp_path: Path, text: str, line: int, what: str) -> None:
     with pytest.raises(DataError, match=rf"line {line}: .*{what}"):
         list(read_raw_rows(written(tmp_path, text.encode(errors="surrogateescape"))))
 
@@ -119,7 +119,7 @@ def test_an_array_that_breaks_off_is_an_error_with_its_line(tmp_path: Path, text
         (b"AGRPODAT" + bytes(8), "a part of a prepared folder"),
     ],
 )
-def test_other_files_are_refused_by_name_and_missing_ones(tmp_path: Path, data: bytes, kind: str) -> None:
+def test_other_and_missing_files_are_refused(tmp_path: Path, data: bytes, kind: str) -> None:
     path = written(tmp_path, data)
     assert detect_kind(path) == kind
     with pytest.raises(DataError, match=f"is {kind}"):
