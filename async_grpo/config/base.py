@@ -1,4 +1,4 @@
-"""The base of every configuration model: immutable, and no unknown key passes."""
+"""The base of every configuration model: immutable, and unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
     def problems(self) -> Iterator[str]:
-        """Combinations of values that cannot work, each with its rule and its fix. The first is reported.
+        """Yield conflicts between values of this section, each with rule and fix. The first one is reported.
 
-        These are combinations within the section; those with other sections are in its `problems_in_run`, which
-        `RunConfig.problems` calls.
+        Conflicts with other sections are yielded by a section's `problems_in_run`, which `RunConfig.problems` calls.
         """
         yield from ()
 

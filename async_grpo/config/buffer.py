@@ -26,8 +26,8 @@ class AdmissionConfig(StrictModel):
     """Rules for starting generation and training, in addition to the staleness window, which always holds."""
 
     kind: Literal["staleness_window", "min_size", "sample_to_insert_ratio"] = "staleness_window"
-    """`staleness_window`: no further rule. `min_size`: wait for so many ready groups. `sample_to_insert_ratio`: keep
-    training and generation near a ratio."""
+    """`staleness_window`: no further rule. `min_size`: wait for that number of ready groups. `sample_to_insert_ratio`:
+    keep training and generation near a ratio."""
     min_size: NonNegativeInt = 0
     """Groups that must be ready before a batch is taken; never fewer than groups_per_step."""
     samples_per_insert: Annotated[float, Field(gt=0)] = 1.0
@@ -53,17 +53,17 @@ class AdmissionConfig(StrictModel):
         return RateLimit.from_ratio(self.samples_per_insert, min_size=size, error_buffer=error_buffer)
 
     def _defaults(self) -> set[str]:
-        """Fields that are as they would be if nobody had set them."""
+        """Fields with their default values."""
         return {name for name, field in type(self).model_fields.items() if getattr(self, name) == field.default}
 
 
 class AutoStalenessConfig(StrictModel):
-    """max_staleness: auto. The trainer moves the effective S between two bounds, by what the run waits for."""
+    """max_staleness: auto. The trainer moves the effective S between two bounds, depending on which side waits."""
 
     min: NonNegativeInt = 0
     """Smallest effective S."""
     max: PositiveInt = 8
-    """Largest effective S. It is the bound of the age: max_staleness of the run."""
+    """Largest effective S. It is the bound on the age: max_staleness of the run."""
     start: NonNegativeInt = 1
     """Effective S at the first step."""
     patience: PositiveInt = 4
@@ -138,7 +138,7 @@ class RedisConfig(StrictModel):
     tls_ca: str | None = None
     """File with the CA of the server's certificate. None: only the system's CAs."""
     tls_cert: str | None = None
-    """File with a client certificate, for servers that ask for one."""
+    """File with a client certificate, for servers that require one."""
     tls_key: str | None = None
     """File with the key of tls_cert. None: the key is in that file."""
     replicas_to_wait_for: NonNegativeInt = 0
@@ -147,8 +147,8 @@ class RedisConfig(StrictModel):
     max_memory_bytes: PositiveInt = 1 << 30
     """Memory limit of the embedded server."""
     quota_bytes: PositiveInt | None = None
-    """Memory that this run may take on the server of `url`, which other runs use too. New groups are held back at it.
-    None: what the run can need at worst."""
+    """Memory limit of this run on the server of `url`, which other runs use too. No new group is admitted at the limit.
+    None: the worst case of the run."""
     fsync: Literal["everysec", "always"] = "always"
     """When the embedded server syncs its append-only file. always: a crash of the server loses nothing that it
     acknowledged. everysec: a crash loses up to two seconds, for about a third more small groups per second."""
@@ -162,8 +162,8 @@ class RedisConfig(StrictModel):
         parts = urlsplit(self.url or "")
         if parts.password is not None or "password" in parse_qs(parts.query):
             yield (
-                "url holds a password, and the configuration is written beside the run for everyone to read. "
-                "Take it out of redis.url and set the environment variable ASYNC_GRPO_REDIS_PASSWORD"
+                "url contains a password, and the configuration is written into the run's folder for everyone to read. "
+                "Remove it from redis.url and set the environment variable ASYNC_GRPO_REDIS_PASSWORD"
             )
         if self.replicas_to_wait_for and self.url is None:
             yield (

@@ -35,13 +35,13 @@ class HttpConfig(ListenConfig):
     """Port to listen on. 0: any free port. N: N, or the next free port above it if several servers share a machine.
     null or -1: off."""
     max_concurrency: PositiveInt = 8
-    """Most concurrent completions for HTTP; training has its own limit, `rollout.max_concurrency`."""
+    """Maximum number of concurrent completions over HTTP; training has its own limit, `rollout.max_concurrency`."""
     max_tokens: PositiveInt = 4096
-    """Most tokens of one completion."""
+    """Maximum length of a completion, in tokens."""
     max_n: PositiveInt = 8
-    """Most completions of one request (prompts times `n`); never more than max_concurrency."""
+    """Maximum number of completions per request (prompts times `n`); never more than max_concurrency."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
-    """Most bytes of a request body."""
+    """Maximum size of a request body, in bytes."""
     request_timeout_s: Seconds = 600.0
     """Seconds for one request; after that it is cancelled."""
     drain_timeout_s: Seconds = 600.0
@@ -54,5 +54,5 @@ class HttpConfig(ListenConfig):
 
     @property
     def most_completions(self) -> int:
-        """The most completions of one request: max_n, but never more than max_concurrency."""
+        """Maximum number of completions per request: max_n, but never more than max_concurrency."""
         return min(self.max_n, self.max_concurrency)

@@ -23,11 +23,11 @@ class EvalConfig(StrictModel):
     samples: PositiveInt = 4
     """Completions per prompt at temperature 1: the k of mean@k."""
     greedy: bool = True
-    """Also generate one completion a prompt at temperature 0."""
+    """Also generate one completion per prompt at temperature 0."""
     every_steps: Annotated[int, Field(ge=0)] = 0
     """Versions between two evaluations. 0: evaluate only before and after the run."""
     right_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """A completion counts as right, for pass@k and maj@k, if the first reward function gives it at least this."""
+    """Minimum score by the first reward function at which a completion counts as right, for pass@k and maj@k."""
     timeout_s: Seconds = 600.0
     """Seconds for a whole evaluation; after that the rollout server ends with an error."""
 
@@ -45,7 +45,7 @@ class RestartConfig(StrictModel):
     """Restarts of roles that die. One that refuses its configuration or data is not restarted."""
 
     rollout: Annotated[int, Field(ge=0)] = 3
-    """Restarts of one rollout server before it is given up; the run goes on as long as there is another."""
+    """Restarts of one rollout server before it is given up; the run continues as long as there is another."""
     trainer: Annotated[int, Field(ge=0)] = 3
     """Restarts of the trainer before the run is given up."""
 
@@ -76,7 +76,7 @@ class SlurmConfig(StrictModel):
 
 
 class RayConfig(StrictModel):
-    """The cluster of `async-grpo launch ray`, and what roles ask of it."""
+    """The cluster of `async-grpo launch ray`, and the resources that roles request."""
 
     address: str | None = None
     """HOST:PORT of the head. None: that of RAY_ADDRESS, which `ray job submit` sets."""
@@ -85,7 +85,7 @@ class RayConfig(StrictModel):
     rollout: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {"CPU": 1}
     """Ray resources of a rollout server besides its GPUs or NPUs."""
     wait_s: Seconds = 3600.0
-    """Seconds to wait until Ray has room for a role; then it is given up."""
+    """Maximum seconds to wait until Ray has room for a role."""
 
 
 class KubernetesConfig(StrictModel):
@@ -113,20 +113,20 @@ class KubernetesConfig(StrictModel):
     rollout: dict[str, str] = {}
     """Resources of a rollout server besides its devices."""
     max_servers: PositiveInt | None = None
-    """Most rollout servers that KEDA may start; rollout.servers are the fewest. None: no autoscaler."""
+    """Maximum number of rollout servers that KEDA may start; rollout.servers is the minimum. None: no autoscaler."""
     prometheus: str = "http://prometheus-operated.monitoring:9090"
-    """Address of the Prometheus that the autoscaler asks; it must scrape the trainer."""
+    """Address of the Prometheus that the autoscaler queries; it must scrape the trainer."""
     monitoring_namespace: str = "monitoring"
     """Namespace from which metrics may be read."""
 
 
 class AutoscaleConfig(StrictModel):
-    """Number of rollout servers of `async-grpo run`, adapted to what the run can use."""
+    """Number of rollout servers of `async-grpo run`, adapted to the number that the run can use."""
 
     max_servers: PositiveInt | None = None
-    """Most rollout servers; rollout.servers are the fewest. None: always rollout.servers."""
+    """Maximum number of rollout servers; rollout.servers is the minimum. None: always rollout.servers."""
     after_s: Seconds = 120.0
-    """Seconds for which more servers must have been of use before one is started, or fewer before one is stopped."""
+    """Seconds for which a server must have been needed before it is started, or superfluous before it is stopped."""
 
 
 class LaunchConfig(StrictModel):
@@ -142,7 +142,7 @@ class LaunchConfig(StrictModel):
     share_devices: Literal["off", "split", "sleep"] = "off"
     """Sharing of devices by trainer and rollout servers. `off`: every role has devices of its own. `split`: both
     stay on the device, ranks with at most trainer.device_memory_share of its memory and engines with
-    gpu_memory_utilization of it. `sleep`: engines also free their memory while a step is made, and keep what they have
+    gpu_memory_utilization of it. `sleep`: engines also free their memory during a step, and keep the tokens they have
     generated; on CPU they only stop."""
     devices_per_node: PositiveInt | None = None
     """Accelerators of one machine, by which `--dry-run` plans a run on several machines and reports too many devices.
@@ -151,8 +151,8 @@ class LaunchConfig(StrictModel):
     """Memory of one machine in GiB, with which the plan is compared. None: that of this machine, or the limit of its
     container or job, if it has all devices of the run; else nothing is compared."""
     ready_timeout_s: Seconds = 300.0
-    """Seconds for a role to become ready after its start. Later, a rollout server is given up, and the run goes on with
-    the others; without a trainer or without any server it ends."""
+    """Maximum seconds from the start of a role until it is ready. A rollout server that takes longer is given up, and
+    the run continues with the others; without a trainer or without any server it ends."""
     stop_timeout_s: Seconds = 30.0
     """Seconds from SIGTERM to SIGKILL, for every role. Raise it with -o for a trainer that has more to save."""
 

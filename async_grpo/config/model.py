@@ -31,7 +31,7 @@ class TinyQwen2Config(StrictModel):
     tie_embeddings: bool = True
     """Use the embedding as the output layer."""
     max_positions: PositiveInt = 2048
-    """Longest sequence, in tokens."""
+    """Maximum length of a sequence, in tokens."""
     init_std: Annotated[float, Field(gt=0)] = 0.05
     """Standard deviation of the initial values of all matrices."""
 
@@ -73,19 +73,19 @@ class ArithmeticTaskConfig(StrictModel):
 class WarmupConfig(TinyQwen2Config):
     """A tiny Qwen2 that has been taught both to reason and to guess, and does either by chance.
 
-    Every demonstration is correct. A share of them reasons first; the others answer at once, which a
-    model of this size cannot do. So the accuracy is about reasoning_share * (accuracy when
-    reasoning), and a reward for the right answer teaches the policy to think before it answers.
+    Every demonstration is correct. A share of them reasons first; the others answer immediately, which a model of this
+    size cannot do. So the accuracy is about reasoning_share * (accuracy when reasoning), and a reward for the right
+    answer teaches the policy to think before it answers.
     """
 
     task: ArithmeticTaskConfig = ArithmeticTaskConfig()
 
     layers: PositiveInt = 2
-    """Decoder layers. Two are enough to reason digit by digit and too few to add three digits at once."""
+    """Decoder layers. Two are enough to reason digit by digit and too few to add three digits in one step."""
     intermediate_size: PositiveInt = 384
     """Width of an MLP."""
     max_positions: PositiveInt = 128
-    """Longest sequence, in tokens; a whole demonstration must fit."""
+    """Maximum length of a sequence, in tokens; a whole demonstration must fit."""
     init_std: Annotated[float, Field(gt=0)] = 0.05
     """Standard deviation of the initial values of all matrices. At the customary 0.02 the same accuracy takes twice as
     many steps."""
@@ -93,7 +93,7 @@ class WarmupConfig(TinyQwen2Config):
     reasoning_share: Annotated[float, Field(gt=0, lt=1)] = 0.4
     """Share of the demonstrations that reason before they answer."""
     steps: PositiveInt = 340
-    """Most optimizer steps of the supervised stage; it ends earlier once accuracy_limit is passed."""
+    """Maximum number of optimizer steps of the supervised stage; it ends earlier once accuracy_limit is passed."""
     batch_size: Annotated[int, Field(ge=2)] = 96
     """Demonstrations per step."""
     lr: Annotated[float, Field(gt=0)] = 3e-3
@@ -108,7 +108,7 @@ class WarmupConfig(TinyQwen2Config):
     accuracy_limit: Probability = 0.5
     """A policy above this accuracy is too good to start from; the one of the previous probe is kept."""
     accuracy_floor: Probability = 0.25
-    """Least held-out accuracy of the result; below it, GRPO has too little to build on."""
+    """Minimum held-out accuracy of the result; below it, GRPO has too little to build on."""
     threads: PositiveInt = 1
     """Number of torch threads when the warm-up runs as a program."""
 
@@ -166,7 +166,7 @@ class LoraConfig(StrictModel):
 
     engine: Literal["merged", "adapters"] = "merged"
     """`merged`: the engine adds B A to its weights at every update, so that a token costs what it costs without
-    adapters. `adapters`: vLLM's own LoRA computes with both at every token, as the trainer does, and an update is
+    adapters. `adapters`: vLLM's own LoRA computes with both at every token, as the trainer does, and updates are
     shorter."""
 
     @property
@@ -176,7 +176,7 @@ class LoraConfig(StrictModel):
 
     @property
     def peft_alpha(self) -> float:
-        """alpha, or what it is without one."""
+        """alpha, or its default 2 * rank."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     def problems(self) -> Iterator[str]:
@@ -213,13 +213,13 @@ class ModelConfig(StrictModel):
         given = [name for name in ("path", "warmup", "random") if getattr(self, name) is not None]
         if len(given) != 1:
             yield (
-                f"exactly one of path, warmup, random says where the policy comes from, but {given or 'none'} "
+                f"exactly one of path, warmup, random must be set, as the source of the policy, but {given or 'none'} "
                 "is given. Set model.path to a Hugging Face checkpoint folder, or keep only one of them"
             )
         if self.architecture is not None and self.path is None:
             yield (
-                f"architecture {self.architecture!r} says what model.path holds, and there is no path. Set model.path, "
-                "or leave model.architecture out"
+                f"architecture {self.architecture!r} describes model.path, and there is no path. Set model.path, or "
+                "leave model.architecture out"
             )
 
     def problems_in_run(self, data_kind: str, arithmetic: ArithmeticTaskConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
 
 OVERLONG = "overlong"
-"""Name under which the punishment of length is listed among a sample's rewards."""
+"""Name of the length penalty among a sample's rewards."""
 
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -28,7 +28,7 @@ class HttpRewardConfig(StrictModel):
     backoff_s: Seconds = 0.5
     """The n-th pause is random in (0, backoff_s * 2^n], at most `backoff_max_s`."""
     backoff_max_s: Seconds = 10.0
-    """Longest pause between two attempts."""
+    """Maximum delay between two attempts."""
     concurrency: PositiveInt = 16
     """Largest number of concurrent requests of one rollout server."""
     score_pointer: str = "/score"
@@ -116,13 +116,13 @@ class RewardsConfig(StrictModel):
     items_per_worker: PositiveInt = 1000
     """Number of completions after which a verifier process is replaced; this bounds what leaks."""
     environment: list[EnvironmentName] = []
-    """Environment variables that verifiers may see, beside PATH, HOME and the like (docs/rewards.md)."""
+    """Environment variables that verifiers get in addition to PATH, HOME and the like (docs/rewards.md)."""
     overlong: Literal["none", "filter", "soft"] = "none"
-    """`filter` masks samples that were cut at sampling.max_tokens; `soft` punishes length just below it."""
+    """`filter` masks samples that were cut at sampling.max_tokens; `soft` penalises lengths just below it."""
     soft_overlong_tokens: PositiveInt | None = None
-    """L: the punishment grows linearly over the last L tokens before sampling.max_tokens."""
+    """L: the penalty grows linearly over the last L tokens before sampling.max_tokens."""
     soft_overlong_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Punishment at sampling.max_tokens, the largest."""
+    """Penalty at sampling.max_tokens, the largest."""
 
     def problems(self) -> Iterator[str]:
         names = [function.name for function in self.functions]
@@ -142,5 +142,5 @@ class RewardsConfig(StrictModel):
         if punished is not None and punished >= max_tokens:
             yield (
                 f"rewards.soft_overlong_tokens ({punished}) is not below sampling.max_tokens ({max_tokens}): "
-                "every completion would be punished for its length. Lower rewards.soft_overlong_tokens"
+                "every completion would be penalised for its length. Lower rewards.soft_overlong_tokens"
             )

@@ -38,10 +38,10 @@ class SamplingConfig(StrictModel):
 LEASE_SHARE = 1.5
 """Lease duration as a multiple of redis.timeout_s. Leases are renewed every third, so one outlives a Redis outage."""
 CPU_STEP_TOKENS = 2048
-"""Most tokens in one step of an engine on CPU, which reads prompts whole (or one whole prompt, if that is longer)."""
+"""Maximum tokens per step of an engine on CPU, which reads prompts whole (or one whole prompt, if that is longer)."""
 DEVICE_STEP_TOKENS = 8192
-"""Most tokens in one step of an engine on an accelerator, as in verl and MindSpeed-RL; it reads longer prompts in
-pieces."""
+"""Maximum tokens per step of an engine on an accelerator, as in verl and MindSpeed-RL; longer prompts are read in
+chunks."""
 GRAPH_STEP = 16
 """vLLM captures graphs for batches of 1, 2, 4, then multiples of 8, from 256 on multiples of 16."""
 CPU_CACHE_BYTES = 256 << 20
@@ -60,14 +60,14 @@ OURS = frozenset(
 class EngineLimits:
     """Limits of the chosen engine, independent of the keys of its section.
 
-    `length_key`, `staging_key` and their like name the keys in error texts; `memory_advice` says how an engine that
-    does not fit on its devices is made to fit.
+    `length_key`, `staging_key` and so on are the keys to name in error messages; `memory_advice` is the fix for an
+    engine that does not fit on its devices.
     """
 
     engine: str
     """Name of the engine, as its makers write it."""
     max_length: int
-    """Tokens of a prompt and its completion together, at most."""
+    """Maximum number of tokens of a prompt and its completion together."""
     platform: str
     devices: int
     """Accelerators of one server, which share one copy of the model; on CPU processes."""
@@ -76,11 +76,11 @@ class EngineLimits:
     memory_share: float
     """Share of an accelerator's memory that the engine may use."""
     requests: int
-    """Requests that run in one engine at once, at most."""
+    """Maximum number of concurrent requests in one engine."""
     cache_bytes: int | None
     """Memory of the KV cache on one device. None: on an accelerator, what is left of the engine's share."""
     batched_tokens: int
-    """Tokens in one forward pass, at most."""
+    """Maximum number of tokens in one forward pass."""
     matrix_bytes: int | None
     """Bytes of an element of the layers' matrices; None: those of model.precision."""
     captures_graphs: bool
@@ -93,7 +93,7 @@ class EngineLimits:
     cache_key: str
     memory_advice: str
     staging_bytes: int = 0
-    """Memory of one device, beside the engine's share, for the next version."""
+    """Memory of one device, in addition to the engine's share, for the next version."""
     staging_key: str = ""
 
 
@@ -103,10 +103,11 @@ class VllmConfig(StrictModel):
     platform: Literal["cpu", "cuda", "ascend"] = "cpu"
     """Hardware of the engine; the installed vLLM must be the build for it."""
     max_model_len: PositiveInt = 256
-    """Longest sequence, prompt and completion together, in tokens."""
+    """Maximum length of a sequence, prompt and completion together, in tokens."""
     kv_cache_bytes: PositiveInt | None = None
-    """Memory for the KV cache of one device. None: 256 MiB on CPU, and on an accelerator what gpu_memory_utilization
-    leaves beside weights and work space. A device that the trainer shares needs a number (launch.share_devices)."""
+    """Memory for the KV cache of one device. None: 256 MiB on CPU, and on an accelerator the rest of
+    gpu_memory_utilization after weights and work space. A device shared with the trainer needs a number
+    (launch.share_devices)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of an accelerator's memory for the engine; unused on CPU."""
     device_memory_gib: Annotated[float, Field(gt=0)] | None = None
@@ -117,13 +118,13 @@ class VllmConfig(StrictModel):
     quantization: Quantization = "none"
     """Matrices of the layers as 8-bit numbers with a scale for each row, activations quantised for each token. `fp8`:
     E4M3, on CPU and on CUDA from Ada on; `int8`: on CPU, CUDA and Ascend. Weights are quantised as they enter the
-    engine; the trainer keeps model.precision. Tokens are then weighed for what the engine computes otherwise."""
+    engine; the trainer keeps model.precision. A correction then weights tokens for the difference between the two."""
     staging_gib: Annotated[float, Field(ge=0)] = 0.0
-    """Memory of every device, beside gpu_memory_utilization, for the next version: it is copied there while the engine
-    generates, so that the pause only moves it into place. What finds no room is read from the host in the pause; the
-    whole model has room with its size in bfloat16 (7B: 15), whatever tensor_parallel is. 0: nothing is staged."""
+    """Memory of every device, in addition to gpu_memory_utilization, for the next version: it is copied there while the
+    engine generates, so that the pause only moves it into place. Tensors without room are read from the host during the
+    pause. The whole model fits into its size in bfloat16 (7B: 15), for any tensor_parallel. 0: nothing is staged."""
     enforce_eager: bool | None = None
-    """Run without compilation and captured graphs: a quicker start, slower generation. None: true on CPU, false on
+    """Run without compilation and captured graphs: faster start, slower generation. None: true on CPU, false on
     accelerators."""
     multiprocessing: bool = True
     """Run the engine core in its own process, so that generation and Python's bookkeeping overlap."""
@@ -134,7 +135,7 @@ class VllmConfig(StrictModel):
     environment: dict[str, str] = {}
     """Environment variables of the engine; variables that the server was started with take precedence."""
     extra: dict[str, Any] = {}
-    """Passed to AsyncEngineArgs unchanged. `max_num_seqs` (default: all requests that a server lets in) and
+    """Passed to AsyncEngineArgs unchanged. `max_num_seqs` (default: all requests that a server admits) and
     `max_num_batched_tokens` (2048 on CPU, 8192 on accelerators, or more if a prompt needs it) also enter the memory
     plan."""
 
@@ -154,8 +155,9 @@ class VllmConfig(StrictModel):
         return CPU_CACHE_BYTES if self.kv_cache_bytes is None and self.platform == "cpu" else self.kv_cache_bytes
 
     def limits(self, admitted: int) -> EngineLimits:
-        """Limits of the engine, for the rest of the system. `admitted`: requests that a server lets in at once. The
-        engine has room for all of them, rounded up to the step of the batch sizes for which vLLM captures graphs."""
+        """Limits of the engine, for the rest of the system. `admitted`: maximum number of concurrent requests that the
+        server admits. The engine has room for all of them, rounded up to a batch size for which vLLM captures graphs.
+        """
         requests = int(self.extra.get("max_num_seqs", -(-admitted // GRAPH_STEP) * GRAPH_STEP))
         # A CPU engine reads prompts whole, and vLLM wants room for one token of every request.
         step = max(CPU_STEP_TOKENS, self.max_model_len) if self.platform == "cpu" else DEVICE_STEP_TOKENS
@@ -185,13 +187,16 @@ class VllmConfig(StrictModel):
 
     def problems(self) -> Iterator[str]:
         accelerators = ("cuda", "ascend")
-        dials = {"gpu_memory_utilization": accelerators, "additional_config": ("ascend",)}
-        dials["device_memory_gib"] = accelerators
-        for name, platforms in dials.items():
+        platforms_of = {
+            "gpu_memory_utilization": accelerators,
+            "additional_config": ("ascend",),
+            "device_memory_gib": accelerators,
+        }
+        for name, platforms in platforms_of.items():
             changed = getattr(self, name) != type(self).model_fields[name].default
             if changed and self.platform not in platforms:
                 yield (
-                    f"{name} would have no effect: it is a dial of {' and '.join(platforms)}, and the platform is "
+                    f"{name} would have no effect: it is a setting of {' and '.join(platforms)}, and the platform is "
                     f"{self.platform}. Remove it, or set rollout.vllm.platform"
                 )
         if self.tensor_parallel > 1 and not self.multiprocessing:
@@ -234,7 +239,7 @@ class VllmConfig(StrictModel):
 
 
 class ToolConfig(StrictModel):
-    """Something that the policy may call in `multi_turn`."""
+    """A tool that the policy may call in `multi_turn`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
     """The name by which the policy calls it."""
@@ -245,17 +250,17 @@ class ToolConfig(StrictModel):
 
 
 class MultiTurnConfig(StrictModel):
-    """Conversations with tools: the policy writes, a tool answers, the policy goes on."""
+    """Conversations with tools: the policy writes, a tool answers, the policy continues."""
 
     tools: list[ToolConfig] = [ToolConfig(name="calculator")]
     """Tools that the policy may call."""
     max_calls: PositiveInt = 4
-    """Most tool calls of one completion."""
+    """Maximum number of tool calls per completion."""
     observation: str = "\n<tool_response>\n{result}\n</tool_response>\n"
     """Text in which the policy sees a tool's result; `{result}` is replaced. Chat models need their turn markers
     here."""
     max_result_chars: PositiveInt = 2000
-    """Most characters of a tool's result; a longer one is cut."""
+    """Maximum number of characters of a tool's result; a longer one is cut."""
 
     def problems(self) -> Iterator[str]:
         if "{result}" not in self.observation:
@@ -276,11 +281,11 @@ class RolloutConfig(StrictModel):
     """Workflow that generates a sample: `single_turn`, `multi_turn`, or `module:attribute` (see docs/workflows.md)."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     max_concurrency: PositiveInt = 64
-    """Most samples for training in flight in one engine. Completions for evaluations (as many again while one runs) and
+    """Maximum number of training samples in flight in one engine. Completions for evaluations (as many again) and
     for HTTP (`rollout.http.max_concurrency`) come on top."""
     min_concurrency: NonNegativeInt = 0
-    """Least number of samples in flight; the engine's load decides between it and max_concurrency. 0: always
-    max_concurrency."""
+    """Minimum number of training samples in flight; the engine's load decides between it and max_concurrency. 0:
+    always max_concurrency."""
     oversample: NonNegativeInt = 0
     """k: a group starts group_size + k samples and keeps the first group_size that finish. This shortens the wait for
     slow samples, but long completions are trained less often: a bias."""
@@ -289,7 +294,7 @@ class RolloutConfig(StrictModel):
     their prefix is encoded again under the new weights. drain: they finish first. abort: they are stored, and any
     server with room continues them."""
     max_interruptions: PositiveInt = 3
-    """Most interruptions of one group, by `abort` or by a server that stops; after that it runs to its end."""
+    """Maximum interruptions of one group, by `abort` or by a server that stops; after that it runs to its end."""
     progress_interval_s: Seconds = 5.0
     """Seconds between two saves of unfinished samples: a server that dies loses at most what it generated since the
     last one."""
@@ -300,12 +305,12 @@ class RolloutConfig(StrictModel):
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal (`filtered`) and admit the same number of new ones."""
     max_attempts: PositiveInt = 5
-    """Number of attempts at a group: it is `failed` once this many holders, or their engines, have died with it."""
+    """Maximum number of attempts at a group: it is `failed` once this many servers or engines have died with it."""
     seed_per_sample: bool | None = None
-    """Give every training sample a seed of its own, so that the same weights sample the same tokens on every server.
-    Engines on accelerators then start a kernel for each sample and token (vLLM's model runner V2 does not). False: an
-    engine draws from one generator, which the run's seed and the server's name seed. None: true on CPU, false on
-    accelerators. Evaluations always have seeds."""
+    """Give every training sample its own seed, so that the same weights sample the same tokens on every server. Engines
+    on accelerators then launch a kernel per sample and token (except with vLLM's model runner V2). False: an engine
+    draws from one generator, seeded by the run's seed and the server's name. None: true on CPU, false on accelerators.
+    Evaluations always have seeds."""
     lease_s: Seconds | None = None
     """Seconds of silence after which a ticket goes to another server. At least redis.timeout_s, so that no lease
     expires while Redis is away. None: 1.5 times redis.timeout_s."""

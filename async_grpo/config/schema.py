@@ -1,7 +1,7 @@
 """The whole configuration of a run, one model per section.
 
-A newcomer turns one dial, `max_staleness`; the rest has defaults that work. The same names are
-used in the YAML file, in `-o key=value` overrides, in the code and in the docs.
+A newcomer sets `max_staleness`; everything else has defaults that work. The same names are used in the YAML file, in
+`-o key=value` overrides, in the code and in the docs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RunConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _auto(cls, given: Any) -> Any:
-        """max_staleness: auto is the bound of auto_staleness."""
+        """Replace max_staleness: auto by the bound of auto_staleness."""
         if not isinstance(given, dict) or given.get("max_staleness") != "auto":
             return given
         auto = given.get("auto_staleness") or {}
@@ -77,7 +77,7 @@ class RunConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _correct_for_quantization(cls, given: Any) -> Any:
-        """An engine of 8-bit matrices has its tokens weighed (`fill_quantized`)."""
+        """Add a correction for an engine of 8-bit matrices (`fill_quantized`)."""
         match given:
             case {"rollout": {"vllm": {"quantization": "fp8" | "int8"}}}:
                 trainer = given.get("trainer", {})
@@ -92,24 +92,24 @@ class RunConfig(StrictModel):
 
     @property
     def local_name(self) -> str:
-        """The run on this machine: its name and a digest of its folder, so that equal names do not meet in
+        """Name of the run on this machine, with a digest of its folder: runs of equal names must not share names in
         shared memory."""
         digest = hashlib.sha256(str(self.run_dir.absolute()).encode()).hexdigest()[:8]
         return f"{self.name}-{digest}"
 
     @property
     def capacity_groups(self) -> int:
-        """(S + 1) * P: the most groups that may be active (admitted and not yet released)."""
+        """(S + 1) * P: maximum number of active groups (admitted and not yet released)."""
         return (self.max_staleness + 1) * self.groups_per_step
 
     @property
     def lease_s(self) -> float:
-        """Seconds for which a ticket is leased."""
+        """Duration of a lease, in seconds."""
         return self.rollout.lease_for(self.redis)
 
     @property
     def most_servers(self) -> int:
-        """The most rollout servers that `async-grpo run` may have at once."""
+        """Maximum number of concurrent rollout servers of `async-grpo run`."""
         return max(self.rollout.servers, self.launch.autoscale.max_servers or 0)
 
     @property
@@ -124,7 +124,7 @@ class RunConfig(StrictModel):
 
     @property
     def replay_policy(self) -> ReplayPolicy:
-        """The buffer's policy, with the S that `auto_staleness` starts with."""
+        """The buffer's policy, with the initial S of `auto_staleness`."""
         policy = self.buffer.replay_policy(self.staleness_window, self.seed)
         return policy.with_staleness(self.auto_staleness.start) if self.auto_staleness else policy
 

@@ -40,13 +40,13 @@ class WeightsConfig(StrictModel):
     """The same for the relay of this machine; set it on each machine with -o. None: the host of `relay_bind`; if that
     is 0.0.0.0, the address with which this machine reaches the publisher."""
     receiver_slots: Literal[1, 2] = 2
-    """Copies of the model that a rollout machine keeps in shared memory. 2: the next version comes while engines load
-    this one, and a whole one is always there. 1: half the memory; the next version replaces this one in place, once
-    every engine of the machine has taken it (or after `request_timeout_s`), and an engine that starts meanwhile waits
-    for it."""
+    """Copies of the model that a rollout machine keeps in shared memory. 2: the next version arrives while engines load
+    this one, and a complete one is always available. 1: half the memory; the next version replaces this one in place
+    once every engine of the machine has loaded it (or after `request_timeout_s`), and an engine that starts meanwhile
+    waits for it."""
     connections: PositiveInt | None = None
-    """TCP connections over which a receiver fetches at once, each with a thread at both ends: one rarely carries more
-    than 4 GB/s. None: one for every eight processors of its machine, at most 4."""
+    """Number of parallel TCP connections of a receiver, each with a thread at both ends: one rarely carries more than
+    4 GB/s. None: one per eight processors of its machine, at most 4."""
     fanout: NonNegativeInt = 2
     """Copies that the publisher and every relay send. 0: all receivers fetch from the publisher."""
     encoding: Encoding = "auto"
@@ -61,12 +61,11 @@ class WeightsConfig(StrictModel):
     """`control`: announcements, manifests and registration under CURVE; `all`: the chunks too, at a sixth of the
     speed. Both need ASYNC_GRPO_WEIGHTS_SECRET in the environment of every process."""
     chunk_bytes: Annotated[int, Field(gt=0, multiple_of=64)] = 2 << 20
-    """Size of the pieces in which weights travel."""
+    """Size of the chunks in which weights are sent."""
     credits: PositiveInt = 8
-    """Most chunk requests in flight over each connection of a receiver."""
+    """Maximum number of chunk requests in flight per connection of a receiver."""
     heartbeat_s: Seconds = 0.5
-    """Seconds between two heartbeats of the publisher and of every receiver; with a `location`, between two looks at
-    it too."""
+    """Seconds between two heartbeats of the publisher and of every receiver, and between two reads of `location`."""
     request_timeout_s: Seconds = 5.0
     """Seconds for one chunk; after that it is requested again, from another relay if there is one."""
     update_timeout_s: Seconds = 300.0
@@ -75,12 +74,15 @@ class WeightsConfig(StrictModel):
 
     def problems(self) -> Iterator[str]:
         yield from self._problems_of_location()
-        for bind, told in (("bind", self.advertise), ("relay_bind", self.relay_advertise)):
+        for bind, advertised in (("bind", self.advertise), ("relay_bind", self.relay_advertise)):
             endpoint: str = getattr(self, bind)
-            if told is not None and is_loopback(split_endpoint(endpoint)[0]) and not is_loopback(told):
+            if advertised is None or is_loopback(advertised):
+                continue
+            if is_loopback(split_endpoint(endpoint)[0]):
                 yield (
-                    f"{bind} ({endpoint}) listens on the loopback only, but others would be told to come to {told}, "
-                    f"where nobody answers. Set weights.{bind} to tcp://0.0.0.0:PORT, or to an address of this machine"
+                    f"{bind} ({endpoint}) listens on the loopback only, but other machines would connect to "
+                    f"{advertised}, where nothing listens. Set weights.{bind} to tcp://0.0.0.0:PORT, or to an address "
+                    "of this machine"
                 )
 
     def _problems_of_location(self) -> Iterator[str]:
@@ -100,6 +102,6 @@ class WeightsConfig(StrictModel):
             yield f"weights.transport {self.transport} needs {wanted}, got {location}. Set weights.location"
         if self.encrypt != "off":
             yield (
-                f"weights.encrypt ({self.encrypt}) is about sockets, and transport {self.transport} has none: who may "
-                "read weights.location is decided there. Set weights.encrypt to off"
+                f"weights.encrypt ({self.encrypt}) encrypts sockets, and transport {self.transport} has none: the "
+                "storage controls access to weights.location. Set weights.encrypt to off"
             )
