@@ -1,8 +1,8 @@
-"""The weight plane: transfer, pause and load of an engine that generates; a whole model beside a TCP loop, gloo and a
-file; patches; a folder, a bucket; relays; the trainer's stall with two ranks and four.
+"""Weight transfer: updating an engine while it generates; a whole model compared with a TCP loop, gloo and a file;
+patches; a folder or bucket; relays; the trainer's stall with two and four ranks.
 
-Updates a vLLM with 56 million random parameters, sends 1.08 GB in the shapes of Qwen2.5-0.5B, and 3.09 GB from several
-ranks to two engines. Needs 21 GB of free memory and takes about ten minutes.
+Updates a vLLM engine with 56 million random parameters, sends 1.08 GB with the shapes of Qwen2.5-0.5B, and 3.09 GB from
+several ranks to two engines. Needs 21 GB of free memory and takes about ten minutes.
 """
 
 from benchmarks.harness import main, parser
@@ -16,6 +16,6 @@ arguments.add_argument(
     "--engine",
     choices=("cpu", "cuda", "ascend", "none"),
     default="cpu",
-    help="platform of the engine that is updated; none: leave it out, as without vLLM",
+    help="platform of the engine to update; none: skip the engine (needs no vLLM)",
 )
 main("python -m benchmarks.weights", arguments, measure)

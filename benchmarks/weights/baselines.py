@@ -1,12 +1,12 @@
-"""Other ways to bring the same bytes into the shared memory of another process, to compare with.
+"""Baselines: other ways to copy the same bytes into the shared memory of another process.
 
-    tcp      one socket: sendall of the whole block, recv_into where it belongs
+    tcp      one socket: sendall of the whole block, recv_into the target
     gloo     torch.distributed.broadcast of one flat tensor to one other rank
-    disk     safetensors: save, then load and copy to where it belongs; nothing waits for the disk itself
+    disk     safetensors: save, then load and copy to the target; nothing waits for the disk itself
 
-Each baseline has a worker process at its other end, `python -m benchmarks.weights.baselines tcp|gloo|disk
-WHERE TARGET`. It takes one block after the other into TARGET, which lies in shared memory: a line GO on its standard
-input announces each, a line DONE on its standard output says that it is complete. It ends when its input closes.
+Each baseline has a worker process, `python -m benchmarks.weights.baselines tcp|gloo|disk WHERE TARGET`. It receives one
+block after the other into TARGET, a file in shared memory. The bench sends a line GO per block to its standard input,
+and the worker answers with a line DONE when the block is complete. It ends when its input closes.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from async_grpo.utils.network import LOOPBACK, card_environment
 from async_grpo.weights.manifest import TensorLayout
 
 GO = b"go\n"
-"""The next block is on its way."""
+"""Request to receive the next block."""
 DONE = b"done\n"
-"""All of it is here."""
+"""Answer: the block is complete."""
 WAIT_S = 120.0
-"""Longest wait of either end: a bench that takes longer is broken."""
-Take = Callable[[], None]
+"""Timeout of both sides: a bench that takes longer is broken."""
+ReceiveBlock = Callable[[], None]
 
 
-def take_tcp(where: str, target: memoryview) -> Take:
-    """Take blocks from the socket at this port."""
+def tcp_worker(where: str, target: memoryview) -> ReceiveBlock:
+    """Receive blocks from port `where`."""
     connection = socket.create_connection(("127.0.0.1", int(where)), WAIT_S)
 
-    def take() -> None:
-        at = 0
-        while at < len(target):
-            received = connection.recv_into(target[at:])
-            if not received:
+    def receive() -> None:
+        offset = 0
+        while offset < len(target):
+            received_bytes = connection.recv_into(target[offset:])
+            if not received_bytes:
                 raise ConnectionError("the bench has closed the connection")
-            at += received
+            offset += received_bytes
 
-    return take
+    return receive
 
 
-def take_gloo(where: str, target: memoryview) -> Take:
-    """Take blocks as rank 1 of the group that meets in this file."""
+def gloo_worker(where: str, target: memoryview) -> ReceiveBlock:
+    """Receive blocks as rank 1 of the group whose rendezvous file is `where`."""
     import torch
     import torch.distributed as dist
 
@@ -63,69 +63,73 @@ def take_gloo(where: str, target: memoryview) -> Take:
     return lambda: dist.broadcast(tensor, src=0)
 
 
-def take_disk(where: str, target: memoryview) -> Take:
-    """Take blocks from this safetensors file."""
+def disk_worker(where: str, target: memoryview) -> ReceiveBlock:
+    """Read blocks from the safetensors file `where`."""
     from safetensors import safe_open
 
     block = np.frombuffer(target, np.uint8)
 
-    def take() -> None:
-        at = 0
+    def receive() -> None:
+        offset = 0
         with safe_open(where, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118
                 array = file.get_tensor(name).reshape(-1).view(np.uint8)
-                block[at : at + array.nbytes] = array
-                at += array.nbytes
+                block[offset : offset + array.nbytes] = array
+                offset += array.nbytes
 
-    return take
+    return receive
 
 
-TAKES: dict[str, Callable[[str, memoryview], Take]] = {"tcp": take_tcp, "gloo": take_gloo, "disk": take_disk}
+WORKERS: dict[str, Callable[[str, memoryview], ReceiveBlock]] = {
+    "tcp": tcp_worker,
+    "gloo": gloo_worker,
+    "disk": disk_worker,
+}
 
 
 def main() -> None:
-    """Entry point of the worker process: take blocks until the input closes."""
+    """Entry point of the worker process: receive blocks until the input closes."""
     baseline, where, path = sys.argv[1:]
     with Path(path).open("r+b") as file:
         target = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
-    take = TAKES[baseline](where, target)
+    receive_block = WORKERS[baseline](where, target)
     while sys.stdin.buffer.readline() == GO:
-        take()
+        receive_block()
         sys.stdout.buffer.write(DONE)
         sys.stdout.buffer.flush()
 
 
 class TransferBaseline:
-    """One way, ready to move blocks to its worker process."""
+    """One baseline with its worker process."""
 
     def __init__(
-        self, name: str, far: LineChild, send: Callable[[memoryview], object], *, announced: bool = True
+        self, name: str, worker: LineChild, send: Callable[[memoryview], object], *, concurrent: bool = True
     ) -> None:
-        """`send`: this end's half of a move. `announced`: whether the worker is told to go before it, or after."""
-        self._who = f"the other end of the bench's {name} loop"
-        self._far = far
+        """`send` is this side's part of a transfer. `concurrent`: the worker receives while it runs, not after it."""
+        self._description = f"the worker of the bench's {name} baseline"
+        self._worker = worker
         self._send = send
-        self._announced = announced
+        self._concurrent = concurrent
 
     @property
     def process_ids(self) -> list[int]:
-        """The processes of both ends."""
-        return [os.getpid(), self._far.process_id]
+        """PIDs of this process and the worker."""
+        return [os.getpid(), self._worker.process_id]
 
-    async def seconds(self, block: memoryview) -> float:
-        """Seconds to move the block until the far end has all of it. Raises RoleFailed, WaitTimeout."""
-        with Stopwatch() as spent:
-            if self._announced:
-                self._far.tell(GO)
+    async def time_transfer(self, block: memoryview) -> float:
+        """Copy the block to the worker. Returns the seconds until it is complete. Raises RoleFailed, WaitTimeout."""
+        with Stopwatch() as stopwatch:
+            if self._concurrent:
+                self._worker.tell(GO)
             await asyncio.to_thread(self._send, block)
-            if not self._announced:
-                self._far.tell(GO)
-            if await self._far.hear(self._who, WAIT_S) != DONE:
-                raise RoleFailed(f"{self._who} ended. Its error stands above")
-        return spent.seconds
+            if not self._concurrent:
+                self._worker.tell(GO)
+            if await self._worker.hear(self._description, WAIT_S) != DONE:
+                raise RoleFailed(f"{self._description} ended; see its error above")
+        return stopwatch.seconds
 
 
-def _worker(baseline: str, where: str, target: Path) -> LineChild:
+def _start_worker(baseline: str, where: str, target: Path) -> LineChild:
     return LineChild("benchmarks.weights.baselines", baseline, where, str(target))
 
 
@@ -134,30 +138,30 @@ async def tcp(target: Path) -> AsyncIterator[TransferBaseline]:
     """One connection over the loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(WAIT_S)
-        async with _worker("tcp", str(listener.getsockname()[1]), target) as far:
+        async with _start_worker("tcp", str(listener.getsockname()[1]), target) as worker:
             connection, _ = await asyncio.to_thread(listener.accept)
             with connection:
                 connection.settimeout(WAIT_S)
-                yield TransferBaseline("tcp", far, connection.sendall)
+                yield TransferBaseline("tcp", worker, connection.sendall)
 
 
 @asynccontextmanager
 async def gloo(target: Path, folder: Path) -> AsyncIterator[TransferBaseline]:
-    """A broadcast over the loopback; this process is rank 0 of two, which meet in a file of `folder`."""
+    """A broadcast over the loopback. This process is rank 0 of two; the rendezvous file is in `folder`."""
     import torch
     import torch.distributed as dist
 
     for name, value in card_environment(LOOPBACK).items():
-        os.environ.setdefault(name, value)  # for the far end, too
+        os.environ.setdefault(name, value)  # the worker inherits it
     where = f"file://{folder / 'gloo'}"
     timeout = timedelta(seconds=WAIT_S)
-    async with _worker("gloo", where, target) as far:
+    async with _start_worker("gloo", where, target) as worker:
         await asyncio.to_thread(
             lambda: dist.init_process_group("gloo", init_method=where, rank=0, world_size=2, timeout=timeout)
         )
         try:
             yield TransferBaseline(
-                "gloo", far, lambda block: dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), src=0)
+                "gloo", worker, lambda block: dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), src=0)
             )
         finally:
             dist.destroy_process_group()
@@ -165,7 +169,7 @@ async def gloo(target: Path, folder: Path) -> AsyncIterator[TransferBaseline]:
 
 @asynccontextmanager
 async def disk(target: Path, folder: Path, layout: TensorLayout) -> AsyncIterator[TransferBaseline]:
-    """A file of `folder`, written again for every block."""
+    """A file in `folder`, rewritten for every block."""
     from safetensors.numpy import save_file
 
     file = folder / "weights.safetensors"
@@ -178,8 +182,8 @@ async def disk(target: Path, folder: Path, layout: TensorLayout) -> AsyncIterato
         }
         save_file(tensors, file)
 
-    async with _worker("disk", str(file), target) as far:
-        yield TransferBaseline("disk", far, save, announced=False)
+    async with _start_worker("disk", str(file), target) as worker:
+        yield TransferBaseline("disk", worker, save, concurrent=False)
 
 
 if __name__ == "__main__":

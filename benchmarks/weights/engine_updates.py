@@ -92,7 +92,7 @@ class EngineUpdateBench:
         await self._wait_for_requests()
         receiver = self._plane.receivers[0]
         started_s = time.monotonic()
-        await self._plane.move(self.weights)
+        await self._plane.transfer(self.weights)
         async with receiver.hold_newest() as held:
             times = await self._engine.update_weights(held, interruption="keep")
         total_s = time.monotonic() - started_s

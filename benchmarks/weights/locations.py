@@ -1,9 +1,9 @@
-"""Versions through a folder or a bucket (`weights.location`), beside the same bytes plainly written there and read.
+"""Benchmark of versions through a folder or bucket (`weights.location`), compared with writing and reading one object.
 
-    ours       publish: copy into the store | encode, write, announce, look, read, verify, commit: the receiver holds it
+    ours       publish: copy into the store | encode, write, announce, poll, read, verify, commit: the receiver has it
     baseline                                | write one object | read it
 
-The receiver looks every `weights.heartbeat_s`, so a version waits for it half of that on average.
+The receiver polls every `weights.heartbeat_s`, so on average a version waits half of that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BASELINE = "baseline"
 
 
 class LocationPlane:
-    """A sender, one receiver, and the place between them."""
+    """A sender, one receiver, and the location between them."""
 
     def __init__(self, sender: FolderWeightSender, receiver: SharedWeightReceiver, objects: Objects) -> None:
         self._sender = sender
@@ -39,8 +39,9 @@ class LocationPlane:
         self._objects = objects
         self._version = -1
 
-    async def move(self, weights: Weights) -> float:
-        """Seconds from the end of `publish` until the receiver has the weights. Raises WaitTimeout, WeightsError."""
+    async def time_transfer(self, weights: Weights) -> float:
+        """Publish the weights. Returns the seconds from then until the receiver has them. Raises WaitTimeout,
+        WeightsError."""
         before = WeightVersion(0, self._version) if self._version >= 0 else None
         self._version += 1
         self._sender.publish_weights(self._version, weights.arrays())
@@ -48,17 +49,17 @@ class LocationPlane:
         await self._receiver.wait_for_newer_version(before, WAIT_S)
         return time.monotonic() - started_s
 
-    def plainly(self, weights: Weights) -> float:
-        """Seconds to write the weights as one object and to read it. Raises OSError."""
-        with Stopwatch() as spent:
+    def time_plain_object(self, weights: Weights) -> float:
+        """Write the weights as one object and read it. Returns the seconds. Raises OSError."""
+        with Stopwatch() as stopwatch:
             self._objects.write(_BASELINE, [weights.flat.data])
             self._objects.read(_BASELINE)
-        return spent.seconds
+        return stopwatch.seconds
 
 
 @asynccontextmanager
 async def location_plane(name: str, training: Training, config: WeightsConfig) -> AsyncIterator[LocationPlane]:
-    """Threads, processes, stores and objects are gone afterwards."""
+    """Start a sender and a receiver. Removes all threads, processes, stores and objects."""
     run = f"bench-{os.getpid()}-{name}"
     sender = FolderWeightSender(training.weights.layout, run, 0, config)
     objects = open_objects(config)
@@ -76,35 +77,40 @@ async def location_plane(name: str, training: Training, config: WeightsConfig) -
         remove_stores(run)
 
 
-async def through_locations(training: Training, bucket: str | None, rounds: int, step: Step) -> list[Measurement]:
-    """Medians of `rounds` steps of AdamW, dense and as differences; through a folder, and through `bucket` if given."""
-    found = []
+async def measure_locations(training: Training, bucket: str | None, rounds: int, step: Step) -> list[Measurement]:
+    """Measure `rounds` AdamW steps, dense and as patches, through a folder, and through `bucket` if it is set."""
+    measurements: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
-        places = {"a folder": WeightsConfig(transport="shared_filesystem", location=str(Path(folder)))}
+        locations = {"a folder": WeightsConfig(transport="shared_filesystem", location=str(Path(folder)))}
         if bucket is not None:
-            places["a bucket"] = WeightsConfig(transport="object_store", location=bucket)
-        for place, config in places.items():
-            found += await _through(place, training, config, rounds, step)
-    return found
+            locations["a bucket"] = WeightsConfig(transport="object_store", location=bucket)
+        for location, config in locations.items():
+            measurements += await _measure_location(location, training, config, rounds, step)
+    return measurements
 
 
-async def _through(place: str, training: Training, config: WeightsConfig, rounds: int, step: Step) -> list[Measurement]:
-    dense, delta = (config.model_copy(update={"encoding": encoding}) for encoding in ("dense", "delta"))
-    moves: list[tuple[float, float]] = []
-    patches: list[tuple[float, float]] = []
+async def _measure_location(
+    location: str, training: Training, config: WeightsConfig, rounds: int, step: Step
+) -> list[Measurement]:
+    dense_config = config.model_copy(update={"encoding": "dense"})
+    delta_config = config.model_copy(update={"encoding": "delta"})
+    dense_ms: list[tuple[float, float]] = []
+    patched_ms: list[tuple[float, float]] = []
     async with (
-        location_plane("dense", training, dense) as whole,
-        location_plane("delta", training, delta) as patched,
+        location_plane("dense", training, dense_config) as dense,
+        location_plane("delta", training, delta_config) as patched,
     ):
         for _ in range(WARM_UPS + rounds):
             training.step(TIMED_LR)
-            plain_ms = 1e3 * whole.plainly(training.weights)
-            moves.append((1e3 * await whole.move(training.weights), plain_ms))
-            patches.append((1e3 * await patched.move(training.weights), plain_ms))
+            plain_ms = 1e3 * dense.time_plain_object(training.weights)
+            dense_ms.append((1e3 * await dense.time_transfer(training.weights), plain_ms))
+            patched_ms.append((1e3 * await patched.time_transfer(training.weights), plain_ms))
             step()
+
     gigabytes = training.weights.layout.total_bytes / 1e9
-    name, plainly = f"{gigabytes:.2f} GB through {place}", "one object of these bytes, written and read"
+    name = f"{gigabytes:.2f} GB through {location}"
+    baseline = "one object of these bytes, written and read"
     return [
-        Measurement.paired(f"{name}, dense", "ms", moves[WARM_UPS:], plainly),
-        Measurement.paired(f"{name}, AdamW, lr {TIMED_LR:g}, as differences", "ms", patches[WARM_UPS:], plainly),
+        Measurement.paired(f"{name}, dense", "ms", dense_ms[WARM_UPS:], baseline),
+        Measurement.paired(f"{name}, AdamW, lr {TIMED_LR:g}, as differences", "ms", patched_ms[WARM_UPS:], baseline),
     ]

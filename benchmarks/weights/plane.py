@@ -1,6 +1,7 @@
-"""What the bench of the weight plane works on: a publisher, receivers of several machines, a model to move.
+"""Fixtures of the weight benchmarks: a publisher, several receivers, a model.
 
-All receivers run on this machine. The model is the tensors of a Qwen2.5 in bfloat16, as raw bits.
+Each receiver stands for one machine, but all run on this one. The model has the tensors of a Qwen2.5 in bfloat16, as
+raw bits.
 """
 
 from __future__ import annotations
@@ -30,38 +31,39 @@ from benchmarks.weights.baselines import WAIT_S
 
 DTYPE: Precision = "bfloat16"
 WARM_UPS = 2
-"""Versions before the first that is timed: one for each slot."""
-_LOOK_EVERY_S = 0.02
+"""Versions before the first timed one: one per slot."""
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModelSize:
-    """A model in the proportions of Qwen2.5-0.5B, which has 24 layers of 896 and 151,936 tokens."""
+    """Size of a model in the proportions of Qwen2.5-0.5B, which has 24 layers of 896 and 151,936 tokens."""
 
     layers: int
     vocab: int
     hidden: int = 896
 
     def layout(self) -> TensorLayout:
-        """The layout of all tensors; the output matrix is the embedding."""
+        """Layout of all tensors. The output matrix is tied to the embedding."""
         return make_layout((name, DTYPE, shape) for name, shape in _shapes(self))
 
 
 class Weights:
-    """The values of one model, in one warm buffer; `arrays` are what the trainer publishes."""
+    """The values of one model in one buffer, whose pages are all allocated."""
 
     def __init__(self, layout: TensorLayout, seed: int = 0) -> None:
         self.layout = layout
         self.flat: npt.NDArray[np.uint8] = np.random.default_rng(seed).integers(0, 256, layout.total_bytes, np.uint8)
 
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """Every tensor by name, in place."""
+        """Yield every tensor by name, without copying, as the trainer publishes them."""
         for spec in self.layout.tensors:
             yield spec.name, self.flat[spec.offset : spec.offset + spec.nbytes]
 
-    def touch(self, chunk_bytes: int) -> None:
-        """Change something in every chunk, so that nothing can be left out of the next transfer."""
-        self.flat[[chunk.start for chunk in cut_into_chunks(self.layout, chunk_bytes)]] ^= 1
+    def change_every_chunk(self, chunk_bytes: int) -> None:
+        """Change one byte in every chunk, so that all chunks must be transferred."""
+        starts = [chunk.start for chunk in cut_into_chunks(self.layout, chunk_bytes)]
+        self.flat[starts] ^= 1
 
 
 def _shapes(size: TinyModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -87,15 +89,17 @@ def _shapes(size: TinyModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """One version on its way: the trainer's part, and from there until every receiver holds it."""
+class Transfer:
+    """Times of one version."""
 
     publication: Publication
+    """The trainer's part."""
     seconds: float
+    """From the return of `publish_weights` until every receiver has the version."""
 
 
 class BenchPlane:
-    """Publishes version after version, and waits for each."""
+    """A publisher and its receivers."""
 
     def __init__(self, publisher: ZmqWeightSender, receivers: list[SharedWeightReceiver]) -> None:
         self.publisher = publisher
@@ -104,29 +108,32 @@ class BenchPlane:
 
     @property
     def process_ids(self) -> list[int]:
-        """The processes of the publisher and the receivers, without this one."""
-        started = [receiver.process_id for receiver in self.receivers]
-        return [self.publisher.process_id, *(process for process in started if process is not None)]
+        """PIDs of the publisher and the receivers, without this process."""
+        process_ids = [self.publisher.process_id]
+        for receiver in self.receivers:
+            if receiver.process_id is not None:
+                process_ids.append(receiver.process_id)
+        return process_ids
 
     def publish(self, weights: Weights) -> Publication:
-        """Publish the next version; waits for the encoder only."""
+        """Publish the next version. Waits only for the encoder."""
         self.version += 1
         return self.publisher.publish_weights(self.version, weights.arrays())
 
-    async def move(self, weights: Weights) -> Moved:
-        """Publish the weights as they are. Raises WaitTimeout and WeightsError."""
+    async def transfer(self, weights: Weights) -> Transfer:
+        """Publish the weights and wait until every receiver has them. Raises WaitTimeout, WeightsError."""
         publication = self.publish(weights)
         started_s = time.monotonic()
         before = WeightVersion(0, self.version - 1) if self.version else None
         await asyncio.gather(*(receiver.wait_for_newer_version(before, WAIT_S) for receiver in self.receivers))
-        return Moved(publication, time.monotonic() - started_s)
+        return Transfer(publication, time.monotonic() - started_s)
 
 
 @asynccontextmanager
 async def bench_plane(
-    name: str, layout: TensorLayout, config: WeightsConfig, receivers: int
+    name: str, layout: TensorLayout, config: WeightsConfig, receiver_count: int
 ) -> AsyncIterator[BenchPlane]:
-    """A publisher and its receivers, which have joined. Processes and stores are gone afterwards."""
+    """Start a publisher and receivers, and wait until they are registered. Removes all processes and stores."""
     run = f"bench-{os.getpid()}-{name}"
     try:
         async with AsyncExitStack() as stack:
@@ -135,20 +142,20 @@ async def bench_plane(
             async def resolve() -> PublisherAddress:
                 return publisher.address
 
-            made = []
-            for number in range(receivers):
+            receivers: list[SharedWeightReceiver] = []
+            for number in range(receiver_count):
                 receiver = SharedWeightReceiver(resolve, store_path(run, f"machine-{number}"), config)
                 stack.push_async_callback(receiver.close)
-                made.append(receiver)
-            await _until_joined(publisher, receivers)
-            yield BenchPlane(publisher, made)
+                receivers.append(receiver)
+            await _wait_for_receivers(publisher, receiver_count)
+            yield BenchPlane(publisher, receivers)
     finally:
         remove_stores(run)
 
 
-async def _until_joined(publisher: ZmqWeightSender, receivers: int) -> None:
+async def _wait_for_receivers(publisher: ZmqWeightSender, count: int) -> None:
     deadline = time.monotonic() + WAIT_S
-    while publisher.fetch_stats().receivers < receivers:
+    while publisher.fetch_stats().receivers < count:
         if time.monotonic() > deadline:
-            raise WaitTimeout(f"{receivers} receivers of the bench to register", WAIT_S)
-        await asyncio.sleep(_LOOK_EVERY_S)
+            raise WaitTimeout(f"{count} receivers of the bench to register", WAIT_S)
+        await asyncio.sleep(_POLL_S)

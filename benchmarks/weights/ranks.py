@@ -132,7 +132,7 @@ class RanksBench:
         """Seconds for all bytes of the block: those of as many whole pieces as it has, and the rest in proportion."""
         size = self._piece_bytes
         pieces = [block[at : at + size] for at in range(0, len(block) - size + 1, size)]
-        return sum([await self._tcp.seconds(piece) for piece in pieces]) * len(block) / (size * len(pieces))
+        return sum([await self._tcp.time_transfer(piece) for piece in pieces]) * len(block) / (size * len(pieces))
 
     async def _load(self, version: int) -> list[float]:
         path = str(store_path(self._run, "node"))

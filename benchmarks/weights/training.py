@@ -1,7 +1,7 @@
-"""Optimizer steps, for what they leave to send.
+"""Optimizer steps that produce realistic weight changes.
 
-The weights are an fp32 master under torch's AdamW, rounded to bfloat16. Gradients are noise, which is the hard case:
-real ones agree more from step to step, and many are zero.
+The weights are an fp32 master updated by torch's AdamW, rounded to bfloat16. Gradients are noise, which is the hard
+case: real gradients agree more from step to step, and many are zero.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from async_grpo.weights.manifest import TensorLayout
 from benchmarks.weights.plane import Weights
 
 TIMED_LR = 1e-6
-"""The default of `trainer.optimizer.lr`; steps of this one are timed."""
+"""Learning rate of the timed steps: the default of `trainer.optimizer.lr`."""
 INITIAL_STD = 0.02
 
 
 class Training:
-    """A flat fp32 master under AdamW with noise as gradients; `weights` is its bfloat16 image."""
+    """A flat fp32 master under AdamW with random gradients. `weights` is its bfloat16 copy."""
 
     def __init__(self, layout: TensorLayout) -> None:
         """Raises DependencyError without torch."""
@@ -25,12 +25,12 @@ class Training:
             import torch
         except ImportError as error:
             raise DependencyError(
-                "the bench of the weights trains with torch. Type: pip install 'async-grpo[trainer]'"
+                "the benchmark of the weights needs torch. pip install 'async-grpo[trainer]'"
             ) from error
         self.weights = Weights(layout)
         self._generator = torch.Generator().manual_seed(0)
-        self._image = torch.from_numpy(self.weights.flat).view(torch.bfloat16)
-        self._master = INITIAL_STD * torch.randn(self._image.shape, generator=self._generator)
+        self._copy = torch.from_numpy(self.weights.flat).view(torch.bfloat16)
+        self._master = INITIAL_STD * torch.randn(self._copy.shape, generator=self._generator)
         self._master.grad = torch.empty_like(self._master)
         config = OptimizerConfig()
         self._adam = torch.optim.AdamW(
@@ -42,9 +42,9 @@ class Training:
         )
 
     def step(self, lr: float) -> None:
-        """One optimizer step; the image follows."""
+        """Take one optimizer step and update the bfloat16 copy."""
         assert self._master.grad is not None
         self._master.grad.normal_(generator=self._generator)
         self._adam.param_groups[0]["lr"] = lr
         self._adam.step()
-        self._image.copy_(self._master)
+        self._copy.copy_(self._master)

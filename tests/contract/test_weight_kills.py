@@ -103,7 +103,7 @@ KILLS = [
 async def test_a_trainer_is_killed_in_the_middle_of_a_version(transport: str, moments: int) -> None:
     random, board = np.random.default_rng(moments), Board()
     with run_through(transport) as config:
-        receiver, seen = make_receiver(config, board.publisher, name="server"), NEVER
+        receiver, seen = make_receiver(config, board.publisher_address, name="server"), NEVER
         trainers = [Trainer(config, 0)]
         try:
             for epoch in range(1, moments + 1):
@@ -127,7 +127,7 @@ async def test_a_trainer_is_killed_in_the_middle_of_a_version(transport: str, mo
 async def test_a_receiver_is_killed_in_the_middle_of_a_version(transport: str, moments: int) -> None:
     random, board = np.random.default_rng(moments), Board()
     with run_through(transport) as config:
-        receiver = make_receiver(config, board.publisher, name="server")
+        receiver = make_receiver(config, board.publisher_address, name="server")
         assert isinstance(receiver, SharedWeightReceiver)
         trainer = Trainer(config, 0)
         try:
@@ -159,7 +159,7 @@ def small_steps(version: int) -> Arrays:
 async def joining(config: RunConfig, board: Board, store: str) -> AsyncIterator[SharedWeightReceiver]:
     """A receiver of another machine."""
     path = store_path(config.local_name, store)
-    receiver = SharedWeightReceiver(board.publisher, path, config.weights, name=store)
+    receiver = SharedWeightReceiver(board.publisher_address, path, config.weights, name=store)
     try:
         yield receiver
     finally:

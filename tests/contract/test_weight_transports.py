@@ -119,7 +119,7 @@ class Plane:
     @asynccontextmanager
     async def receiving(self) -> AsyncIterator[WeightReceiver]:
         """A rollout server's receiver."""
-        receiver = make_receiver(self.config, self.board.publisher, name="server")
+        receiver = make_receiver(self.config, self.board.publisher_address, name="server")
         try:
             yield receiver
         finally:
@@ -318,7 +318,7 @@ async def test_closing_ends_all_processes_and_frees_the_memory(plane: Plane) -> 
         config = plane.run("closed")
         plane.board.address = sender.address
         sender.publish_weights(0, random_weights(0).items())
-        receiver = make_receiver(config, plane.board.publisher, name="server")
+        receiver = make_receiver(config, plane.board.publisher_address, name="server")
         await arrive(receiver, WeightVersion(EPOCH, 0))
         for _ in range(2):
             await receiver.close()

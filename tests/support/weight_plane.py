@@ -99,7 +99,7 @@ async def receiving(
     board: Board, config: WeightsConfig = CONFIG, *, store: str = "node", name: str = ""
 ) -> AsyncIterator[SharedWeightReceiver]:
     """A rollout server's receiver; those of one `store` share a process."""
-    receiver = SharedWeightReceiver(board.publisher, store_path(RUN, store), config, name=name)
+    receiver = SharedWeightReceiver(board.publisher_address, store_path(RUN, store), config, name=name)
     try:
         yield receiver
     finally:

@@ -150,7 +150,7 @@ async def test_when_the_last_server_is_killed_the_process_ends_and_leaves_nothin
 async def test_the_store_of_a_killed_process_is_removed_by_the_last_server_that_leaves(
     publisher: ZmqWeightSender, board: Board
 ) -> None:
-    receiver = SharedWeightReceiver(board.publisher, store_path(RUN, "node"), CONFIG)
+    receiver = SharedWeightReceiver(board.publisher_address, store_path(RUN, "node"), CONFIG)
     publish(publisher, 0)
     await receiver.wait_for_newer_version(None, 30)
     (process,) = receiver_processes()
@@ -169,7 +169,7 @@ async def test_a_folder_that_another_user_may_have_made_is_not_used(board: Board
     with socket.socket(socket.AF_UNIX) as impostor:
         impostor.bind(str(folder / "node.sock"))
         impostor.listen()
-        receiver = SharedWeightReceiver(board.publisher, store_path(RUN, "node"), CONFIG)
+        receiver = SharedWeightReceiver(board.publisher_address, store_path(RUN, "node"), CONFIG)
         with pytest.raises(ConfigError, match=f"{folder} has mode 777"):
             await receiver.wait_for_newer_version(None, 5)
         await receiver.close()
@@ -177,7 +177,7 @@ async def test_a_folder_that_another_user_may_have_made_is_not_used(board: Board
 
 async def test_a_process_that_cannot_start_is_an_error(board: Board) -> None:
     taken = with_(relay_bind="tcp://203.0.113.1:0")  # an address that this machine does not have
-    receiver = SharedWeightReceiver(board.publisher, store_path(RUN, "node"), taken)
+    receiver = SharedWeightReceiver(board.publisher_address, store_path(RUN, "node"), taken)
     with pytest.raises(WeightsError, match="ended with code 1 before it was ready"):
         await receiver.wait_for_newer_version(None, 30)
     await receiver.close()
@@ -188,6 +188,6 @@ async def test_a_missing_secret_is_said_before_anything_is_started(
 ) -> None:
     monkeypatch.delenv("ASYNC_GRPO_WEIGHTS_SECRET", raising=False)
     with pytest.raises(ConfigError, match=r"weights.encrypt is 'all', but ASYNC_GRPO_WEIGHTS_SECRET has 0 characters"):
-        SharedWeightReceiver(board.publisher, store_path(RUN, "node"), with_(encrypt="all"))
+        SharedWeightReceiver(board.publisher_address, store_path(RUN, "node"), with_(encrypt="all"))
     with pytest.raises(ConfigError, match="ASYNC_GRPO_WEIGHTS_SECRET"):
         ZmqWeightSender(LAYOUT, RUN, 0, with_(encrypt="control"))
