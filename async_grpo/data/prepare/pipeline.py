@@ -6,7 +6,7 @@ Each row passes these steps, or ends in rejected.jsonl:
 
     file --parse--> question, reference --not a duplicate--> --template--> text --tokenizer--> token ids, short enough
 
-Rows stream through in batches. In memory stays only one digest per question (about 100 bytes), to find duplicates;
+Rows stream through in batches. Only one digest per question (about 100 bytes) stays in memory, to find duplicates;
 everything else is on disk. The pipeline only waits for the disk and the tokenizer.
 """
 

@@ -1,10 +1,13 @@
 """vLLM as the engine, on CPU, CUDA or Ascend.
 
-    generate --> gate --> AsyncLLM.generate --> final output --> Generation
-                  ^                                ^
-    update_weights: stage, close the gate, pause, load what was staged, resume, open the gate
+    request         gate --> in flight in vLLM --> final output --> Generation
+                     ^            |      '--> error: tokens saved in _partials, for `peek`
+                     '------------'  must_resubmit: an update came before the first token
 
-A request waits at the gate while an update is under way, and then for vLLM. At an update, per request:
+    update_weights  stage, close the gate, pause, apply the interruption, load, resume, open the gate
+                                             '--> error: _failure is set, and every call raises it from then on
+
+A request waits at the gate while an update is under way, and then for vLLM. An interruption does to each request:
 
     keep, recompute   has tokens: continues           no token yet: aborted and resubmitted
     abort             interruptible: ends early       others: as with keep
@@ -121,8 +124,14 @@ class VllmEngine:
         self._llm: Any = None
         self._identity = _BEFORE_ANY_UPDATE
         self._failure: EngineError | None = None
+
+        # Facts about the checkpoint, read by `start`.
+        self._shapes: dict[str, list[int]] = {}
+        self._stop_tokens: Sequence[int] = ()
+        self._tied_head = False
         self._vocabulary: int | None = None
         """Token ids are below it; None before `start`."""
+
         self._note = ""
         self.update_check: UpdateCheck | None = None
         """Result of the check of updates at the start; None for an engine without captured graphs."""

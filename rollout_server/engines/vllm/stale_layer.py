@@ -1,4 +1,4 @@
-"""A fault that `async-grpo accept` plants: a layer that multiplies with memory it allocates anew at every update.
+"""A fault that `async-grpo accept` plants: a layer that multiplies with memory it allocates at every update.
 
     load:    copies = [W0]            a graph that is captured now reads W0
     update:  copies = [W0, W1]        reading a long prompt multiplies with W1, a replayed graph with W0
