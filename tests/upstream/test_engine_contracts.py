@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from async_grpo.config.rollout import RolloutConfig
-from rollout_server.engines.vllm.platform import environment
+from rollout_server.engines.vllm.platform import environment_variables
 from tests.support.upstream import Unpacked, installed_vllm, moved, run_python, unpacked
 
 pytestmark = pytest.mark.slow
@@ -110,5 +110,5 @@ def test_the_engine_reads_the_environment_variables_that_are_set_for_it(name: st
     kind, packages = RELEASES[name]
     found = packages()
     known = set[str]().union(*(each.words() for each in found))
-    ours = {each for each in environment(rollout(kind).vllm) if each.startswith("VLLM_")}
+    ours = {name for name in environment_variables(rollout(kind).vllm) if name.startswith("VLLM_")}
     moved(found, [f"nothing reads {each}" for each in sorted(ours - known)])
