@@ -1,7 +1,7 @@
 """The replay buffer and the run board: contracts, in-memory references, Redis, and a server of our own."""
 
 from buffer.base import BufferStats, CachedStats, ReplayBuffer, Resume, RunBoard
-from buffer.capacity import TASKS_AHEAD, BufferMemoryPlan, memory_plan
+from buffer.capacity import TASKS_AHEAD, BufferMemoryPlan, plan_buffer_memory
 from buffer.connect import attach, attach_board, connect, connect_board, is_over, knows_run, open_run, wipe, wipe_run
 from buffer.memory import InMemoryBoard, InMemoryBuffer
 from buffer.redis.board import RedisBoard
@@ -32,8 +32,8 @@ __all__ = [
     "is_over",
     "knows_run",
     "make_client",
-    "memory_plan",
     "open_run",
+    "plan_buffer_memory",
     "wipe",
     "wipe_run",
 ]

@@ -104,7 +104,7 @@ class BufferStats:
     @property
     def is_limited_by_quota(self) -> bool:
         """True if the quota leaves no room for another group."""
-        return not MemoryQuota(0, self.room_bytes, self.group_bytes).admits(self.stored_bytes, self.inflight)
+        return not MemoryQuota(0, self.room_bytes, self.group_bytes).admits_group(self.stored_bytes, self.inflight)
 
     @property
     def balanced(self) -> bool:

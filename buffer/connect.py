@@ -12,7 +12,7 @@ from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ServerRefused
 from async_grpo.staleness import ReplayPolicy
 from buffer.base import ReplayBuffer, RunBoard
-from buffer.capacity import NO_QUOTA, MemoryQuota, memory_plan
+from buffer.capacity import NO_QUOTA, MemoryQuota, plan_buffer_memory
 from buffer.redis.board import RedisBoard
 from buffer.redis.buffer import RedisBuffer
 from buffer.redis.client import check_server, make_client
@@ -67,7 +67,7 @@ async def connect_board(redis: RedisConfig, run: str) -> RedisBoard:
 async def check_memory(config: RunConfig) -> None:
     """Raises ConfigError if the server has too little memory for this run beside the other runs on it. A run that has
     reserved its share already is not asked again."""
-    plan, run = memory_plan(config), config.name
+    plan, run = plan_buffer_memory(config), config.name
     async with _checked_link(config.redis, run) as link:
         about = await link.call(lambda: link.client.info("memory"))
         known = await link.call(lambda: link.client.hget(RunKeys(run).of("meta"), "reserved_bytes"))
@@ -137,7 +137,7 @@ async def open_run(config: RunConfig) -> RedisBuffer:
         policy=config.replay_policy,
         lease_s=config.lease_s,
         max_attempts=config.rollout.max_attempts,
-        quota=memory_plan(config).quota,
+        quota=plan_buffer_memory(config).quota,
     )
 
 

@@ -27,7 +27,7 @@ from async_grpo.wire import Batch
 from async_grpo.wire.board import PROTOCOL, Evaluation, PublisherAddress, ReplayProgress
 from buffer import connect_board, open_run
 from buffer.base import BufferStats, ReplayBuffer, Resume, RunBoard
-from buffer.capacity import memory_plan
+from buffer.capacity import plan_buffer_memory
 from trainer.ranks.distributed import broadcast_batch, broadcast_ints, is_leader, sum_over_ranks
 
 R = TypeVar("R")
@@ -88,7 +88,7 @@ class Coordinator:
         self._config = config
         self.devices = devices
         self._epoch = 0
-        self._plan = memory_plan(config)
+        self._plan = plan_buffer_memory(config)
         self._check_publishing: Callable[[], None] | None = None
         self._leads = is_leader()
         if not self._leads:

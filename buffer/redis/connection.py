@@ -1,4 +1,4 @@
-"""Commands that must be sent over one connection, which redis-py's own calls do not guarantee."""
+"""Sends several commands over one connection, which redis-py's own calls do not guarantee."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import hiredis
 from redis.asyncio import Redis
 from redis.exceptions import ExecAbortError, ResponseError
 
-LARGE = 1 << 14
-"""Values of at least this many bytes are passed to the socket without being copied."""
+LARGE_BYTES = 1 << 14
+"""Size in bytes from which a value is passed to the socket without a copy."""
 
 Command = Sequence[bytes | str | int | float]
 
 
 @asynccontextmanager
 async def one_connection(client: Redis) -> AsyncIterator[Any]:
-    """A connection of the client for the duration of the block. redis-py closes a connection whose reply was not read
-    to its end, so that none is reused half-read."""
+    """A connection of the client for the duration of the block.
+
+    redis-py closes a connection whose reply was not read to its end, so that none is reused half-read.
+    """
     pool = client.connection_pool
     connection = await pool.get_connection()
     try:
@@ -35,7 +37,7 @@ async def one_connection(client: Redis) -> AsyncIterator[Any]:
 async def exchange(connection: Any, *commands: Command) -> list[Any]:
     """Send commands together and return their replies. Raises the first error once all replies are read."""
     await connection.send_packed_command(pack_commands(commands))
-    replies = [await _reply(connection) for _ in commands]
+    replies = [await _read_reply(connection) for _ in commands]
     _raise_first(replies)
     return replies
 
@@ -48,7 +50,7 @@ async def transact(connection: Any, commands: Sequence[Command]) -> list[Any]:
 
 
 def pack_commands(commands: Sequence[Command]) -> list[bytes]:
-    """Commands in Redis's protocol, as chunks for the socket."""
+    """Return the commands in the protocol of Redis, as chunks for the socket."""
     chunks: list[bytes] = []
     for command in commands:
         if any(_is_large(part) for part in command):
@@ -59,13 +61,13 @@ def pack_commands(commands: Sequence[Command]) -> list[bytes]:
 
 
 def _pack_uncopied(command: Command) -> list[bytes]:
-    """Pack a command with a large value. hiredis would copy the value, which takes longer than all the rest."""
+    """Pack a command with a large value, which hiredis would copy. The copy would take longer than all the rest."""
     chunks: list[bytes] = []
     small = [b"*%d\r\n" % len(command)]
     for part in command:
         raw = part if isinstance(part, bytes) else str(part).encode()
         small.append(b"$%d\r\n" % len(raw))
-        if len(raw) < LARGE:
+        if len(raw) < LARGE_BYTES:
             small += [raw, b"\r\n"]
         else:
             chunks += [b"".join(small), raw]
@@ -74,10 +76,10 @@ def _pack_uncopied(command: Command) -> list[bytes]:
 
 
 def _is_large(part: bytes | str | float) -> bool:
-    return isinstance(part, bytes) and len(part) >= LARGE
+    return isinstance(part, bytes) and len(part) >= LARGE_BYTES
 
 
-async def _reply(connection: Any) -> Any:
+async def _read_reply(connection: Any) -> Any:
     try:
         return await connection.read_response()
     except ResponseError as error:
@@ -86,6 +88,10 @@ async def _reply(connection: Any) -> Any:
 
 def _raise_first(replies: Sequence[Any]) -> None:
     errors = [reply for reply in replies if isinstance(reply, Exception)]
-    # EXECABORT only repeats that an earlier command was refused.
-    for error in sorted(errors, key=lambda error: isinstance(error, ExecAbortError)):
-        raise error
+    if not errors:
+        return
+    # EXECABORT only repeats that an earlier command of the transaction was refused, so prefer the error of that one.
+    for error in errors:
+        if not isinstance(error, ExecAbortError):
+            raise error
+    raise errors[0]

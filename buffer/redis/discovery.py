@@ -21,7 +21,7 @@ from redis.asyncio.connection import Connection, SSLConnection
 from redis.crc import key_slot
 
 from async_grpo.errors import ServerRefused
-from buffer.redis.errors import cause_of, may_pass
+from buffer.redis.errors import can_pass, find_cause
 from buffer.redis.url import HostPort, RedisUrl
 
 
@@ -73,7 +73,7 @@ class NodeDiscovery(ABC):
                         return found
                 heard.append(f"{seed} knows no {self._sought}")
             except (server_errors.RedisError, OSError) as error:
-                if not may_pass(cause_of(error)):
+                if not can_pass(find_cause(error)):
                     raise
                 heard.append(f"{seed}: {str(error) or 'no reply'}")
         raise server_errors.ConnectionError(f"no node could be found ({'; '.join(heard)})")

@@ -26,7 +26,7 @@ from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.models.hub import HubRepo
 from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.weights.folder.objects import check_location
-from buffer import memory_plan
+from buffer import plan_buffer_memory
 from buffer.redis.url import parse
 from trainer.checkpoint.store import RunStore
 
@@ -175,7 +175,7 @@ def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
     yield "Device memory", lambda: _check_device_memory(plan)
     if url is None:
         limit = config.redis.max_memory_bytes
-        yield "Server memory", lambda: memory_plan(config).check(limit, "redis.max_memory_bytes")
+        yield "Server memory", lambda: plan_buffer_memory(config).check(limit, "redis.max_memory_bytes")
 
 
 def check_with_policy(config: RunConfig, policy: Path) -> None:

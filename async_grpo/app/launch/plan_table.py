@@ -7,7 +7,7 @@ from rich.text import Text
 
 from async_grpo.app.launch.plan import RunPlan
 from async_grpo.config import RunConfig
-from buffer import memory_plan
+from buffer import plan_buffer_memory
 
 
 def plan_table(plan: RunPlan) -> Table:
@@ -32,7 +32,7 @@ def plan_table(plan: RunPlan) -> Table:
     auto = config.auto_staleness
     bounds = f"; auto keeps the effective S between {auto.min} and {auto.max}, at first {auto.start}" if auto else ""
     table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups{bounds}")
-    policy, memory = config.replay_policy, memory_plan(config)
+    policy, memory = config.replay_policy, plan_buffer_memory(config)
     table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
     table.add_row("server memory", f"at worst {memory}")
     table.add_row("evaluation", _evaluation(config))

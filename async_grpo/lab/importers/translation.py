@@ -22,7 +22,7 @@ from async_grpo.config.load import dotted_keys, validate
 from async_grpo.errors import ConfigError
 from async_grpo.lab.importers.reading import GivenKeys, LeftOut, read_file
 from async_grpo.lab.importers.table import SourceSystem
-from buffer import memory_plan
+from buffer import plan_buffer_memory
 
 _GIB = 1 << 30
 
@@ -141,7 +141,7 @@ class Translation:
         left_out = [*self.left_out, *filter(None, map(self._explain, rest)), *self.given.left_out]
         defaults = [item for key in rest if (item := self._find_default(key)) is not None]
         config = self._validated()
-        need = memory_plan(config).needed_bytes
+        need = plan_buffer_memory(config).needed_bytes
         if need > config.redis.max_memory_bytes:
             self.set("redis.max_memory_bytes", -(-need // _GIB) * _GIB, "what this many samples in flight need")
             config = self._validated()

@@ -215,7 +215,7 @@ async def test_an_opening_that_fails_leaves_no_connection(server: Server, run: s
 async def test_a_run_that_its_server_has_forgotten_is_named(server: Server, run: str) -> None:
     buffer = await begin(RedisConfig(url=server.url), run)
     server.admin.flushall()
-    with pytest.raises(BufferFault, match=f"nothing of run {run}"):
+    with pytest.raises(BufferFault, match=f"no data of run {run}"):
         await buffer.stats()
     await buffer.aclose()
 

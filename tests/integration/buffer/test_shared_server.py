@@ -11,7 +11,7 @@ import pytest
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, WaitTimeout
 from async_grpo.wire import Group, Sample, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
-from buffer import RedisBuffer, knows_run, memory_plan, open_run
+from buffer import RedisBuffer, knows_run, open_run, plan_buffer_memory
 from tests.support.buffer_cases import admit, finish, publish, released, take, tasks, train
 from tests.support.redis_topologies import Server, running
 
@@ -52,7 +52,7 @@ def least_quota(run: RunConfig) -> int:
     """The least that is not refused; the error names it."""
     small = run.model_copy(update={"redis": run.redis.model_copy(update={"quota_bytes": 1})})
     with pytest.raises(ConfigError, match=r"redis\.quota_bytes.* 0\.0 MiB.*2 active \+ 4 logged") as error:
-        memory_plan(small).check(0, "the server")
+        plan_buffer_memory(small).check(0, "the server")
     return int(str(error.value).partition("Raise redis.quota_bytes to ")[2].partition(",")[0])
 
 
@@ -106,7 +106,7 @@ async def test_a_run_at_its_quota_is_held_and_the_other_goes_on(server: Server) 
 
 
 async def test_a_run_that_does_not_fit_beside_the_others_is_refused_before_anything_is_written(server: Server) -> None:
-    needs = memory_plan(config(server, "one")).needed_bytes
+    needs = plan_buffer_memory(config(server, "one")).needed_bytes
     server.admin.config_set("maxmemory", 3 * needs - 1)
     for name in ("one", "two"):
         await (await opened(config(server, name))).aclose()
@@ -120,7 +120,7 @@ async def test_a_run_that_does_not_fit_beside_the_others_is_refused_before_anyth
 
 
 async def test_a_run_that_has_ended_reserves_no_more_than_it_stores(server: Server) -> None:
-    needs = memory_plan(config(server, "one")).needed_bytes
+    needs = plan_buffer_memory(config(server, "one")).needed_bytes
     server.admin.config_set("maxmemory", 2 * needs - 1)
     first = await opened(config(server, "one"))
     with pytest.raises(ConfigError, match="other runs"):

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from redis._parsers import Encoder
 from redis.connection import PythonRespSerializer
 
-from buffer.redis.connection import LARGE, Command, pack_commands
+from buffer.redis.connection import LARGE_BYTES, Command, pack_commands
 
 PARTS = st.one_of(
     st.integers(),
     st.floats(allow_nan=False),
     st.binary(max_size=30),
     st.text(max_size=30),
-    st.just(b"x" * LARGE),
+    st.just(b"x" * LARGE_BYTES),
 )
 
 
@@ -31,5 +31,5 @@ def test_every_command_is_packed_as_redis_py_packs_it(commands: list[Command]) -
 
 
 def test_a_large_value_is_not_copied() -> None:
-    value = b"v" * LARGE
+    value = b"v" * LARGE_BYTES
     assert any(chunk is value for chunk in pack_commands([["SET", "key", value]]))
