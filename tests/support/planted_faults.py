@@ -274,9 +274,11 @@ def _copy_tracked_files(target: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         source = ROOT / name
-        if source.is_file():  # else it was deleted, and that is not committed yet
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name)
+        if not source.is_file() and not source.is_symlink():
+            continue  # deleted, and the deletion is not committed yet
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        # async_grpo/configs is a link to a folder: without it the shipped configurations would be missing in the copy.
+        shutil.copy2(source, target / name, follow_symlinks=False)
 
 
 def _run_tests(copy: Path, tests: Iterable[str]) -> tuple[int, str]:
