@@ -1,4 +1,4 @@
-"""The replay buffer: throughput and latency beside a plain list, and transitions of a full buffer.
+"""The replay buffer: throughput and latency compared with a plain list, and transitions of a full buffer.
 
 Producer processes send groups of 8 samples (276 KB) to a consumer process. Takes about three minutes.
 """
@@ -12,6 +12,6 @@ arguments.add_argument(
     "--fsync",
     choices=("everysec", "always"),
     default="everysec",
-    help="appendfsync of the server that it starts; a real run uses always",
+    help="appendfsync of the server that the bench starts; a real run uses always",
 )
 main("python -m benchmarks.buffer", arguments, measure)

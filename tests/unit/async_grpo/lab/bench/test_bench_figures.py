@@ -16,7 +16,7 @@ from async_grpo.app.cli.main import app
 from async_grpo.errors import ConfigError
 from async_grpo.lab.bench.measure import Machine, Measurement, Picture, Spread, make_room, table, write
 from async_grpo.wire import Ticket, encode
-from benchmarks.buffer.systems import GroupMaker, task
+from benchmarks.buffer.systems import GroupMaker, make_task
 
 MACHINE = Machine(cpu="a [bold]processor", cores=2, python="3.11.7", date="2026-01-01 00:00:00+0000", load=0.5)
 WIDE = {"COLUMNS": "400"}
@@ -92,11 +92,11 @@ def test_a_paired_figure_has_the_medians_and_the_median_of_the_ratios() -> None:
 
 
 def test_the_groups_of_the_bench_are_as_large_as_real_ones() -> None:
-    ticket = Ticket(seq=3, task=task(3), version=5, epoch=1, attempt=1, holder="x", lease_s=1.0)
+    ticket = Ticket(seq=3, task=make_task(3), version=5, epoch=1, attempt=1, holder="x", lease_s=1.0)
     sizes = []
     for seed in range(8):
         maker = GroupMaker(seed, templates=8)
-        groups = [maker.group(ticket) for _ in range(16)]
+        groups = [maker.make_group(ticket) for _ in range(16)]
         sizes += [len(encode(group)) for group in groups]
     for sample in groups[0].samples:
         sample.validate()
