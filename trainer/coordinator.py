@@ -1,11 +1,15 @@
-"""How the ranks of the trainer take part in the run: rank 0 talks to the buffer and the run board, the others to it.
+"""The trainer's connection to the run: rank 0 talks to the buffer and the run board, the other ranks to rank 0.
 
-What rank 0 waits for: `take_batch` for P finished groups, `take_batch_part` for one (both come from the rollout
-servers), `probe` for a server that has the final weights, `wait_for_evaluation` for one that has measured them,
-`SharedDevices.held` for engines to sleep. The other ranks wait for rank 0 in a broadcast, which the process group's
-timeout ends. SIGTERM ends these waits of rank 0, but not that for engines, and nothing else: a step once begun is
-finished. A publication that has failed (`watch_publishing`) ends them with its error: servers without new weights make
-no groups to wait for.
+    rank 0 waits in           for                                             produced by
+    take_batch                P finished groups                               rollout servers
+    take_batch_part           at least one more finished group                rollout servers
+    wait_for_probe            groups that the final weights sampled           a rollout server
+    wait_for_evaluation       the evaluation of a version on the board        a rollout server
+    engines_asleep            engines on these devices to sleep               rollout servers on this machine
+
+The other ranks wait for rank 0 in a broadcast, limited by the timeout of the process group. SIGTERM ends the first four
+waits and nothing else: a step that has started is finished. They also end when the publication of weights has failed
+(`watch_publishing`), with its error: servers without new weights produce no groups.
 """
 
 from __future__ import annotations
@@ -28,58 +32,54 @@ from async_grpo.wire.board import PROTOCOL, Evaluation, PublisherAddress, Replay
 from buffer import connect_board, open_run
 from buffer.base import BufferStats, ReplayBuffer, Resume, RunBoard
 from buffer.capacity import plan_buffer_memory
-from trainer.ranks.distributed import broadcast_batch, broadcast_ints, is_leader, sum_over_ranks
+from trainer.ranks.distributed import broadcast_batch, broadcast_ints, is_rank_zero, sum_over_ranks
 
 R = TypeVar("R")
 Call = Callable[[], Coroutine[Any, Any, R]]
 
-LOOK_EVERY_S = 1.0
-"""Seconds between two looks at the run board, which notifies nobody."""
+POLL_EVERY_S = 1.0
+"""Seconds between two reads of the run board, which sends no notifications."""
 
 
 class SharedDevices:
-    """The trainer's devices, on which engines of this machine may generate between steps (launch.share_devices)."""
+    """Devices that the trainer shares with engines, which generate between its steps (launch.share_devices)."""
 
     def __init__(self, config: RunConfig, release_memory: Callable[[], None] = lambda: None) -> None:
-        """`release_memory`: of the platform."""
+        """`release_memory`: `Platform.release_memory`, which returns cached memory to the device."""
         self._engines_sleep = config.launch.share_devices == "sleep"
         self._timeout_s = turn_timeout_s(config)
         self._release_memory = release_memory
-        self._turn = DeviceTurn(config.run_dir) if self._engines_sleep and is_leader() else None
+        self._turn = DeviceTurn(config.run_dir) if self._engines_sleep and is_rank_zero() else None
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Engines sleep for the length of the block, if they are to; all ranks call it.
+    def engines_asleep(self) -> Iterator[None]:
+        """Put engines to sleep for the duration of the block, if devices are shared. All ranks call it.
 
-        An error that leaves the block ends the process, and with it the turn. Raises WaitTimeout if engines do not
-        sleep: one may be loading weights, or starting.
+        An error that leaves the block ends the process, and the operating system then gives up the turn. Raises
+        WaitTimeout if an engine does not sleep in time: it may be loading weights, or starting.
         """
         if not self._engines_sleep:
             yield
             return
         if self._turn is not None:
             self._turn.begin_step(self._timeout_s)
-        broadcast_ints([0] if is_leader() else None, 1)
+        broadcast_ints([0] if is_rank_zero() else None, 1)
         yield
+
+        # Engines need the memory of every rank when they wake up, so rank 0 waits until all have released theirs.
         self._release_memory()
-        sum_over_ranks(torch.zeros(1))  # all ranks have released theirs
+        sum_over_ranks(torch.zeros(1))
         if self._turn is not None:
             self._turn.end_step()
 
 
-def _stored(stats: BufferStats | None) -> tuple[int, int]:
-    """Bytes of all payloads, and the number of active groups that they belong to."""
-    assert stats is not None, "rank 0 has them"
-    return stats.stored_bytes, stats.ready + stats.taken
-
-
 def turn_timeout_s(config: RunConfig) -> float:
-    """Seconds in which every engine sleeps: one that starts does so once it is ready, and no update takes longer."""
+    """Maximum seconds until all engines sleep: one may first have to start, or to finish a weight update."""
     return config.weights.update_timeout_s + config.launch.ready_timeout_s
 
 
 class Coordinator:
-    """What a rank asks of the run. Every rank makes all calls, in the same order.
+    """A rank's access to the run. All ranks make all calls, in the same order.
 
     asyncio runs only inside the calls of rank 0; the trainer itself is synchronous.
     """
@@ -90,168 +90,194 @@ class Coordinator:
         self._epoch = 0
         self._plan = plan_buffer_memory(config)
         self._check_publishing: Callable[[], None] | None = None
-        self._leads = is_leader()
-        if not self._leads:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it reaches every rank, but rank 0 decides
+        self._is_rank_zero = is_rank_zero()
+        if not self._is_rank_zero:
+            # A launcher sends SIGTERM to every rank. Rank 0 decides for all: a rank that stopped by itself would leave
+            # the others in a collective call.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             return
         self._runner = asyncio.Runner()
-        loop, self._stop = self._runner.get_loop(), asyncio.Event()
+        loop = self._runner.get_loop()
+        self._stop = asyncio.Event()
         self._buffer: ReplayBuffer = self._runner.run(open_run(config))
         self._board: RunBoard = self._runner.run(connect_board(config.redis, config.name))
-        # Wakes the loop if it is waiting; else the event is set when it next runs.
+        # If the loop is waiting, this wakes it; between calls, the event is set when the loop next runs.
         signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(self._stop.set))
 
-    def resume(self, version: int, *, damage: str = "", accept_loss: bool = False) -> Resume:
-        """Take over the run at `version`: a new epoch begins. `damage`: why it is not that of the newest checkpoint.
+    def resume_run(self, version: int, *, damage: str | None = None, accept_loss: bool = False) -> Resume:
+        """Take over the run at `version`, which starts a new epoch.
 
-        Raises TrainingError if the run's data are gone, and StepsForgotten if only those of the steps after `version`
-        are, unless `accept_loss`.
+        `damage`: why `version` is not the newest checkpoint. Raises TrainingError if the run's data are gone, and
+        StepsForgotten if the buffer has forgotten groups of steps after `version`, unless `accept_loss`.
         """
-        found = self._runner.run(self._roll_back(version, damage, accept_loss)) if self._leads else None
-        values = [found.epoch, found.head_version, found.lost_steps] if found else None
+        values = None
+        if self._is_rank_zero:
+            resume = self._runner.run(self._roll_back(version, damage, accept_loss))
+            values = [resume.epoch, resume.head_version, resume.lost_steps]
         self._epoch, head_version, lost_steps = broadcast_ints(values, 3)
         return Resume(self._epoch, head_version, lost_steps)
 
-    def take(self, version: int) -> Batch | None:
-        """Take the batch of the step `version` -> `version + 1`; None if the run must stop now."""
-        timeout_s = self._config.trainer.take_timeout_s
-        # A take that is given up is no loss: the same groups are delivered when it is asked again.
-        return self._shared(lambda: self._buffer.take_batch(epoch=self._epoch, version=version, timeout_s=timeout_s))
+    def take_batch(self, version: int) -> Batch | None:
+        """Take the batch of the step `version` -> `version + 1`; None after SIGTERM.
 
-    def take_part(self, version: int, have: int) -> Batch | None:
-        """Take further groups of that batch, of which the trainer has `have`; None if the run must stop now."""
+        A take that was interrupted loses nothing: the next one for the same version delivers the same groups.
+        """
         timeout_s = self._config.trainer.take_timeout_s
-        return self._shared(
+        return self._take_and_broadcast(
+            lambda: self._buffer.take_batch(epoch=self._epoch, version=version, timeout_s=timeout_s)
+        )
+
+    def take_batch_part(self, version: int, have: int) -> Batch | None:
+        """Take further groups of that batch, of which the trainer has `have`; None after SIGTERM."""
+        timeout_s = self._config.trainer.take_timeout_s
+        return self._take_and_broadcast(
             lambda: self._buffer.take_batch_part(epoch=self._epoch, version=version, have=have, timeout_s=timeout_s)
         )
 
     def set_publisher(self, address: PublisherAddress) -> None:
-        """Tell the servers where weights come from."""
-        self._lead(lambda: self._board.set_publisher(structs.replace(address, protocol=PROTOCOL)))
+        """Announce to the servers where weights come from."""
+        self._run_on_rank_zero(lambda: self._board.set_publisher(structs.replace(address, protocol=PROTOCOL)))
 
     def report_replay(self, version: int, target: int) -> None:
-        """Tell servers without weights how far the steps are repeated that were published before, up to `target`."""
-        self._lead(lambda: self._board.report_replay(ReplayProgress(epoch=self._epoch, version=version, target=target)))
+        """Report the progress of replaying the steps up to `target`, the last published version.
+
+        Servers that have no weights wait until then.
+        """
+        progress = ReplayProgress(epoch=self._epoch, version=version, target=target)
+        self._run_on_rank_zero(lambda: self._board.report_replay(progress))
 
     def watch_publishing(self, check: Callable[[], None]) -> None:
-        """Call `check` every second while rank 0 waits; what it raises ends the wait."""
+        """Call `check` every second while rank 0 waits; an error that it raises ends the wait."""
         self._check_publishing = check
 
     def publish_version(self, version: int) -> None:
-        """Let new tickets carry `version`."""
-        self._lead(lambda: self._buffer.publish_version(epoch=self._epoch, version=version))
+        """Make `version` the one that new tickets carry."""
+        self._run_on_rank_zero(lambda: self._buffer.publish_version(epoch=self._epoch, version=version))
 
-    def release(self, batch: Batch) -> None:
+    def release_batch(self, batch: Batch) -> None:
         """Release a batch that has been trained and whose weights are published."""
-        self._lead(lambda: self._buffer.release_batch(batch))
+        self._run_on_rank_zero(lambda: self._buffer.release_batch(batch))
 
     def buffer_stats(self) -> BufferStats | None:
-        """The buffer's counters; None on ranks other than 0."""
-        return self._lead(lambda: self._buffer.stats())
+        """Return the buffer's counters; None on ranks other than 0."""
+        return self._run_on_rank_zero(lambda: self._buffer.stats())
 
     def set_staleness(self, staleness: int) -> None:
         """Change the effective S."""
-        self._lead(lambda: self._buffer.set_staleness(epoch=self._epoch, staleness=staleness))
+        self._run_on_rank_zero(lambda: self._buffer.set_staleness(epoch=self._epoch, staleness=staleness))
 
     def commit_checkpoint(self, version: int) -> None:
-        """Let the buffer forget what came before `version`, which is on disk."""
-        self._lead(lambda: self._buffer.commit_checkpoint(epoch=self._epoch, version=version))
+        """Let the buffer forget the groups of the steps before `version`, which is on disk."""
+        self._run_on_rank_zero(lambda: self._buffer.commit_checkpoint(epoch=self._epoch, version=version))
 
     def has_room(self) -> bool:
-        """True if the buffer has room for all groups that may come before the next step is trained; on every rank."""
-        room = self._leads and self._plan.leaves_room(*_stored(self.buffer_stats()))
-        return self._agree(room)
+        """True if the buffer has room for all groups that may arrive before the next step is trained."""
+        has_room = False
+        if self._is_rank_zero:
+            stats = self.buffer_stats()
+            assert stats is not None
+            has_room = self._plan.leaves_room(stats.stored_bytes, stats.ready + stats.taken)
+        return self._broadcast_decision(has_room)
 
-    def can_go_on_uncommitted(self) -> bool:
-        """True if the buffer has room for the next step though nothing is committed; on every rank.
+    def can_train_uncommitted(self) -> bool:
+        """True if the buffer has room for the groups of the next step even if nothing is committed before it.
 
-        Under a quota, new groups are held back before memory runs out, so that only a batch that cannot become complete
-        any more ends the run.
+        Under a quota, the buffer stops admitting groups before memory runs out. That is fine as long as the next batch
+        can still become complete.
         """
         if self._config.redis.quota_bytes is None:
             return self.has_room()
         stats = self.buffer_stats()
-        starved = (
-            stats is not None and stats.is_limited_by_quota and stats.ready + stats.inflight < stats.groups_per_step
-        )
-        return self._agree(not starved)
+        can_train = True
+        if stats is not None and stats.is_limited_by_quota:
+            can_train = stats.ready + stats.inflight >= stats.groups_per_step
+        return self._broadcast_decision(can_train)
 
-    def end(self) -> None:
-        """Tell the run that every step is trained."""
-        self._lead(lambda: self._buffer.end_run())
+    def end_run(self) -> None:
+        """Record in the buffer that every step is trained."""
+        self._run_on_rank_zero(lambda: self._buffer.end_run())
 
-    def probe(self, version: int, timeout_s: float) -> Batch | None:
-        """Wait for groups that the final version sampled; None if none came in time, or before SIGTERM."""
-        return self._shared(lambda: self._find_probe(version, timeout_s))
+    def wait_for_probe(self, version: int, timeout_s: float) -> Batch | None:
+        """Wait for groups that the final version sampled; None if none arrived in time, or after SIGTERM."""
+        return self._take_and_broadcast(lambda: self._read_probe(version, timeout_s))
 
     def wait_for_evaluation(self, version: int, timeout_s: float) -> bool:
-        """Wait for the evaluation of `version`; whether it was on the board in time, and before SIGTERM."""
-        found = self._lead(lambda: self._or_stop(self._look_for_evaluation(version, timeout_s)))
-        (in_time,) = broadcast_ints([int(found is True)] if self._leads else None, 1)
-        return bool(in_time)
+        """Wait for the evaluation of `version`. Returns False if it did not arrive in time, or after SIGTERM."""
+        arrived = self._run_on_rank_zero(lambda: self._run_until_stopped(self._poll_evaluations(version, timeout_s)))
+        return self._broadcast_decision(arrived is True)
 
-    def evaluations(self) -> list[Evaluation]:
-        """All evaluations on the run board; [] on ranks other than 0."""
-        return self._lead(lambda: self._board.evaluations()) or []
+    def read_evaluations(self) -> list[Evaluation]:
+        """Return all evaluations on the run board; [] on ranks other than 0."""
+        return self._run_on_rank_zero(lambda: self._board.evaluations()) or []
 
     def close(self) -> None:
         """Close connections."""
-        self._lead(lambda: self._buffer.aclose())
-        self._lead(lambda: self._board.aclose())
-        if self._leads:
+        self._run_on_rank_zero(lambda: self._buffer.aclose())
+        self._run_on_rank_zero(lambda: self._board.aclose())
+        if self._is_rank_zero:
             self._runner.close()
 
-    async def _roll_back(self, version: int, damage: str, accept_loss: bool) -> Resume:
+    async def _roll_back(self, version: int, damage: str | None, accept_loss: bool) -> Resume:
         if version > 0 and (await self._buffer.stats()).epoch == 0:
             raise TrainingError(
-                f"there is a checkpoint of version {version}, but the server knows nothing of run {self._config.name}: "
-                "its data were lost, or redis.url names another server. Point redis.url at the old one, or start over "
+                f"there is a checkpoint of version {version}, but the server has no data of run {self._config.name}: "
+                "they were lost, or redis.url names another server. Set redis.url to the old server, or start over "
                 "with --fresh"
             )
         try:
             return await self._buffer.rollback(version, accept_loss=accept_loss)
         except StepsForgotten as error:
-            if not damage:
+            if damage is None:
                 raise
-            raise StepsForgotten(f"{damage}. Before it there is version {version}, but: {error}") from error
+            raise StepsForgotten(f"{damage}. The checkpoint before it is version {version}, but: {error}") from error
 
-    async def _find_probe(self, version: int, timeout_s: float) -> Batch | None:
+    async def _read_probe(self, version: int, timeout_s: float) -> Batch | None:
         try:
             probe = await self._board.wait_for_probe(version, timeout_s=timeout_s)
         except WaitTimeout:
             return None
-        return Batch(epoch=self._epoch, version=version, groups=probe.groups) if probe.groups else None
+        if not probe.groups:
+            return None
+        return Batch(epoch=self._epoch, version=version, groups=probe.groups)
 
-    async def _look_for_evaluation(self, version: int, timeout_s: float) -> bool:
+    async def _poll_evaluations(self, version: int, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
-                while all(each.version < version for each in await self._board.evaluations()):  # noqa: ASYNC110
-                    await asyncio.sleep(LOOK_EVERY_S)
+                while True:
+                    evaluations = await self._board.evaluations()
+                    if any(evaluation.version >= version for evaluation in evaluations):
+                        return True
+                    await asyncio.sleep(POLL_EVERY_S)
         except TimeoutError:
             return False
-        return True
 
-    def _shared(self, call: Call[Batch | None]) -> Batch | None:
-        """The batch that rank 0 receives, on every rank; None if there is none, or after SIGTERM."""
-        return broadcast_batch(self._lead(lambda: self._or_stop(call())))
+    def _take_and_broadcast(self, call: Call[Batch | None]) -> Batch | None:
+        """Run the call on rank 0 and return its batch on every rank; None after SIGTERM."""
+        return broadcast_batch(self._run_on_rank_zero(lambda: self._run_until_stopped(call())))
 
-    def _agree(self, value: bool) -> bool:
-        """Rank 0's value, on every rank."""
-        (shared,) = broadcast_ints([int(value)] if self._leads else None, 1)
-        return bool(shared)
+    def _broadcast_decision(self, value: bool) -> bool:
+        """Return rank 0's value on every rank."""
+        (decision,) = broadcast_ints([int(value)] if self._is_rank_zero else None, 1)
+        return bool(decision)
 
-    def _lead(self, call: Call[R]) -> R | None:
-        """What the call returns on rank 0; None on the others, which do not make it."""
-        return self._runner.run(call()) if self._leads else None
+    def _run_on_rank_zero(self, call: Call[R]) -> R | None:
+        """Run the call on rank 0 and return its result; None on the other ranks."""
+        return self._runner.run(call()) if self._is_rank_zero else None
 
-    async def _or_stop(self, call: Coroutine[Any, Any, R]) -> R | None:
-        """What the call returns; None after SIGTERM, and then the call is cancelled. Raises what ended the publication
-        of weights."""
+    async def _run_until_stopped(self, call: Coroutine[Any, Any, R]) -> R | None:
+        """Return the result of the call; cancel it and return None after SIGTERM.
+
+        Raises the error of `watch_publishing` if the publication of weights has failed meanwhile.
+        """
         calling = asyncio.create_task(call)
         stop = asyncio.create_task(self._stop.wait())
         watching = asyncio.create_task(self._watch_publishing())
         await asyncio.wait({calling, stop, watching}, return_when=asyncio.FIRST_COMPLETED)
-        stopped, finished = self._stop.is_set(), calling.done()
+
+        # Look at the outcomes before cancelling: cancelled tasks are done, too. SIGTERM comes first, because a
+        # publisher that dies of the same shutdown is no fault.
+        stopped = self._stop.is_set()
+        finished = calling.done()
         failure = watching.exception() if watching.done() else None
         await cancel_and_wait(calling, stop, watching)
         if stopped:
@@ -261,8 +287,8 @@ class Coordinator:
         return calling.result()
 
     async def _watch_publishing(self) -> None:
-        """Raise what the check of `watch_publishing` raises. We poll: a process that dies notifies nobody."""
+        """Raise the error of the check given to `watch_publishing`. Polled: a process that dies sends no message."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
             if self._check_publishing is not None:
                 self._check_publishing()

@@ -2,10 +2,11 @@
 
     python -m trainer.main --config runs/NAME/config.yaml --model FOLDER
 
-`trainer.node_main` starts it, or a launcher that places the ranks (`async_grpo.app.launch.single_role`), with RANK,
-WORLD_SIZE and the address of the store in its environment; without them it is the only rank. Exit code 0: the run is
-trained to its end, or SIGTERM was obeyed and a checkpoint written. 78: the configuration, the data or the installation
-is at fault, and it must not be started again.
+Started by `trainer.node_main`, or by a launcher that places the ranks (`async_grpo.app.launch.single_role`). RANK,
+WORLD_SIZE and the address of the store come from the environment; without them this is the only rank.
+
+Exit code 0: the run is trained to its end, or a checkpoint was written after SIGTERM. 78: the configuration, the data
+or the installation is wrong, and a restart would fail again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def _train(config: RunConfig, model: Path, platform: Platform) -> None:
-    """Imports come late: the platform must be active before anything imports megatron."""
+    # Import late: the platform must be active before anything imports megatron.
     with uncollected():
         check_private_names("trainer", "trainer, torch")
         from async_grpo.algorithms import check_objective
@@ -63,28 +64,49 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
 
     check_objective(config.trainer.objective)
     trainer = config.trainer
-    # An earlier trainer that was killed with its node may have left its copies of the weights here. The store of this
-    # one is not there yet: rank 0 makes it when all ranks have joined.
+    # An earlier trainer that was killed may have left its copies of the weights in /dev/shm. Remove them before the
+    # ranks meet: after that, rank 0 creates the store of this trainer.
     remove_trainer_files(config.local_name)
-    waits_s = (trainer.take_timeout_s, config.eval.timeout_s, trainer.checkpoint.timeout_s, turn_timeout_s(config))
-    start_ranks(trainer, platform, config.seed, max(waits_s), Claim.of(config, model))
+
+    # The other ranks wait for rank 0 in collective calls, so their timeout covers the longest wait of rank 0.
+    longest_wait_s = max(
+        trainer.take_timeout_s, config.eval.timeout_s, trainer.checkpoint.timeout_s, turn_timeout_s(config)
+    )
+    start_ranks(trainer, platform, config.seed, longest_wait_s, Claim.of(config, model))
     logger = TrainerLogger(config)
     devices = SharedDevices(config, platform.release_memory)
-    with devices.held():  # an optimizer that is offloaded is made on the device
+
+    # Engines must sleep already here: an optimizer that is offloaded later is created on the device.
+    with devices.engines_asleep():
         policy = load_policy(config, model, platform)
-        mixture = {"experts": platform.experts} if policy.model.config.num_moe_experts else {}
-        logger.note("model built", attention=platform.attention, **mixture)
+        experts = {"experts": platform.experts} if policy.model.config.num_moe_experts else {}
+        logger.info("model built", attention=platform.attention, **experts)
         reference = load_reference(config, policy, model, platform)
         store = RunStore.open(config.runs_store, config.name) if config.runs_store else None
-        folder = config.run_dir / "checkpoints"
-        checkpoints = CheckpointFolder(folder, trainer.checkpoint, reference, store, logger.warn)
+        checkpoints = CheckpointFolder(
+            config.run_dir / "checkpoints", trainer.checkpoint, reference, store, logger.warn
+        )
         version, damage = checkpoints.load_newest(policy)
-    gc.freeze()  # Megatron collects garbage at every checkpoint: what is here by now need not be searched
+
+    # Megatron runs the garbage collector at every checkpoint. Nothing created up to here is garbage, so exclude it.
+    gc.freeze()
     coordinator = Coordinator(config, devices)
     peak_flops = platform.peak_flops(config.model.precision)
-    peak_flops = peak_flops * config.trainer.processes if peak_flops is not None else None
-    parts = (config, model, policy, coordinator, checkpoints, logger)
-    train(TrainerRun(*parts, version, damage, reference=reference, peak_flops=peak_flops))
+    if peak_flops is not None:
+        peak_flops *= config.trainer.processes
+    run = TrainerRun(
+        config,
+        model,
+        policy,
+        coordinator,
+        checkpoints,
+        logger,
+        version,
+        damage,
+        reference=reference,
+        peak_flops=peak_flops,
+    )
+    train(run)
     coordinator.close()
     logger.close()
     stop_ranks()

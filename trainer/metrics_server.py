@@ -1,12 +1,12 @@
-"""/metrics, /healthz and /readyz of the trainer, served by a thread beside the training on rank 0.
+"""/metrics, /healthz and /readyz of the trainer, served by a background thread on rank 0.
 
     TrainerLogger --row of a step--> TrainerProgress --> TrainerCollector <--GET-- Prometheus, health checks
                                                             |
                                                             +--stats, at most once a second--> buffer
 
-The training never waits for it: a step replaces one reference. If it cannot listen or fails, a warning says so and the
-training goes on. Counters count what this process did and start at 0 with it, as Prometheus expects; counters of the
-whole run are named `async_grpo_run_*`. docs/http.md has the table.
+Training never waits for it: a step replaces one reference. If it cannot listen or fails, there is a warning and
+training continues. Counters belong to this process and start at 0, as Prometheus expects; those of the whole run are
+named `async_grpo_run_*`. docs/http.md has the table.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ from buffer import CachedStats, RedisBuffer, RunBoard, attach, attach_board
 from buffer.base import BufferStats
 
 MAX_REQUESTS = 64
+"""Requests at a time; further ones are rejected."""
 CLOSE_S = 5.0
+"""Seconds to wait for the thread of the server when the trainer ends."""
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerProgress:
-    """What this process has done so far."""
+    """Progress of this process."""
 
     ready: bool = False
-    """Whether rollout servers can fetch weights from it."""
+    """True once rollout servers can fetch weights from it."""
     epoch: int = 0
-    """0: it has not taken over the run, and there may be none yet."""
+    """0 until this trainer has taken over the run, which may not exist before."""
     version: int = 0
-    """Version of its own weights; while it replays, servers have newer ones."""
+    """Version of the trainer's weights; during a replay, servers have newer ones."""
     steps: int = 0
     skipped: int = 0
     replayed: int = 0
@@ -61,11 +63,11 @@ class TrainerProgress:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds spent, by phase."""
     latest: Mapping[str, Any] = field(default_factory=dict)
-    """The row of the last step."""
+    """Row of the last step."""
 
-    def after(self, row: Mapping[str, Any]) -> TrainerProgress:
-        """The progress after one more step, as `step_row` describes it."""
-        spent = {name: self.seconds.get(name, 0.0) + row.get(f"{name}_s", 0.0) for name in (START, *PHASES)}
+    def after_step(self, row: Mapping[str, Any]) -> TrainerProgress:
+        """Return the progress after one more step. `row`: see `step_row`."""
+        seconds = {name: self.seconds.get(name, 0.0) + row.get(f"{name}_s", 0.0) for name in (START, *PHASES)}
         return replace(
             self,
             epoch=row["epoch"],
@@ -75,13 +77,13 @@ class TrainerProgress:
             replayed=self.replayed + int(row["replayed"]),
             groups=self.groups + row["groups"],
             tokens=self.tokens + row.get("trained_tokens", 0),
-            seconds=spent,
+            seconds=seconds,
             latest=row,
         )
 
 
 class TrainerCollector(Collector):
-    """The metric families of one moment; set `progress` and `stats` before each scrape."""
+    """Metric families of one scrape. `progress` and `stats` must be set before."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -89,9 +91,9 @@ class TrainerCollector(Collector):
         self.stats: BufferStats | None = None
         """None if the buffer did not answer."""
         self.memory = (0, 0)
-        """Bytes that the buffer's server uses, and its limit, when it last answered."""
+        """Bytes that the buffer's server used when it last answered, and its limit (0 without a limit)."""
         self.servers_wanted: int | None = None
-        """None until enough has been measured."""
+        """None until enough steps have been measured."""
 
     def collect(self) -> Iterable[Metric]:
         """Yield all metric families."""
@@ -120,15 +122,22 @@ class TrainerCollector(Collector):
         yield from _group_metrics(self.stats)
         if self.stats is not None:
             used, limit = self.memory
-            name, stated = "async_grpo_run_redis_memory", "Bytes that the buffer's server"
-            yield GaugeMetricFamily(f"{name}_bytes", f"{stated} uses", value=used)
-            yield GaugeMetricFamily(f"{name}_limit_bytes", f"{stated} may use; 0: it has no limit", value=limit)
+            yield GaugeMetricFamily(
+                "async_grpo_run_redis_memory_bytes", "Bytes that the buffer's server uses", value=used
+            )
+            yield GaugeMetricFamily(
+                "async_grpo_run_redis_memory_limit_bytes",
+                "Bytes that the buffer's server may use; 0: it has no limit",
+                value=limit,
+            )
 
 
 def _disk_metrics(folder: Path) -> Iterable[Metric]:
+    # The run folder may not exist yet. Its nearest existing parent is on the same disk.
     try:
-        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-        disk = shutil.disk_usage(there)
+        absolute = folder.absolute()
+        existing = next(path for path in (absolute, *absolute.parents) if path.exists())
+        disk = shutil.disk_usage(existing)
     except OSError:
         return
     yield _gauge("disk_free_bytes", "Free bytes of the disk that has the run folder", disk.free)
@@ -155,9 +164,14 @@ def _group_metrics(stats: BufferStats | None) -> Iterable[Metric]:
     yield _counts("async_grpo_run_released_groups", "Groups released, by reason", "reason", stats.released)
     yield GaugeMetricFamily("async_grpo_run_active_groups", "Groups admitted and not released", value=stats.active)
     yield GaugeMetricFamily("async_grpo_run_ready_groups", "Finished groups, not yet taken", value=stats.ready)
-    stored, room = "Bytes of the finished groups on the server", "What redis.quota_bytes leaves for them; 0: no quota"
-    yield GaugeMetricFamily("async_grpo_run_stored_bytes", stored, value=stats.stored_bytes)
-    yield GaugeMetricFamily("async_grpo_run_room_bytes", room, value=stats.room_bytes)
+    yield GaugeMetricFamily(
+        "async_grpo_run_stored_bytes", "Bytes of the finished groups on the server", value=stats.stored_bytes
+    )
+    yield GaugeMetricFamily(
+        "async_grpo_run_room_bytes",
+        "Bytes that redis.quota_bytes leaves for finished groups; 0: no quota",
+        value=stats.room_bytes,
+    )
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:
@@ -176,14 +190,15 @@ def _counts(name: str, help_text: str, label: str, values: Mapping[str, float]) 
 
 
 class MetricsServer:
-    """Call `open`, then `joined`, `serving` and `step` as the training goes on, then `close`.
+    """Serves the pages from a background thread, between `start` and `close`.
 
-    Only `open` raises, and no call waits for a client. `_progress` is set by the training's thread and read by that of
-    the pages.
+    The training thread calls `mark_joined`, `mark_ready` and `record_step`. Only `start` raises, and no call waits for
+    a client. `_progress` is immutable: the training thread replaces it, and the thread of the pages reads it.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, self._http = config, config.telemetry.http
+        self._config = config
+        self._http = config.telemetry.http
         self._progress = TrainerProgress()
         self._collector = TrainerCollector(config)
         self._registry = CollectorRegistry()
@@ -194,39 +209,38 @@ class MetricsServer:
         self._recent = CachedStats()
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=STEPS)
         self.demand = ServerDemand.of(config)
-        """Learns at each scrape; of the pages' thread."""
-        # The pages need no key and show no text of samples.
+        """Updated at each scrape, by the thread of the pages."""
+        # The pages need no key: they show no text of samples.
         pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
         app = Starlette(routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()])
         self._server = HttpServer(app, MAX_REQUESTS)
         self._thread: threading.Thread | None = None
 
-    def open(self) -> str:
-        """Listen, and return the address; "" if it must not. Raises OSError if it cannot listen."""
-        host, port = self._http.host, self._http.port
-        if not self._http.is_on or port is None:
-            return ""
-        listener = listen(host, port)
+    def start(self) -> str | None:
+        """Start the thread and return the address; None if the pages are off. Raises OSError if it cannot listen."""
+        if not self._http.is_on or self._http.port is None:
+            return None
+        listener = listen(self._http.host, self._http.port)
         address = address_of(*listener.getsockname()[:2])
         self._thread = threading.Thread(target=self._run, args=(listener,), name="metrics", daemon=True)
         self._thread.start()
         return address
 
-    def joined(self, epoch: int, version: int) -> None:
-        """This trainer has taken over the run, at `version`: from now on there is one to ask the buffer about."""
+    def mark_joined(self, epoch: int, version: int) -> None:
+        """Record that this trainer has taken over the run at `version`. From now on scrapes query the buffer."""
         self._progress = replace(self._progress, epoch=epoch, version=version)
 
-    def serving(self) -> None:
-        """Rollout servers can fetch the weights of this trainer's version: it is ready."""
+    def mark_ready(self) -> None:
+        """Record that rollout servers can fetch the weights of this trainer's version."""
         self._progress = replace(self._progress, ready=True)
 
-    def step(self, row: Mapping[str, Any]) -> None:
+    def record_step(self, row: Mapping[str, Any]) -> None:
         """Count a finished step."""
-        self._progress = self._progress.after(row)
+        self._progress = self._progress.after_step(row)
         self._rows.append(row)
 
     def close(self) -> None:
-        """Stop listening; a thread that does not end by then ends with the process."""
+        """Stop listening. If the thread does not end in CLOSE_S, it ends with the process."""
         if self._thread is not None:
             self._server.stop()
             self._thread.join(CLOSE_S)
@@ -235,7 +249,7 @@ class MetricsServer:
         try:
             asyncio.run(self._serve(listener))
         except Exception:  # a failing metrics page must not end the training
-            log.exception("/metrics is gone")
+            log.exception("the metrics page failed; training continues without it")
         finally:
             listener.close()
 
@@ -243,9 +257,9 @@ class MetricsServer:
         try:
             await self._server.serve(listener)
         finally:
-            for opened in (self._buffer, self._board):
-                if opened is not None:
-                    await opened.aclose()
+            for connection in (self._buffer, self._board):
+                if connection is not None:
+                    await connection.aclose()
 
     async def _healthz(self, _request: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -258,19 +272,20 @@ class MetricsServer:
     async def _metrics(self, _request: Request) -> Response:
         progress = self._progress
         if progress.epoch > 0:
-            await self._recent.refresh(self._ask)
-        self._collector.progress, self._collector.stats = progress, self._recent.stats
+            await self._recent.refresh(self._query_buffer)
+        self._collector.progress = progress
+        self._collector.stats = self._recent.stats
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _ask(self) -> BufferStats:
+    async def _query_buffer(self) -> BufferStats:
         if self._buffer is None or self._board is None:
             self._buffer = attach(self._config.redis, self._config.name)
             self._board = attach_board(self._config.redis, self._config.name)
         self.demand.beats(await self._board.live_servers())
         while self._rows:
             self.demand.step(self._rows.popleft())
-        scaled = self._config.launch
-        most = scaled.kubernetes.max_servers or scaled.autoscale.max_servers or MOST
-        self._collector.servers_wanted = self.demand.wanted(most)
+        launch = self._config.launch
+        max_servers = launch.kubernetes.max_servers or launch.autoscale.max_servers or MOST
+        self._collector.servers_wanted = self.demand.wanted(max_servers)
         self._collector.memory = await self._buffer.memory()
         return await self._buffer.stats()

@@ -13,18 +13,18 @@ from async_grpo.telemetry.logging import configure_logging
 from async_grpo.telemetry.timeline import PhaseTimer, Timeline
 from async_grpo.telemetry.trackers import make_trackers
 from trainer.metrics_server import MetricsServer
-from trainer.ranks.distributed import is_leader
+from trainer.ranks.distributed import is_rank_zero
 
 ROLE = "trainer"
 
 
 class TrainerLogger:
-    """Rank 0 writes; on the other ranks every call does nothing, and only phases are timed."""
+    """Writes on rank 0; on the other ranks calls do nothing, and only phases are timed."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._leads = is_leader()
+        self._is_rank_zero = is_rank_zero()
         self._timeline: Timeline | None = None
-        if self._leads:
+        if self._is_rank_zero:
             self._log = configure_logging(ROLE)
             self._rows = JsonLines(config.run_dir / "metrics.jsonl")
             self._trained = JsonLines(config.run_dir / "trained.jsonl")
@@ -35,71 +35,74 @@ class TrainerLogger:
         self.phases = PhaseTimer(self._timeline)
 
     def _open_metrics(self, config: RunConfig) -> None:
-        """Serve /metrics. A port that is taken must not end the training; the warning is in metrics.jsonl, because
-        nobody reads the trainer's log while the run goes on."""
+        """Serve /metrics. If the port is taken, training continues without it."""
         try:
-            if address := self._metrics.open():
-                self._log.info("http", address=address)
+            address = self._metrics.start()
         except OSError as error:
             http = config.telemetry.http
+            # `warn` also writes to metrics.jsonl, which reports and the live view show. During a run the trainer's log
+            # is rarely read.
             self.warn(
                 0,
-                f"telemetry.http: cannot listen on {http.host!r}, port {http.port} ({error}): the trainer has no "
-                "metrics page. Set telemetry.http.port to another port, or to 0 for any that is free",
+                f"telemetry.http: cannot listen on {http.host!r}, port {http.port} ({error}), so the trainer has no "
+                "metrics page. Set telemetry.http.port to another port, or to 0 for any free one",
             )
+            return
+        if address is not None:
+            self._log.info("http", address=address)
 
-    def step(self, row: dict[str, Any]) -> None:
+    def log_step(self, row: dict[str, Any]) -> None:
         """Record a finished step."""
-        if self._leads:
+        if self._is_rank_zero:
             self._rows.write(row)
             self._trackers.step(row)
-            self._metrics.step(row)
+            self._metrics.record_step(row)
             shown = ("step", "reward_mean", "loss", "grad_norm", "age_max", "trained_tokens", "wait_s", "step_s")
             self._log.info("step trained", **{key: row[key] for key in shown if key in row})
 
-    def trained(self, row: Callable[[], dict[str, Any]]) -> None:
-        """Record which groups a step trained, and how; other ranks do not make the row."""
-        if self._leads:
-            self._trained.write(row())
+    def log_trained_groups(self, make_row: Callable[[], dict[str, Any]]) -> None:
+        """Record the advantages of the groups that a step trained; only rank 0 computes the row."""
+        if self._is_rank_zero:
+            self._trained.write(make_row())
 
-    def joined(self, epoch: int, version: int, head_version: int) -> None:
+    def log_takeover(self, epoch: int, version: int, head_version: int) -> None:
         """Record that this trainer has taken over the run at `version`; rollout servers have `head_version`."""
-        if self._leads:
-            self._metrics.joined(epoch, version)
+        if self._is_rank_zero:
+            self._metrics.mark_joined(epoch, version)
             self._log.info("run joined", version=version, epoch=epoch, head_version=head_version)
 
-    def serving(self) -> None:
+    def mark_serving(self) -> None:
         """Record that rollout servers can fetch the weights of the trainer's version."""
-        if self._leads:
-            self._metrics.serving()
+        if self._is_rank_zero:
+            self._metrics.mark_ready()
 
-    def note(self, event: str, **facts: Any) -> None:
+    def info(self, event: str, **facts: Any) -> None:
         """Write a log line."""
-        if self._leads:
+        if self._is_rank_zero:
             self._log.info(event, **facts)
 
-    def probe(self, version: int, gap: dict[str, float]) -> None:
+    def log_probe(self, version: int, gap: dict[str, float]) -> None:
         """Record the log-probability gap of the final version."""
-        if self._leads:
+        if self._is_rank_zero:
             self._rows.write({"kind": "probe", "version": version, "time_s": time.time(), **gap})
             self._log.info("probe compared", version=version, **gap)
 
-    def decided(self, step: int, decision: StalenessDecision) -> None:
-        """Record a change of the effective S with its reason."""
-        if self._leads:
+    def log_staleness_change(self, step: int, decision: StalenessDecision) -> None:
+        """Record a change of the effective S and its reason."""
+        if self._is_rank_zero:
             facts = {"staleness_before": decision.before, "staleness": decision.staleness, "reason": decision.reason}
             self._rows.write({"kind": "staleness", "step": step, "time_s": time.time(), **facts})
             self._log.info("effective S changed", step=step, **facts)
 
     def warn(self, step: int, message: str) -> None:
-        """Record a warning that a person should look at."""
-        if self._leads:
+        """Record a warning for the user, in the log and in metrics.jsonl."""
+        if self._is_rank_zero:
             self._rows.write({"kind": "warning", "step": step, "time_s": time.time(), "message": message})
             self._log.warning(message, step=step)
 
     def close(self) -> None:
-        """Close the files, and stop listening."""
-        if self._leads and self._timeline is not None:
+        """Close the files and the metrics page."""
+        if self._timeline is not None:
             self._metrics.close()
             self._rows.close()
             self._trained.close()

@@ -1,9 +1,8 @@
-"""Exports new weights from the trainer, to the weight sender of rank 0.
+"""Exports new weights from the trainer to the weight sender of rank 0.
 
-weights     every rank --its own shards--> slot of the sender's store --when all are there--> commit
-            in a background thread, overlapping the next step; weight updates wait for it (`Policy.reading`). The
-            first version is copied before its address is announced
-adapters    all ranks --gathered--> rank 0 --> publish, with the digest of the weights that they are for
+weights     every rank --own shards--> slot of the sender's store --when complete--> commit
+            in a background thread, overlapping the next step; weight updates wait for it (`Policy.reading`)
+adapters    all ranks --gather--> rank 0 --> publish, with the digest of the base weights
 """
 
 from __future__ import annotations
@@ -26,20 +25,22 @@ from trainer.model.lora import adapter_shapes
 from trainer.model.policy import Policy
 from trainer.model.weight_map import model_tensors
 from trainer.platform import select_platform
-from trainer.ranks.distributed import is_leader
+from trainer.ranks.distributed import is_rank_zero
 from trainer.shared_slots import SharedSlots
 
 
 class WeightExporter:
-    """Publishes versions of one epoch; the servers learn its address with the first of them. All calls are
-    collective."""
+    """Publishes the versions of one epoch. The first one also announces the sender's address.
+
+    All calls are collective, except `check_publishing`.
+    """
 
     def __init__(self, policy: Policy, config: RunConfig, coordinator: Coordinator, epoch: int) -> None:
         self._policy = policy
         self._coordinator = coordinator
         self._announced = False
         self._sender: WeightSender | None = None
-        if is_leader():
+        if is_rank_zero():
             layout = make_layout(_tensor_kinds(policy))
             self._sender = make_sender(config, layout, epoch)
         self._shards: SharedSlots | None = None
@@ -48,14 +49,16 @@ class WeightExporter:
                 stream = select_platform(config.trainer.platform).background_stream()
                 self._shards = SharedSlots(policy, self._sender, config.weights.update_timeout_s, stream)
             except BaseException:
-                self._close_sender()  # its store has the size of two models, and nobody else would remove it
+                self._close_sender()  # its store in /dev/shm has the size of two models and would stay there
                 raise
 
-    def publish(self, version: int) -> None:
-        """Weights first, then the version that tickets carry: they are there, or on their way.
+    def publish_weights(self, version: int) -> None:
+        """Start to publish the weights of `version`, and let new tickets carry it.
 
-        Raises what copying the version before has raised.
+        Raises the error of copying the previous version, if it failed.
         """
+        # Weights before the version: a server that gets a ticket of `version` waits for its weights, so they must be on
+        # their way by then.
         if self._shards is None:
             self._publish_adapters(version)
         else:
@@ -66,16 +69,16 @@ class WeightExporter:
         self._coordinator.publish_version(version)
 
     def check_publishing(self) -> None:
-        """Raise what has ended the publication of weights, if something has; needs no other rank.
+        """Raise the error that has ended the publication of weights, if any. Not collective.
 
-        The servers get no further version then, so a trainer that waits for their groups would wait in vain.
+        Servers get no further version then, so the groups that the trainer waits for would never come.
         """
         self._policy.reading.raise_failure()
         if self._sender is not None:
             self._sender.check_publisher()
 
     def close(self) -> None:
-        """End the sender, after the version that is being copied."""
+        """Wait for the copy in progress and close the sender."""
         try:
             self._policy.reading.wait()
         finally:
@@ -92,31 +95,37 @@ class WeightExporter:
             self._sender.publish_weights(version, _adapters(self._policy))
             return
         for _ in self._policy.export_trained():
-            pass  # this rank's part of the gathering
+            pass  # take part in the collective gather of each adapter
 
     def _publish_shards(self, shards: SharedSlots, version: int) -> None:
         self._policy.reading.wait()
-        shards.allow()
+        shards.record_update()
         if self._announced:
-            self._policy.reading.start(lambda: shards.publish(version))
+            self._policy.reading.start(lambda: shards.copy_version(version))
         else:
-            shards.publish(version)
+            # The address is announced after this call, and servers fetch immediately: copy the first version now.
+            shards.copy_version(version)
 
 
 def _tensor_kinds(policy: Policy) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of every tensor that is published."""
+    """Return (name, dtype, shape) of every tensor that is published."""
     dtype = str(policy.dtype).removeprefix("torch.")
     if policy.adapters is not None:
         adapters = adapter_shapes(policy.hf, policy.adapters.config)
-        return [(DIGEST, "uint8", (len(policy.adapters.base),)), *((name, dtype, shape) for name, shape in adapters)]
+        digest = (DIGEST, "uint8", (len(policy.adapters.base),))
+        return [digest, *((name, dtype, shape) for name, shape in adapters)]
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return [(name, dtype, shape) for name, shape in model_tensors(policy.hf, stages)]
 
 
 def _adapters(policy: Policy) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """No copies; bfloat16, which numpy does not know, as raw uint16."""
+    """Yield the digest of the base weights, then the adapters, without copies."""
     assert policy.adapters is not None
     yield DIGEST, np.frombuffer(policy.adapters.base, np.uint8)
     for name, tensor in policy.export_trained():
         raw = tensor.contiguous()
-        yield name, raw.view(torch.int16).numpy().view(np.uint16) if raw.dtype == torch.bfloat16 else raw.numpy()
+        if raw.dtype == torch.bfloat16:
+            # numpy has no bfloat16: send the bits as uint16.
+            yield name, raw.view(torch.int16).numpy().view(np.uint16)
+        else:
+            yield name, raw.numpy()

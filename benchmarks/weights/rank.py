@@ -104,7 +104,7 @@ class RankSide:
     async def answer_publish(self, version: int) -> dict[str, Any]:
         """Publish: how long the trainer stands still, and how long it would if it waited for the copy."""
         started_s = time.monotonic()
-        self._exporter.publish(version)
+        self._exporter.publish_weights(version)
         stall_s = time.monotonic() - started_s
         self._policy.reading.wait()
         address = self._board.address

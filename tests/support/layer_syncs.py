@@ -67,14 +67,14 @@ def syncs(platform: Platform, dtype: torch.dtype = torch.bfloat16, **layout: Any
     """Copies between devices in one forward and backward pass; anything else that would wait raises."""
     from transformers import Qwen3Config
 
-    from trainer.batch.packed import pack
+    from trainer.batch.layout import lay_out_sequences
     from trainer.model.builder import build_model
     from trainer.model.policy import to_device
 
     hf = Qwen3Config(**SIZES, intermediate_size=96, vocab_size=50)
     model = build_model(hf, OnMeta(platform), dtype, TrainerConfig(**layout)).to(dtype)  # as Float16Module does
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to("meta")
-    packed = replace(pack(LENGTHS), trained=torch.tensor([1, 3, 9]))
+    packed = replace(lay_out_sequences(LENGTHS), trained=torch.tensor([1, 3, 9]))
     tokens = torch.zeros(1, sum(LENGTHS), dtype=torch.int64)
     placed, tokens = to_device((packed, tokens), "meta")
     with Copies() as copies:

@@ -177,7 +177,7 @@ PLANTED: list[str | tuple[str, ...]] = [
         "trainer/step/step.py",
         "tests/integration/trainer/test_trainer_updates.py::test_two_passes_of_two_updates_equal_hugging_face_and_torch_adamw",
     ),
-    "weights_of_the_whole_batch: yield reweighed( --> yield mini_batch or reweighed(",
+    "weights_of_the_whole_batch: yield reweight_sequences( --> yield mini_batch or reweight_sequences(",
     ("trainer/checkpoint/manifest.py", "tests/unit/trainer/checkpoint/test_manifest.py"),
     "file_hash_not_compared: name) != manifest.files[name] --> name).bytes != manifest.files[name].bytes",
     ("trainer/checkpoint/folder.py", "tests/unit/trainer/checkpoint/test_retention.py"),
@@ -188,7 +188,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ),
     "old_trainer_not_fenced: if newest > epoch: --> if newest > epoch + 1_000_000:",
     ("trainer/step/skipped_steps.py", "tests/unit/trainer/step/test_skips.py"),
-    "skips_never_forgiven: self.in_a_row = 0 --> self.in_a_row += 0",
+    "skips_never_forgiven: self.consecutive = 0 --> self.consecutive += 0",
     (
         "trainer/ranks/rendezvous.py",
         "tests/integration/trainer/test_trainer_meeting.py",

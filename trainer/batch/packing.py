@@ -1,17 +1,18 @@
-"""Which sequence goes to which data-parallel rank and into which micro-batch.
+"""Assigns sequences to data-parallel ranks and micro-batches.
 
-    Batch --sequences_of--> sequences --pack_batch--> indices by rank --micro_batch--> tensors of this rank
+    Batch --build_sequences--> sequences --assign_sequences--> indices per rank --make_micro_batch--> own tensors
 
-`pack_batch` is pure and deterministic, so every rank packs the whole batch and picks its share. It balances the cost of
-attention within a sequence and of the matrices:
+`assign_sequences` is pure and deterministic, so every rank computes the assignment of the whole batch and takes its own
+part. It balances the cost of attention, which is quadratic in the length, and of matrix products, which is linear:
 
     cost of a sequence of n tokens = n + quadratic * n^2
 
-The most expensive sequence goes first, each into the cheapest bin (LPT, Graham 1969): the most expensive bin costs at
-most 4/3 of the optimum. This is done over ranks and then, within each rank, over micro-batches, which must not hold
-more tokens than the budget. If that leaves a sequence without room, each goes into the fullest bin that has room (best
-fit), which packs tighter; only if that fails too is another micro-batch added. All ranks get the same number of
-micro-batches, because they meet in collective calls. A sequence without a trained token is not read at all.
+Sequences are placed in order of decreasing cost, each into the bin with the lowest cost so far (LPT, Graham 1969): the
+most expensive bin costs at most 4/3 of the optimum. This is done over ranks first and then, within each rank, over
+micro-batches, which have a token budget. If a sequence does not fit, the rank is packed again with best fit (the
+fullest bin that has room), which is tighter but less balanced. If that fails too, one more micro-batch is added. All
+ranks get the same number of micro-batches, because they meet in collective calls. Sequences without a trained token
+are not read at all.
 """
 
 from __future__ import annotations
@@ -26,18 +27,76 @@ from megatron.core import parallel_state
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.wire import Batch
-from trainer.batch.sequences import MicroBatch, TrainingSequence, micro_batch, sequences_of
+from trainer.batch.sequences import MicroBatch, TrainingSequence, make_micro_batch, split_into_sequences
 
 Bins = list[list[int]]
+"""Indices of the members of each bin."""
 
 
-def pack_batch(lengths: Sequence[int], *, ranks: int, max_tokens: int, quadratic: float = 0.0) -> list[Bins]:
-    """Indices of sequences as [rank][micro-batch][...]; a micro-batch holds at most `max_tokens`.
+class PackedBatch(NamedTuple):
+    """The micro-batches of this rank, and statistics over all data-parallel ranks."""
 
-    Within a micro-batch the indices ascend. A micro-batch is empty only where a rank has fewer
-    sequences than another needs micro-batches. Raises ConfigError for a sequence that is too long.
+    micro_batches: list[MicroBatch]
+    """Micro-batches of this data-parallel rank."""
+    lengths: list[int]
+    """Number of tokens of each sequence that some rank reads."""
+    slots: int
+    """Total token budget of the micro-batches of all ranks."""
+    balance: float
+    """Mean cost of a rank / largest cost of a rank; 1 if all have the same work."""
 
-    >>> pack_batch([3, 3, 2, 4], ranks=2, max_tokens=4)
+
+def own_micro_batches(batch: Batch, config: RunConfig) -> list[MicroBatch]:
+    """Return this rank's micro-batches of a batch, balanced by tokens alone."""
+    return build_micro_batches(build_sequences(batch, config), config, quadratic=0.0).micro_batches
+
+
+def build_sequences(
+    batch: Batch, config: RunConfig, squared_weights: Sequence[float] | None = None
+) -> list[TrainingSequence]:
+    """Split a batch into sequences as configured; `trainer.overlong` decides about those that are too long.
+
+    `squared_weights`: see `group_advantages`.
+    """
+    trainer = config.trainer
+    return split_into_sequences(
+        batch,
+        trainer.objective,
+        config.sampling.max_tokens,
+        max_sequence_tokens=None if trainer.overlong == "error" else trainer.micro_batch_tokens,
+        truncate=trainer.overlong == "truncate",
+        squared_weights=squared_weights,
+    )
+
+
+def build_micro_batches(sequences: Sequence[TrainingSequence], config: RunConfig, quadratic: float) -> PackedBatch:
+    """Assign the sequences of a batch to ranks and micro-batches, and build the tensors of this rank.
+
+    `quadratic`: cost of attention relative to matrix products, see the module. Raises ConfigError for a sequence that
+    is too long, with `overlong: error`.
+    """
+    read = [sequence for sequence in sequences if sequence.trained_tokens]
+    lengths = [sequence.length for sequence in read]
+    ranks = parallel_state.get_data_parallel_world_size()
+    max_tokens = config.trainer.micro_batch_tokens
+
+    assignment = assign_sequences(lengths, ranks=ranks, max_tokens=max_tokens, quadratic=quadratic)
+    own_bins = assignment[parallel_state.get_data_parallel_rank()]
+    return PackedBatch(
+        micro_batches=[make_micro_batch([read[index] for index in bin_]) for bin_ in own_bins],
+        lengths=lengths,
+        slots=ranks * len(own_bins) * max_tokens,
+        balance=_balance(assignment, [cost(length, quadratic) for length in lengths]),
+    )
+
+
+def assign_sequences(lengths: Sequence[int], *, ranks: int, max_tokens: int, quadratic: float = 0.0) -> list[Bins]:
+    """Return indices of sequences as [rank][micro-batch][...]; a micro-batch has at most `max_tokens` tokens.
+
+    Within a micro-batch the indices ascend. A micro-batch is empty only if its rank has fewer sequences than another
+    rank needs micro-batches. Raises ConfigError for a sequence that is too long.
+
+    >>> assign_sequences([3, 3, 2, 4], ranks=2, max_tokens=4)
     [[[3], [2]], [[0], [1]]]
     """
     longest = max(lengths, default=0)
@@ -47,22 +106,29 @@ def pack_batch(lengths: Sequence[int], *, ranks: int, max_tokens: int, quadratic
             f"Raise trainer.micro_batch_tokens to {longest} or more, or set trainer.overlong to truncate or drop"
         )
     costs = [cost(length, quadratic) for length in lengths]
-    shares = _spread(range(len(lengths)), costs, ranks)
-    count = max(1, *(-(-_tokens(share, lengths) // max_tokens) for share in shares))
-    while True:  # ends: with a bin for every sequence, everything fits
-        packed = [bins for share in shares if (bins := _fit(share, lengths, costs, count, max_tokens)) is not None]
-        if len(packed) == ranks:
-            return packed
+    rank_members = _balance_over_bins(range(len(lengths)), costs, ranks)
+
+    # Start with the fewest micro-batches that could hold the tokens of every rank. The loop ends at the latest with one
+    # micro-batch per sequence, where everything fits.
+    count = max(1, *(-(-_count_tokens(members, lengths) // max_tokens) for members in rank_members))
+    while True:
+        assignment = []
+        for members in rank_members:
+            bins = _fit_into_bins(members, lengths, costs, count, max_tokens)
+            if bins is not None:
+                assignment.append(bins)
+        if len(assignment) == ranks:
+            return assignment
         count += 1
 
 
 def cost(length: int, quadratic: float) -> float:
-    """The cost of a sequence, in tokens of one that is too short for attention to matter."""
+    """Return the cost of a sequence. The unit is the cost of a token where attention costs nothing."""
     return length + quadratic * length * length
 
 
 def split_groups(groups: int, parts: int, *, seed: int, version: int, iteration: int) -> Bins:
-    """Indices of the groups of each mini-batch, ascending; sizes differ by one at most.
+    """Return the indices of the groups of each mini-batch, ascending; sizes differ by one at most.
 
     The order differs in every pass over every batch, and is always the same for the same arguments.
     """
@@ -71,91 +137,52 @@ def split_groups(groups: int, parts: int, *, seed: int, version: int, iteration:
     return [sorted(order[part::parts]) for part in range(parts)]
 
 
-def _spread(members: Iterable[int], costs: Sequence[float], bins: int) -> Bins:
-    """Members over `bins` bins, their costs as equal as LPT makes them."""
-    heap = [(0.0, number) for number in range(bins)]
-    filled: Bins = [[] for _ in range(bins)]
-    for index in _dearest_first(members, costs):
+def _balance_over_bins(members: Iterable[int], costs: Sequence[float], count: int) -> Bins:
+    """Distribute the members over `count` bins of similar cost (LPT)."""
+    heap = [(0.0, number) for number in range(count)]
+    bins: Bins = [[] for _ in range(count)]
+    for index in _sort_by_cost_descending(members, costs):
         load, number = heapq.heappop(heap)
-        filled[number].append(index)
+        bins[number].append(index)
         heapq.heappush(heap, (load + costs[index], number))
-    return [sorted(bin_) for bin_ in filled]
+    return [sorted(bin_) for bin_ in bins]
 
 
-def _fit(
+def _fit_into_bins(
     members: Sequence[int],
     lengths: Sequence[int],
     costs: Sequence[float],
     count: int,
     max_tokens: int,
 ) -> Bins | None:
-    """Members over `count` bins within the budget; None if no way was found."""
-    balanced = _spread(members, costs, count)
-    if all(_tokens(bin_, lengths) <= max_tokens for bin_ in balanced):
+    """Distribute the members over `count` bins of `max_tokens` each. Returns None if they do not fit."""
+    balanced = _balance_over_bins(members, costs, count)
+    if all(_count_tokens(bin_, lengths) <= max_tokens for bin_ in balanced):
         return balanced
-    filled: Bins = [[] for _ in range(count)]
+
+    bins: Bins = [[] for _ in range(count)]
     room = [max_tokens] * count
-    for index in _dearest_first(members, costs):
+    for index in _sort_by_cost_descending(members, costs):
         fitting = [number for number in range(count) if room[number] >= lengths[index]]
         if not fitting:
             return None
         tightest = min(fitting, key=lambda number: (room[number], number))
-        filled[tightest].append(index)
+        bins[tightest].append(index)
         room[tightest] -= lengths[index]
-    return [sorted(bin_) for bin_ in filled]
+    return [sorted(bin_) for bin_ in bins]
 
 
-def _dearest_first(members: Iterable[int], costs: Sequence[float]) -> list[int]:
+def _sort_by_cost_descending(members: Iterable[int], costs: Sequence[float]) -> list[int]:
+    # Ties are broken by index: every rank must compute the same assignment.
     return sorted(members, key=lambda index: (-costs[index], index))
 
 
-def _tokens(members: Iterable[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[i] for i in members)
+def _count_tokens(members: Iterable[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in members)
 
 
-class PackedBatch(NamedTuple):
-    """The sequences of a batch, divided among ranks and micro-batches."""
-
-    micro_batches: list[MicroBatch]
-    """The micro-batches of this data-parallel rank."""
-    lengths: list[int]
-    """Tokens of each sequence that some rank reads."""
-    slots: int
-    """Tokens that the micro-batches of all ranks have room for."""
-    balance: float
-    """Mean cost of a rank / largest cost of a rank; 1 if all have the same work."""
-
-
-def sequences_in(batch: Batch, config: RunConfig, squares: Sequence[float] | None = None) -> list[TrainingSequence]:
-    """The sequences of a batch; trainer.overlong decides what happens to those that are too long. `squares`: as in
-    `group_advantages`."""
-    trainer = config.trainer
-    room = None if trainer.overlong == "error" else trainer.micro_batch_tokens
-    longest, rules = config.sampling.max_tokens, trainer.objective
-    truncate = trainer.overlong == "truncate"
-    return sequences_of(batch, rules, longest, room=room, truncate=truncate, squares=squares)
-
-
-def pack(sequences: Sequence[TrainingSequence], config: RunConfig, quadratic: float) -> PackedBatch:
-    """Divide the sequences among ranks and micro-batches; `quadratic`: see the module.
-
-    Raises ConfigError for a sequence that is too long, with `overlong: error`.
-    """
-    read = [sequence for sequence in sequences if sequence.trained_tokens]
-    lengths = [sequence.length for sequence in read]
-    ranks, room = parallel_state.get_data_parallel_world_size(), config.trainer.micro_batch_tokens
-    packing = pack_batch(lengths, ranks=ranks, max_tokens=room, quadratic=quadratic)
-    mine = packing[parallel_state.get_data_parallel_rank()]
-    micro_batches = [micro_batch([read[i] for i in chosen]) for chosen in mine]
-    balance = _balance(packing, [cost(length, quadratic) for length in lengths])
-    return PackedBatch(micro_batches, lengths, ranks * len(mine) * room, balance)
-
-
-def pack_for_rank(batch: Batch, config: RunConfig, quadratic: float = 0.0) -> PackedBatch:
-    """The sequences of a batch, divided among ranks and micro-batches."""
-    return pack(sequences_in(batch, config), config, quadratic)
-
-
-def _balance(packing: Sequence[Bins], costs: Sequence[float]) -> float:
-    loads = [sum(costs[i] for chosen in bins for i in chosen) for bins in packing]
-    return sum(loads) / (len(loads) * max(loads)) if max(loads) > 0 else 1.0
+def _balance(assignment: Sequence[Bins], costs: Sequence[float]) -> float:
+    loads = [sum(costs[index] for bin_ in bins for index in bin_) for bins in assignment]
+    if max(loads) == 0:
+        return 1.0
+    return sum(loads) / (len(loads) * max(loads))

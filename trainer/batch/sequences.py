@@ -1,17 +1,20 @@
-"""From a batch of groups to what a training step needs: sequences, then packed micro-batches.
+"""Training sequences of a batch, and the tensors of a micro-batch.
 
-    Batch --sequences_of--> [TrainingSequence] --pack_batch--> indices --micro_batch--> tensors
+    Batch --split_into_sequences--> [TrainingSequence] --assign_sequences--> indices --make_micro_batch--> MicroBatch
 
-The network reads all tokens but the last of a sequence; position t predicts token t + 1. The trained predictions are
-those of tokens that the policy wrote in verifiable samples. Tokens of the environment are context, and so are tokens of
-versions below the batch's `mask_below`. A sequence that fits no micro-batch loses its last tokens or its whole gradient
-(`trainer.overlong`). The loss is divided by the count that includes both, so that neither makes the gradient of the
-other tokens larger.
+    sample          prompt   policy's turn   environment's turn   policy's turn
+    loss            -        trained         -                    trained
+    denominator     -        counted         -                    counted
+
+The network reads all tokens of a sequence but the last; position t predicts token t + 1. Trained are the tokens that
+the policy wrote in samples with a reward. Tokens of versions below the batch's `mask_below` are context, like those of
+the environment. A sequence that is longer than a micro-batch loses its last tokens or its whole gradient
+(`trainer.overlong`). Masked and truncated tokens still count in the denominator of the loss, so dropping them does not
+increase the gradient of the other tokens.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +28,10 @@ from torch import Tensor
 from async_grpo.algorithms import AGGREGATIONS, advantage_of
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.wire import Batch, Group, Sample
-from trainer.batch.packed import PackedSequences, pack
+from trainer.batch.layout import PackedSequences, lay_out_sequences
 
 MIXED = -1
+"""In place of a version in int64 tensors: several policies sampled the completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,67 +41,71 @@ class TrainingSequence:
     tokens: npt.NDArray[np.int32]
     prompt_tokens: int
     behaviour_C: npt.NDArray[np.float32]
+    """Log-probability of each token under the policy that sampled it."""
     versions_C: npt.NDArray[np.int32]
     """Version of the policy that sampled each token."""
     positions_N: npt.NDArray[np.int64]
-    """Positions in the completion of the tokens that get a gradient; none if no verifier could judge it."""
+    """Positions of the trained tokens in the completion; empty if the sample has no reward."""
     advantage: float
     weight: float
     """Weight of each trained token in the loss of the batch."""
-    first: int
-    """Index of the first trained token among those of the batch."""
-    counted: int
-    """Tokens in the denominator of the loss: those that the policy wrote, if a verifier could judge it."""
+    first_index: int
+    """Index of its first trained token among those of the batch."""
+    denominator_tokens: int
+    """Number of tokens in the denominator of the loss: those that the policy wrote, or 0 without a reward."""
     group: int
     """Index of its group in the batch."""
     overlong: bool = False
-    """Whether it had to be truncated or dropped."""
+    """True if it was truncated or dropped because of its length."""
     prox_N: npt.NDArray[np.float32] | None = None
-    """log pi_prox, where a pass before the step computed it (`trainer.step.precompute`)."""
+    """log pi_prox, if a pass before the step computed it (`trainer.step.precompute`)."""
     multiplier_N: npt.NDArray[np.float32] | None = None
-    """Product of the corrections, where it was computed before the step."""
+    """Product of the corrections, if it was computed before the step."""
     reference_N: npt.NDArray[np.float32] | None = None
     """log pi_ref, if there is a reference model."""
 
     @property
     def length(self) -> int:
-        """Positions that the network reads."""
+        """Number of positions that the network reads."""
         return len(self.tokens) - 1
 
     @property
     def trained_tokens(self) -> int:
-        """Completion tokens that get a gradient."""
+        """Number of completion tokens that get a gradient."""
         return len(self.positions_N)
 
     @property
     def version(self) -> int:
-        """The version of the policy that sampled the whole completion; MIXED if several did."""
-        oldest, newest = int(self.versions_C[0]), int(self.versions_C[-1])
+        """Version of the policy that sampled the whole completion; MIXED if there were several."""
+        # Versions never decrease within a completion, so its ends are enough.
+        oldest = int(self.versions_C[0])
+        newest = int(self.versions_C[-1])
         return newest if oldest == newest else MIXED
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """N trained tokens of whole sequences, and what is known of them before an update: one column for each."""
+    """The N trained tokens of some sequences. All columns are fixed before an update starts."""
 
     labels_N: Tensor
     """int64: the token that was sampled."""
     behaviour_N: Tensor
+    """float32: its log-probability under the policy that sampled it."""
     advantages_N: Tensor
     weights_N: Tensor
     versions_N: Tensor
     """int64: version of the policy that sampled this token."""
-    whole_N: Tensor
+    completion_version_N: Tensor
     """int64: version of the policy that sampled the whole completion of this token, or MIXED."""
     segment_N: Tensor
-    """int64: the sequence of each token, counted from 0 over those with trained tokens."""
+    """int64: the sequence of each token, numbered from 0 among the sequences with trained tokens."""
     segments: int
     index_N: Tensor
     """int64: index of each token among the trained ones of the batch."""
     prox_N: Tensor | None
-    """log pi_prox; None: it follows from the log-probabilities of the update."""
+    """log pi_prox; None if it is derived from the log-probabilities of the update."""
     multiplier_N: Tensor | None
-    """Product of the corrections; None: it follows from the log-probabilities of the update."""
+    """Product of the corrections; None if it is derived from the log-probabilities of the update."""
     reference_N: Tensor | None
     """log pi_ref; None without a reference model."""
 
@@ -110,61 +118,61 @@ class MicroBatch(TrainedTokens):
     positions_1T: Tensor
     packing: PackedSequences
     trained_N: Tensor
-    """int64: positions whose prediction is trained."""
+    """int64: positions that predict the trained tokens."""
 
 
-def sequences_of(
+def split_into_sequences(
     batch: Batch,
     objective: ObjectiveConfig,
-    longest: int,
+    max_completion_tokens: int,
     *,
-    room: int | None = None,
+    max_sequence_tokens: int | None = None,
     truncate: bool = False,
-    squares: Sequence[float] | None = None,
+    squared_weights: Sequence[float] | None = None,
 ) -> list[TrainingSequence]:
-    """All samples of the batch, with advantages and loss weights computed over the whole of it.
+    """Return one sequence per sample, with advantages and loss weights computed over the whole batch.
 
-    `longest`: the most tokens that a completion may have. `room`: the most that a sequence may have, None if that does
-    not matter; what is longer is truncated, or else gets no gradient. `squares`: as in `group_advantages`.
+    Sequences of more than `max_sequence_tokens` are truncated, or get no gradient if not `truncate`; None keeps all.
+    `squared_weights`: see `group_advantages`.
     """
-    groups = batch.groups
-    samples = [sample for group in groups for sample in group.samples]
-    advantages = [value for values in group_advantages(groups, objective.advantage, squares) for value in values]
-    tokens = torch.tensor([_judged_tokens(sample) for sample in samples])
-    weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
-    group_indices = [index for index, group in enumerate(groups) for _ in group.samples]
-    sequences, first = [], 0
-    for index, sample, advantage, weight in zip(group_indices, samples, advantages, weights, strict=True):
-        sequence = _sequence(groups[index], index, sample, advantage, weight, batch.mask_below, first)
-        if room is not None and sequence.length > room:
-            sequence = _shortened(sequence, room if truncate else 0)
-        first += sequence.trained_tokens
-        sequences.append(sequence)
+    advantages = group_advantages(batch.groups, objective.advantage, squared_weights)
+    tokens = [_denominator_tokens(sample) for group in batch.groups for sample in group.samples]
+    weights = iter(AGGREGATIONS[objective.aggregation](torch.tensor(tokens), max_completion_tokens).tolist())
+
+    sequences = []
+    first_index = 0
+    for index, group in enumerate(batch.groups):
+        for sample, advantage in zip(group.samples, advantages[index], strict=True):
+            sequence = _make_sequence(group, index, sample, advantage, next(weights), batch.mask_below, first_index)
+            if max_sequence_tokens is not None and sequence.length > max_sequence_tokens:
+                sequence = _shorten(sequence, max_sequence_tokens if truncate else 0)
+            first_index += sequence.trained_tokens
+            sequences.append(sequence)
     return sequences
 
 
-def reweighed(
-    sequences: Sequence[TrainingSequence], objective: ObjectiveConfig, longest: int
+def reweight_sequences(
+    sequences: Sequence[TrainingSequence], objective: ObjectiveConfig, max_completion_tokens: int
 ) -> list[TrainingSequence]:
-    """The sequences with the loss weights that they have as a separate batch: the mini-batch of one update."""
-    tokens = torch.tensor([sequence.counted for sequence in sequences])
-    weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
+    """Return the sequences with the loss weights that they have as a batch: the mini-batch of one update."""
+    tokens = torch.tensor([sequence.denominator_tokens for sequence in sequences])
+    weights = AGGREGATIONS[objective.aggregation](tokens, max_completion_tokens).tolist()
     return [replace(sequence, weight=weight) for sequence, weight in zip(sequences, weights, strict=True)]
 
 
-def with_columns(
+def attach_columns(
     sequences: Sequence[TrainingSequence],
     *,
     prox_N: Tensor | None = None,
     multiplier_N: Tensor | None = None,
     reference_N: Tensor | None = None,
 ) -> list[TrainingSequence]:
-    """The sequences with their parts of columns over all trained tokens of the batch."""
+    """Return the sequences with their parts of columns over all trained tokens of the batch."""
 
     def part(sequence: TrainingSequence, values_N: Tensor | None) -> npt.NDArray[np.float32] | None:
         if values_N is None:
             return None
-        return values_N[sequence.first : sequence.first + sequence.trained_tokens].numpy()
+        return values_N[sequence.first_index : sequence.first_index + sequence.trained_tokens].numpy()
 
     return [
         replace(
@@ -177,38 +185,47 @@ def with_columns(
     ]
 
 
-def micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:
-    """Pack sequences end to end. An empty micro-batch is a single token that nothing is predicted from."""
+def make_micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:
+    """Pack sequences end to end.
+
+    Without sequences, the micro-batch is a single token that predicts nothing: its rank still has to join the
+    collective calls of the forward and backward pass.
+    """
     inputs = [sequence.tokens[:-1] for sequence in sequences] or [np.zeros(1, np.int32)]
     lengths = [len(tokens) for tokens in inputs]
     starts = np.cumsum([0, *lengths[:-1]])
-    where = [
-        start + sequence.prompt_tokens - 1 + sequence.positions_N
-        for start, sequence in zip(starts, sequences, strict=False)  # one start and no sequence: the empty one
-    ]
+
+    trained = []
+    for start, sequence in zip(starts, sequences, strict=False):  # a start without sequence: the empty micro-batch
+        # The first completion token is predicted by the last prompt token, hence - 1.
+        trained.append(start + sequence.prompt_tokens - 1 + sequence.positions_N)
+
     return MicroBatch(
-        **_columns(sequences),
+        **_stack_columns(sequences),
         tokens_1T=_join(inputs, np.int64)[None],
         positions_1T=_join([np.arange(length) for length in lengths], np.int64)[None],
-        packing=pack(lengths),
-        trained_N=_join(where, np.int64),
+        packing=lay_out_sequences(lengths),
+        trained_N=_join(trained, np.int64),
     )
 
 
-def trained_tokens(sequences: Sequence[TrainingSequence]) -> TrainedTokens:
-    """The trained tokens of these sequences, in their order."""
-    return TrainedTokens(**_columns(sequences))
+def stack_trained_tokens(sequences: Sequence[TrainingSequence]) -> TrainedTokens:
+    """Concatenate the trained tokens of the sequences."""
+    return TrainedTokens(**_stack_columns(sequences))
 
 
-def _columns(sequences: Sequence[TrainingSequence]) -> dict[str, Any]:
+def _stack_columns(sequences: Sequence[TrainingSequence]) -> dict[str, Any]:
     trained = [sequence for sequence in sequences if sequence.trained_tokens]
 
     def repeated(values: Sequence[float]) -> list[npt.NDArray[Any]]:
         return [np.repeat(value, sequence.trained_tokens) for value, sequence in zip(values, trained, strict=True)]
 
     def precomputed(name: str) -> Tensor | None:
-        parts = [part for sequence in trained if (part := getattr(sequence, name)) is not None]
-        return _join(parts, np.float32) if parts or not trained else None
+        columns = [getattr(sequence, name) for sequence in trained]
+        parts = [column for column in columns if column is not None]
+        if trained and not parts:
+            return None
+        return _join(parts, np.float32)
 
     return {
         "labels_N": _join([s.tokens[s.prompt_tokens + s.positions_N] for s in trained], np.int64),
@@ -216,53 +233,69 @@ def _columns(sequences: Sequence[TrainingSequence]) -> dict[str, Any]:
         "advantages_N": _join(repeated([s.advantage for s in trained]), np.float32),
         "weights_N": _join(repeated([s.weight for s in trained]), np.float32),
         "versions_N": _join([s.versions_C[s.positions_N] for s in trained], np.int64),
-        "whole_N": _join(repeated([s.version for s in trained]), np.int64),
+        "completion_version_N": _join(repeated([s.version for s in trained]), np.int64),
         "segment_N": _join(repeated(range(len(trained))), np.int64),
         "segments": len(trained),
-        "index_N": _join([s.first + np.arange(s.trained_tokens) for s in trained], np.int64),
-        **{name: precomputed(name) for name in ("prox_N", "multiplier_N", "reference_N")},
+        "index_N": _join([s.first_index + np.arange(s.trained_tokens) for s in trained], np.int64),
+        "prox_N": precomputed("prox_N"),
+        "multiplier_N": precomputed("multiplier_N"),
+        "reference_N": precomputed("reference_N"),
     }
 
 
 def _join(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
+    # The empty array in front is for an empty list, which np.concatenate refuses.
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype))
 
 
-def _judged_tokens(sample: Sample) -> int:
-    """Tokens that count in the denominator of the loss; none if no verifier could judge the sample."""
+def _denominator_tokens(sample: Sample) -> int:
+    """Number of tokens in the denominator of the loss; 0 for a sample without a reward."""
     if sample.reward is None:
         return 0
-    return int(sample.written_by_policy().sum()) if sample.turns else sample.length
+    if not sample.turns:
+        return sample.length
+    return int(sample.written_by_policy().sum())
 
 
-def group_advantages(groups: Sequence[Group], rule: str, squares: Sequence[float] | None = None) -> list[list[float]]:
-    """The advantages of the samples of each group.
+def group_advantages(
+    groups: Sequence[Group], rule: str, squared_weights: Sequence[float] | None = None
+) -> list[list[float]]:
+    """Return the advantages of the samples of each group.
 
-    Groups of unequal size are padded with samples that are not valid. `squares`: the squared importance weight of every
-    sample, for a rule that counts samples by them; None: all are 1.
+    `squared_weights`: squared importance weight per sample, for rules that weigh samples; None if all are 1.
     """
-    factors = itertools.repeat(1) if squares is None else iter(squares)
+    # The rules take rectangles [B, G]. Smaller groups are filled up with samples that are not valid.
     size = max(len(group.samples) for group in groups)
     rewards: list[list[float]] = []
     lengths: list[list[float]] = []
     valid: list[list[bool]] = []
+    sample_index = 0
     for group in groups:
-        absent = size - len(group.samples)
-        given = [math.nan if sample.reward is None else sample.reward for sample in group.samples]
-        rewards.append([*given, *[math.nan] * absent])
-        lengths.append([*(_judged_tokens(sample) * next(factors) for sample in group.samples), *[0] * absent])
-        valid.append([*(sample.reward is not None for sample in group.samples), *[False] * absent])
+        missing = size - len(group.samples)
+        group_rewards = [math.nan if sample.reward is None else sample.reward for sample in group.samples]
+        group_lengths: list[float] = [_denominator_tokens(sample) for sample in group.samples]
+        if squared_weights is not None:
+            squares = squared_weights[sample_index : sample_index + len(group.samples)]
+            group_lengths = [length * square for length, square in zip(group_lengths, squares, strict=True)]
+        group_valid = [sample.reward is not None for sample in group.samples]
+
+        rewards.append(group_rewards + [math.nan] * missing)
+        lengths.append(group_lengths + [0] * missing)
+        valid.append(group_valid + [False] * missing)
+        sample_index += len(group.samples)
+
     rewards_BG = torch.tensor(rewards, dtype=torch.float64)
-    lengths_BG = torch.tensor(lengths, dtype=None if squares is None else torch.float64)
+    lengths_BG = torch.tensor(lengths, dtype=None if squared_weights is None else torch.float64)
     valid_BG = torch.tensor(valid)
-    values = advantage_of(rule)(rewards_BG, valid_BG, lengths_BG).tolist()
-    return [row[: len(group.samples)] for row, group in zip(values, groups, strict=True)]
+    advantages = advantage_of(rule)(rewards_BG, valid_BG, lengths_BG).tolist()
+    return [row[: len(group.samples)] for row, group in zip(advantages, groups, strict=True)]
 
 
-def _sequence(
-    group: Group, index: int, sample: Sample, advantage: float, weight: float, mask_below: int, first: int
+def _make_sequence(
+    group: Group, index: int, sample: Sample, advantage: float, weight: float, mask_below: int, first_index: int
 ) -> TrainingSequence:
-    prompt, versions_C = group.task.prompt_ids(), sample.token_versions()
+    prompt = group.task.prompt_ids()
+    versions_C = sample.token_versions()
     trained_C = sample.written_by_policy() & (versions_C >= mask_below) & (sample.reward is not None)
     return TrainingSequence(
         tokens=np.concatenate([prompt, sample.token_ids()]),
@@ -272,20 +305,20 @@ def _sequence(
         positions_N=np.flatnonzero(trained_C),
         advantage=advantage,
         weight=weight,
-        first=first,
-        counted=_judged_tokens(sample),
+        first_index=first_index,
+        denominator_tokens=_denominator_tokens(sample),
         group=index,
     )
 
 
-def _shortened(sequence: TrainingSequence, room: int) -> TrainingSequence:
-    """Keep only the first `room` positions of the sequence; 0 means no gradient."""
-    kept = max(0, room + 1 - sequence.prompt_tokens)
+def _shorten(sequence: TrainingSequence, max_tokens: int) -> TrainingSequence:
+    """Return the first `max_tokens` positions of the sequence; with 0 it gets no gradient."""
+    completion_tokens = max(0, max_tokens + 1 - sequence.prompt_tokens)
     return replace(
         sequence,
-        tokens=sequence.tokens[: room + 1],
-        behaviour_C=sequence.behaviour_C[:kept],
-        versions_C=sequence.versions_C[:kept],
-        positions_N=sequence.positions_N[sequence.positions_N < kept],
+        tokens=sequence.tokens[: max_tokens + 1],
+        behaviour_C=sequence.behaviour_C[:completion_tokens],
+        versions_C=sequence.versions_C[:completion_tokens],
+        positions_N=sequence.positions_N[sequence.positions_N < completion_tokens],
         overlong=True,
     )

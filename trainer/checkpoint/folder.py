@@ -47,7 +47,7 @@ from trainer.checkpoint.store import CHOSEN, RunStore, StoredCheckpoint
 from trainer.model.hf_folder import write_folder
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-from trainer.ranks.distributed import broadcast_bytes, broadcast_ints, is_leader, max_over_ranks
+from trainer.ranks.distributed import broadcast_bytes, broadcast_ints, is_rank_zero, max_over_ranks
 
 _LATEST, _BEST = "latest", "best"
 _REFERENCE = "reference"
@@ -121,7 +121,7 @@ class CheckpointFolder:
     """Where every checkpoint is copied, and the files of the run with it."""
     warn: Callable[[int, str], None] = lambda version, message: None
     """Reports what a person should look at, with the version that it is about."""
-    uncopied: int | None = field(default=None, init=False)
+    uncopied_version: int | None = field(default=None, init=False)
     """The newest version that is on disk and not in the store; None if there is none, or no store."""
     _saving: BackgroundJob | None = field(default=None, init=False)
     _copying: BackgroundJob | None = field(default=None, init=False)
@@ -135,8 +135,8 @@ class CheckpointFolder:
 
     def newest(self) -> int | None:
         """The version to resume from; None before the first checkpoint. Raises CheckpointError."""
-        found = self._marked(_LATEST) if is_leader() else None
-        (version,) = broadcast_ints([-1 if found is None else found] if is_leader() else None, 1)
+        found = self._marked(_LATEST) if is_rank_zero() else None
+        (version,) = broadcast_ints([-1 if found is None else found] if is_rank_zero() else None, 1)
         return version if version >= 0 else None
 
     def save(self, policy: Policy, version: int, epoch: int, evaluations: Sequence[Evaluation] = ()) -> None:
@@ -147,7 +147,7 @@ class CheckpointFolder:
         """
         assert self._saving is None, "a checkpoint is still being written: poll_saved(wait=True) first"
         draft = draft_of(self.path, epoch, version)
-        if is_leader():
+        if is_rank_zero():
             for left_over, writer in drafts(self.path):
                 if writer <= epoch:
                     shutil.rmtree(left_over, ignore_errors=True)  # an older trainer may be adding files to it
@@ -179,19 +179,19 @@ class CheckpointFolder:
         self._evaluations = evaluations
         self._saving = BackgroundJob("checkpoint", version, write)
 
-    def begin_copy(self, version: int | None = None) -> None:
-        """Begin to copy `version`, or else the newest uncopied one, to the store, unless a copy is in progress.
+    def start_copy(self, version: int | None = None) -> None:
+        """Begin to copy `version`, or else the newest uncopied_version one, to the store, unless a copy is in progress.
 
         A trainer that resumes calls it with its version: one that was killed may have left it only here.
         """
         if self.store is None:
             return
         if version is not None:
-            self.uncopied = version
-        if self.uncopied is None or self._copying is not None:
+            self.uncopied_version = version
+        if self.uncopied_version is None or self._copying is not None:
             return
-        copied = self.uncopied
-        work = (lambda: self._copy(copied)) if is_leader() else (lambda: None)
+        copied = self.uncopied_version
+        work = (lambda: self._copy(copied)) if is_rank_zero() else (lambda: None)
         self._copying, self._late = BackgroundJob("copy", copied, work), False
 
     def poll_saved(self, *, wait: bool) -> int | None:
@@ -199,14 +199,14 @@ class CheckpointFolder:
         progress.
 
         Raises CheckpointError on all ranks if writing failed; `latest` then names the one before it. A copy that failed
-        leaves its version in `uncopied`.
+        leaves its version in `uncopied_version`.
         """
         written = self._poll_written(wait=wait)
         if self.store is None:
             return written
         copied = self._poll_copied(wait=wait)
         if written is not None:
-            self.begin_copy(written)
+            self.start_copy(written)
             copied = self._poll_copied(wait=wait) or copied
         return copied
 
@@ -236,9 +236,9 @@ class CheckpointFolder:
             self.warn(copying.version, self._copy_warning(copying.version, copying.failure))
             return None
         self._report_unpruned(copying.version)
-        if self.uncopied == copying.version:
-            self.uncopied = None
-        self.begin_copy()  # of one that has been written meanwhile
+        if self.uncopied_version == copying.version:
+            self.uncopied_version = None
+        self.start_copy()  # of one that has been written meanwhile
         return copying.version
 
     def _copy_outcome(self, copying: BackgroundJob, *, wait: bool) -> int:
@@ -246,7 +246,7 @@ class CheckpointFolder:
         outcome = _RUNNING
         if copying.ended(self.config.timeout_s if wait else 0.0):
             outcome = _FAILED if copying.failure else _DONE
-        (shared,) = broadcast_ints([outcome] if is_leader() else None, 1)
+        (shared,) = broadcast_ints([outcome] if is_rank_zero() else None, 1)
         return shared
 
     def _copy_warning(self, version: int, reason: str) -> str:
@@ -257,15 +257,15 @@ class CheckpointFolder:
             "the buffer keeps its groups until then. Check the store and its credentials"
         )
 
-    def load_newest(self, policy: Policy) -> tuple[int, str]:
+    def load_newest(self, policy: Policy) -> tuple[int, str | None]:
         """Load the newest checkpoint or, where that is damaged, the newest whole one before it.
 
-        Returns its version and what is damaged, "" if nothing is. Version 0 stands for the first policy, which is
-        loaded already. Raises CheckpointError.
+        Returns its version and a description of the damage, None if there is none. Version 0 is the first policy, which
+        is loaded already. Raises CheckpointError.
         """
         newest = self.newest()
         if newest is None:
-            return 0, ""
+            return 0, None
         damage: CheckpointDamaged | None = None
         for version in self._not_above(newest):
             try:
@@ -273,7 +273,7 @@ class CheckpointFolder:
             except CheckpointDamaged as error:
                 damage = damage or error
             else:
-                return version, str(damage or "")
+                return version, None if damage is None else str(damage)
         assert damage is not None
         if damage.partly_loaded:
             raise damage
@@ -281,19 +281,19 @@ class CheckpointFolder:
 
     def _not_above(self, newest: int) -> list[int]:
         """The versions up to `newest` that have a folder, the newest first. `newest` may have lost its own."""
-        found = [newest, *sorted((v for v in self._versions() if v < newest), reverse=True)] if is_leader() else []
-        (count,) = broadcast_ints([len(found)] if is_leader() else None, 1)
-        return broadcast_ints(found if is_leader() else None, count)
+        found = [newest, *sorted((v for v in self._versions() if v < newest), reverse=True)] if is_rank_zero() else []
+        (count,) = broadcast_ints([len(found)] if is_rank_zero() else None, 1)
+        return broadcast_ints(found if is_rank_zero() else None, count)
 
     def is_chosen(self, version: int) -> bool:
         """True if a person chose to resume from `version`, whatever the buffer has forgotten."""
-        chosen = is_leader() and self._marked(CHOSEN) == version
-        (shared,) = broadcast_ints([int(chosen)] if is_leader() else None, 1)
+        chosen = is_rank_zero() and self._marked(CHOSEN) == version
+        (shared,) = broadcast_ints([int(chosen)] if is_rank_zero() else None, 1)
         return bool(shared)
 
-    def forget_choice(self) -> None:
+    def clear_choice(self) -> None:
         """A person's choice holds for one resumption."""
-        if is_leader():
+        if is_rank_zero():
             (self.path / CHOSEN).unlink(missing_ok=True)
 
     def load(self, policy: Policy, version: int) -> None:
@@ -321,23 +321,23 @@ class CheckpointFolder:
 
     def mark_best(self, evaluations: Sequence[Evaluation]) -> None:
         """Mark the best checkpoint by the present evaluations, and delete those that nothing protects any more."""
-        if not is_leader() or self.config.keep_best == 0:
+        if not is_rank_zero() or self.config.keep_best == 0:
             return
         saved = self._marked(_LATEST)
         if saved is not None:
             self._prune(saved, evaluations)
             self._report_unpruned(saved)
 
-    def export(self, policy: Policy, source: Path) -> Path:
+    def export_final(self, policy: Policy, source: Path) -> Path:
         """Write the present weights as checkpoints/hf, with configuration and tokenizer from `source`, and return the
         folder."""
         tensors = _copies(policy)
         target = self.path / "hf"
-        if is_leader():
+        if is_rank_zero():
             write_folder(target, source, tensors.items())
         return target
 
-    def begin_export(self, policy: Policy, source: Path, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
+    def start_export(self, policy: Policy, source: Path, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
         """Begin to write the present weights as an export of `version`; waits for the export before it."""
         self.wait_for_export()
         tensors = _copies(policy)
@@ -368,9 +368,9 @@ class CheckpointFolder:
         failure = job.failure
         if wait and not ended:
             failure = f"it was not done after trainer.checkpoint.timeout_s ({self.config.timeout_s:g} s)"
-        done, failed = broadcast_ints([int(ended), int(failure != "")] if is_leader() else None, 2)
+        done, failed = broadcast_ints([int(ended), int(failure != "")] if is_rank_zero() else None, 2)
         if failed:
-            reason = broadcast_bytes(failure.encode() if is_leader() else None).decode()
+            reason = broadcast_bytes(failure.encode() if is_rank_zero() else None).decode()
             raise CheckpointError(
                 f"{job.what} could not be written to {self.path}: {reason}. What was written before it is intact: make "
                 "room or mend the disk or the store, and the same command resumes"
@@ -481,7 +481,7 @@ def _accuracies(evaluations: Sequence[Evaluation]) -> dict[int, float]:
 
 def _copies(policy: Policy) -> dict[str, Tensor]:
     """The present weights on rank 0, {} on the others."""
-    return {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
+    return {name: tensor.clone() for name, tensor in policy.export() if is_rank_zero()}
 
 
 def _epoch_of(folder: Path) -> int:

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.models.shapes import shape_of
-from trainer.batch.packed import PackedSequences, Rotation
+from trainer.batch.layout import PackedSequences, Rotation
 from trainer.model.families import rope_of
 from trainer.model.layers import block_spec
 from trainer.platform import Platform

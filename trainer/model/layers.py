@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from trainer.batch.packed import LengthBucket, PackedSequences, PaddedCells, Rotation
+from trainer.batch.layout import LengthBucket, PackedSequences, PaddedCells, Rotation
 from trainer.platform.base import LayerRole
 
 
@@ -73,7 +73,7 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]"""
         assert packed_seq_params is not None, "the trainer packs every micro-batch"
-        query, key = packed_seq_params.rotated(query, key)
+        query, key = packed_seq_params.rotate(query, key)
         cells, buckets = packed_seq_params.cells, packed_seq_params.buckets
         assert cells is not None, "attention over sequences that ranks share is the platform's"
         queries, keys, values = (_rectangles(part, cells, buckets) for part in (query, key, value))
@@ -100,11 +100,11 @@ class _ToCells(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, packed: Tensor, cells: PaddedCells) -> Tensor:
         context.cells = cells
-        return packed.index_select(0, cells.gather)
+        return packed.index_select(0, cells.token_of_cell)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_select(0, context.cells.home), None
+        return gradient.index_select(0, context.cells.cell_of_token), None
 
 
 class _ToTokens(torch.autograd.Function):
@@ -113,11 +113,13 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, outputs: Tensor, cells: PaddedCells) -> Tensor:
         context.cells = cells
-        return outputs.index_select(0, cells.home)
+        return outputs.index_select(0, cells.cell_of_token)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_select(0, context.cells.gather).index_fill_(0, context.cells.padding, 0), None
+        return gradient.index_select(0, context.cells.token_of_cell).index_fill_(
+            0, context.cells.padding_cells, 0
+        ), None
 
 
 def _rectangles(packed: Tensor, cells: PaddedCells, buckets: Sequence[LengthBucket]) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """The policy being trained: Megatron's model, DDP and distributed optimizer in one object.
 
-    MicroBatch (CPU) --rank_tokens, to_device--> network --> logits of the trained positions
+    MicroBatch (CPU) --select_rank_tokens, to_device--> network --> logits of the trained positions
         loss (CPU) <--to_device-- log-probabilities [, entropy] <--------+
 
 Batches are made on the CPU. What the network reads of a micro-batch goes to the device when its turn comes, and the
@@ -43,7 +43,7 @@ from transformers import PretrainedConfig
 from async_grpo.config import RunConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.models.shapes import ModelShape, shape_of
-from trainer.batch.context_parallel import own_context_rank, rank_tokens
+from trainer.batch.context_parallel import current_context_rank, select_rank_tokens
 from trainer.batch.sequences import MicroBatch
 from trainer.model.builder import DTYPES, build_model
 from trainer.model.checks import check_architecture, check_lora
@@ -265,7 +265,9 @@ class Policy:
         self, iterator: Iterator[MicroBatch], model: DistributedDataParallel, loss: LossFunction, entropy: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
         batch = next(iterator)
-        part = to_device(rank_tokens(batch, own_context_rank(self.model.config.sequence_parallel)), self.device)
+        part = to_device(
+            select_rank_tokens(batch, current_context_rank(self.model.config.sequence_parallel)), self.device
+        )
         packing = replace(part.packing, trained=part.trained_M)
         output = model(part.tokens_1T, part.positions_1T, None, packed_seq_params=packing)
 
@@ -276,11 +278,11 @@ class Policy:
             copied = logits_1MV if self.dtype == torch.bfloat16 else logits_1MV.clone()
             logits_MV = divide_in_place(copied, self.temperature).flatten(0, 1)
             entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
-            labels_M = part.own(to_device(batch.labels_N, self.device))
+            labels_M = part.select_own(to_device(batch.labels_N, self.device))
             logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits: last
             count = len(batch.labels_N)
-            entropy_N = None if entropy_M is None else part.whole(entropy_M, count)
-            logprobs_N, entropy_N = to_device((part.whole(logprobs_M, count), entropy_N), "cpu")
+            entropy_N = None if entropy_M is None else part.merge(entropy_M, count)
+            logprobs_N, entropy_N = to_device((part.merge(logprobs_M, count), entropy_N), "cpu")
             value, handed_back = loss(logprobs_N, entropy_N, batch)
             return to_device(value, self.device), torch.ones((), dtype=torch.int, device=self.device), handed_back
 

@@ -80,7 +80,7 @@ class LayerRole(StrEnum):
 
     norm = "norm"
     rotation = "rotation"
-    """Of queries and keys, a subclass of `trainer.batch.packed.Rotation`; it is no module of the layer."""
+    """Of queries and keys, a subclass of `trainer.batch.layout.Rotation`; it is no module of the layer."""
     attention = "attention"
     column_linear = "column_linear"
     row_linear = "row_linear"

@@ -32,7 +32,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from trainer.batch.context_parallel import gather_context
-from trainer.batch.packed import AttentionSegments, PackedSequences, Rotation
+from trainer.batch.layout import AttentionSegments, PackedSequences, Rotation
 
 CAUSAL = 3
 """`sparse_mode` of torch_npu: the last query of a segment sees its last key, the one before it one key less."""
@@ -78,7 +78,7 @@ class _FusedAttention(MegatronModule):
         **_others: Any,
     ) -> Tensor:
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]"""
-        query, key = packed_seq_params.rotated(query, key)
+        query, key = packed_seq_params.rotate(query, key)
         segments = packed_seq_params.segments
         if segments.keys_K is not None:
             group = parallel_state.get_context_parallel_group()

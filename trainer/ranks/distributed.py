@@ -74,7 +74,7 @@ def stop_ranks() -> None:
     dist.destroy_process_group()
 
 
-def is_leader() -> bool:
+def is_rank_zero() -> bool:
     """Whether this is rank 0, which alone talks to the buffer and writes files."""
     return dist.get_rank() == 0
 
@@ -114,7 +114,7 @@ def broadcast_batch(batch: Batch | None) -> Batch | None:
     """
     if dist.get_world_size() == 1:
         return batch
-    if is_leader():
+    if is_rank_zero():
         _send_batch(batch)
         return batch
     return _receive_batch()

@@ -1,4 +1,4 @@
-"""The groups of one step, taken from the buffer all at once or part by part."""
+"""The groups of one step, taken from the buffer together or in parts."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from trainer.coordinator import Coordinator
 class IncomingBatch:
     """The batch of the step `version` -> `version + 1`. All ranks make the same calls.
 
-    Both ways of waiting end early on SIGTERM; the batch is not `complete` then.
+    Waiting ends early on SIGTERM; the batch is not complete then.
     """
 
     coordinator: Coordinator
     version: int
     phases: PhaseTimer
-    waiting: str
-    """Phase to which the time spent waiting counts."""
+    waiting_phase: str
+    """Name of the phase that waiting time is added to."""
     received: list[Batch] = field(default_factory=list)
 
     @property
-    def complete(self) -> bool:
-        """Whether all groups of the step are here."""
+    def is_complete(self) -> bool:
+        """True if all groups of the step are here."""
         return bool(self.received) and self.received[-1].missing == 0
 
     @property
     def batch(self) -> Batch:
-        """The groups that are here as one batch."""
+        """The groups received so far, as one batch."""
         groups = [group for part in self.received for group in part.groups]
         return structs.replace(self.received[-1], groups=groups)
 
-    def wait(self) -> None:
+    def wait_for_batch(self) -> None:
         """Wait for all groups."""
-        with self.phases.span(self.waiting, version=self.version):
-            batch = self.coordinator.take(self.version)
+        with self.phases.span(self.waiting_phase, version=self.version):
+            batch = self.coordinator.take_batch(self.version)
         if batch is not None:
             self.received.append(batch)
 
-    def parts(self) -> Iterator[Batch]:
-        """Yield further groups whenever there are some, until the batch is complete."""
-        while not self.complete:
+    def receive_parts(self) -> Iterator[Batch]:
+        """Yield further groups as they arrive, until the batch is complete."""
+        while not self.is_complete:
             have = sum(len(part.groups) for part in self.received)
-            with self.phases.span(self.waiting, version=self.version, have=have):
-                part = self.coordinator.take_part(self.version, have)
+            with self.phases.span(self.waiting_phase, version=self.version, have=have):
+                part = self.coordinator.take_batch_part(self.version, have)
             if part is None:
                 return
             self.received.append(part)

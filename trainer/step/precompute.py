@@ -1,16 +1,16 @@
-"""The sequences of a batch, with everything that must be known of all of them before the first update.
+"""Sequences of a batch, with the columns that must be computed for all of them before the first update.
 
-    micro-batches --forward, reference's weights--> log pi_ref                 if there is a reference model
-    micro-batches --forward, policy's weights-----> log pi before the step     if something needs it:
-                                                        - several updates, and pi_prox is the policy before the step
-                                                        - several updates, and corrections, which are of that policy
-                                                        - a correction that needs the whole batch
-                                                        - an advantage that counts samples by importance weight
-    --sum over ranks--> of all tokens, on every rank --> advantages
-                                                     --> columns of the sequences, scale of the learning rate
+    micro-batches --forward, reference weights--> log pi_ref                 if there is a reference model
+    micro-batches --forward, policy weights-----> log pi before the step     if something needs it:
+                                                    - several updates, and pi_prox is the policy before the step
+                                                    - several updates, and corrections, which use that policy
+                                                    - a correction that needs the whole batch
+                                                    - an advantage that weighs samples by importance weight
+    --sum over ranks--> values of all trained tokens, on every rank --> advantages
+                                                                    --> columns of the sequences, learning rate scale
 
-Every rank fills in its own tokens and leaves 0 elsewhere, so the sum is exact. Every rank then computes the same
-numbers: they depend on neither micro-batches nor ranks.
+Every rank fills in its own tokens and leaves 0 elsewhere, so the sum over ranks is exact. Every rank then computes the
+same results, which depend neither on micro-batches nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch
-from trainer.batch.packing import PackedBatch, pack, sequences_in
-from trainer.batch.sequences import TrainedTokens, TrainingSequence, trained_tokens, with_columns
+from trainer.batch.packing import PackedBatch, build_micro_batches, build_sequences
+from trainer.batch.sequences import TrainedTokens, TrainingSequence, attach_columns, stack_trained_tokens
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.ranks.distributed import is_counting_rank, sum_over_ranks
@@ -45,41 +45,46 @@ from trainer.ranks.distributed import is_counting_rank, sum_over_ranks
 def prepare_sequences(
     policy: Policy, batch: Batch, config: RunConfig, *, reference: Reference | None, phases: PhaseTimer
 ) -> tuple[list[TrainingSequence], float | None]:
-    """The sequences of a batch or a part of one, and the scale of the learning rate; None: it is known after the
-    backward passes. Makes a pass over the batch only if something needs it."""
-    objective, updates = config.trainer.objective, config.trainer.updates
+    """Return the sequences of a batch (or of a part of one), and the scale of the learning rate.
+
+    The scale is None if it follows from the backward passes. Forward passes are made only if something needs them.
+    """
+    objective = config.trainer.objective
+    needs_policy = needs_policy_pass(config.trainer)
     with phases.span("pack"):
-        sequences = sequences_in(batch, config)
-    if reference is None and not needs_policy_pass(config.trainer):
+        sequences = build_sequences(batch, config)
+    if reference is None and not needs_policy:
         return sequences, None
 
     with phases.span("pack"):
-        packed = pack(sequences, config, policy.shape.attention_cost)
+        packed = build_micro_batches(sequences, config, policy.shape.attention_cost)
     tokens = sum(sequence.trained_tokens for sequence in sequences)
     logprobs_N = reference_N = None
     if reference is not None:
         with phases.span("reference"), reference.active() as weights:
-            reference_N = whole_logprobs(weights, packed, tokens)
-    if needs_policy_pass(config.trainer):
+            reference_N = batch_logprobs(weights, packed, tokens)
+    if needs_policy:
         with phases.span("prox"):
-            logprobs_N = whole_logprobs(policy, packed, tokens)
+            logprobs_N = batch_logprobs(policy, packed, tokens)
 
-    # Some advantages follow from these passes: they replace those that were computed from the rewards alone.
-    squares = None
+    # Some advantages depend on these passes. The sequences above have advantages from the rewards alone, so build them
+    # again.
+    squared_weights = None
     if objective.weighs_samples:
         assert logprobs_N is not None
-        squares = squared_weights(logprobs_N, sequences, objective, batch.version)
+        squared_weights = squared_sample_weights(logprobs_N, sequences, objective, batch.version)
     if objective.penalises_rewards:
         assert reference_N is not None
-        batch = penalised(batch, sequences, reference_N, objective)
+        batch = subtract_kl_from_rewards(batch, sequences, reference_N, objective)
     if objective.weighs_samples or objective.penalises_rewards:
         with phases.span("pack"):
-            sequences = sequences_in(batch, config, squares)
+            sequences = build_sequences(batch, config, squared_weights)
 
     if logprobs_N is None:
-        return with_columns(sequences, reference_N=reference_N), None
-    before = tokens_of(logprobs_N, trained_tokens(sequences), objective, theta_version(batch.version, updates))
-    sequences = with_columns(
+        return attach_columns(sequences, reference_N=reference_N), None
+    theta = theta_version(batch.version, config.trainer.updates)
+    before = objective_tokens(logprobs_N, stack_trained_tokens(sequences), objective, theta)
+    sequences = attach_columns(
         sequences,
         reference_N=reference_N,
         prox_N=logprobs_N if objective.prox == "recompute" else None,
@@ -90,14 +95,15 @@ def prepare_sequences(
 
 
 def needs_policy_pass(trainer: TrainerConfig) -> bool:
-    """Whether the log-probabilities of the policy before the step are computed in a separate pass."""
+    """True if the log-probabilities of the policy before the step need a separate pass."""
     objective = trainer.objective
-    several = trainer.updates > 1 and bool(objective.prox == "recompute" or objective.corrections)
-    return several or objective.needs_pass
+    if objective.needs_pass:
+        return True
+    return trainer.updates > 1 and bool(objective.prox == "recompute" or objective.corrections)
 
 
-def whole_logprobs(policy: Policy, packed: PackedBatch, tokens: int) -> Tensor:
-    """log pi of all `tokens` trained tokens of the batch, in order, on every rank."""
+def batch_logprobs(policy: Policy, packed: PackedBatch, tokens: int) -> Tensor:
+    """Return log pi of all `tokens` trained tokens of the batch, in order, on every rank."""
     results = policy.run(
         packed.micro_batches, lambda values_N, _entropy, _batch: (values_N.sum(), values_N), train=False
     )
@@ -108,45 +114,51 @@ def whole_logprobs(policy: Policy, packed: PackedBatch, tokens: int) -> Tensor:
     return sum_over_ranks(logprobs_N)
 
 
-def squared_weights(
+def squared_sample_weights(
     logprobs_N: Tensor, sequences: Sequence[TrainingSequence], objective: ObjectiveConfig, version: int
 ) -> list[float]:
-    """The squared importance weight of every sample; 0 for those without a trained token."""
-    tokens = tokens_of(logprobs_N, trained_tokens(sequences), objective, version)
-    squares = iter(sequence_weights(tokens).square().tolist())
-    return [next(squares) if sequence.trained_tokens else 0.0 for sequence in sequences]
+    """Return the squared importance weight of every sample; 0 for those without a trained token."""
+    tokens = objective_tokens(logprobs_N, stack_trained_tokens(sequences), objective, version)
+    trained_squares = iter(sequence_weights(tokens).square().tolist())
+    return [next(trained_squares) if sequence.trained_tokens else 0.0 for sequence in sequences]
 
 
-def penalised(
+def subtract_kl_from_rewards(
     batch: Batch, sequences: Sequence[TrainingSequence], reference_N: Tensor, objective: ObjectiveConfig
 ) -> Batch:
-    """The batch with beta * (divergence of each sample, summed over its trained tokens) subtracted from its reward."""
-    columns = trained_tokens(sequences)
-    tokens = tokens_of(columns.behaviour_N, columns, objective, batch.version)
+    """Return the batch with rewards R - beta * KL, KL being summed over the trained tokens of the sample."""
+    columns = stack_trained_tokens(sequences)
+    tokens = objective_tokens(columns.behaviour_N, columns, objective, batch.version)
     samples = [sample for group in batch.groups for sample in group.samples]
     trained = [index for index, sequence in enumerate(sequences) if sequence.trained_tokens]
     rewards_M = torch.tensor([samples[index].reward for index in trained], dtype=torch.float64)
-    less_M = rewards_less_kl(rewards_M, tokens, reference_N, beta=objective.kl_beta, estimator=objective.kl_estimator)
-    for index, reward in zip(trained, less_M.tolist(), strict=True):
+    penalised_M = rewards_less_kl(
+        rewards_M, tokens, reference_N, beta=objective.kl_beta, estimator=objective.kl_estimator
+    )
+    for index, reward in zip(trained, penalised_M.tolist(), strict=True):
         samples[index] = structs.replace(samples[index], reward=reward)
-    rest = iter(samples)
-    groups = [structs.replace(group, samples=[next(rest) for _ in group.samples]) for group in batch.groups]
+
+    remaining = iter(samples)
+    groups = [structs.replace(group, samples=[next(remaining) for _ in group.samples]) for group in batch.groups]
     return structs.replace(batch, groups=groups)
 
 
 def theta_version(version: int, updates: int) -> int:
-    """The version of the policy that is trained, for `prox: loglinear`, whose pi_prox is one version behind it.
+    """Return the version that `prox: loglinear` takes for the trained policy; pi_prox is one version behind it.
 
-    In a step of several updates that is the policy before it, of `version`, and the one in the making is the next.
+    In a step with one update the trained policy is `version`. With several, pi_prox must be the policy before the step,
+    so the policy between the updates already counts as the next version.
     """
     return version + 1 if updates > 1 else version
 
 
-def tokens_of(
+def objective_tokens(
     logprobs_N: Tensor, columns: TrainedTokens, objective: ObjectiveConfig, theta: int, entropy_N: Tensor | None = None
 ) -> Tokens:
-    """The tokens as the objective sees them, evaluated by the weights of version `theta`. `prox_N` and `multiplier_N`
-    are those of the step where they were computed before it."""
+    """Return the tokens as input of the objective, evaluated by the weights of version `theta`.
+
+    `prox_N` and `multiplier_N` are taken from the columns if they were computed before the step.
+    """
     prox_N = columns.prox_N
     if prox_N is None:
         prox_N = PROXIMALS[objective.prox](logprobs_N, columns.behaviour_N, theta - columns.versions_N)

@@ -19,16 +19,18 @@ from async_grpo.wire import Batch, Group, Sample
 from buffer.base import BufferStats
 from trainer.batch.sequences import group_advantages
 
-TRAINING, TRAINING_ADAPTERS = 3, 2
-"""Cost of a forward and a backward pass, in forward passes. Frozen matrices get no gradient of their own."""
+TRAINING_PASSES = 3
+"""Cost of a forward and a backward pass, in forward passes."""
+ADAPTER_TRAINING_PASSES = 2
+"""The same with LoRA adapters: frozen matrices need no weight gradient."""
 
 StepValues = dict[str, Any]
-"""Key -> value of the metrics that are made of a step's totals (`StepTotals.values`)."""
+"""Key -> value of the metrics that are computed from a step's totals (`StepTotals.values`)."""
 
 
 def step_row(
     batch: Batch,
-    found: StepValues | None,
+    values: StepValues | None,
     stats: BufferStats | None = None,
     *,
     lr: float,
@@ -36,14 +38,15 @@ def step_row(
     peak_flops: float | None = None,
     cpu_wait_s: float = 0.0,
 ) -> dict[str, Any]:
-    """The row of metrics.jsonl (`telemetry.metrics.METRICS` explains its keys). What was not measured is left out.
+    """Return the row of metrics.jsonl (`telemetry.metrics.METRICS` explains its keys), without what was not measured.
 
-    `found` is None for a step that was skipped. `stats` are the buffer's counters after the batch was released. The row
-    is written before the step's own checkpoint: `checkpoint_s`, `step_s` and `cpu_wait_s` have the one before.
-    `peak_flops`: floating-point operations a second, of all ranks together. `cpu_wait_s`: of the rank that waited most.
+    `values` is None for a skipped step. `stats` are the buffer's counters after the batch was released. The row is
+    written before the step's own checkpoint, so `checkpoint_s`, `step_s` and `cpu_wait_s` contain the previous one.
+    `peak_flops`: FLOP/s of all ranks together. `cpu_wait_s`: maximum over the ranks.
     """
-    measured = {key: value for key, value in (found or {}).items() if value is not None}
-    step_s = sum(taken_s for name, taken_s in seconds.items() if name != START)
+    measured = {key: value for key, value in (values or {}).items() if value is not None}
+    step_s = sum(phase_s for name, phase_s in seconds.items() if name != START)
+    compute_s = sum(seconds.get(name, 0.0) for name in COMPUTE)
     return {
         "kind": "step",
         "step": batch.version + 1,
@@ -53,12 +56,12 @@ def step_row(
         "replayed": batch.replayed,
         "groups": len(batch.groups),
         "lr": lr,
-        **batch_figures(batch.groups),
-        **_ages(batch),
-        **_buffer_figures(stats),
+        **batch_metrics(batch.groups),
+        **_age_metrics(batch),
+        **_buffer_metrics(stats),
         **measured,
-        **_speed(measured, step_s, sum(seconds.get(name, 0.0) for name in COMPUTE), peak_flops),
-        "skipped_steps": int(found is None),
+        **_speed_metrics(measured, step_s, compute_s, peak_flops),
+        "skipped_steps": int(values is None),
         **{f"{name}_s": seconds.get(name, 0.0) for name in PHASES},
         "start_s": seconds.get(START, 0.0),
         "step_s": step_s,
@@ -67,84 +70,96 @@ def step_row(
 
 
 def trained_row(batch: Batch, config: RunConfig, *, skipped: bool) -> dict[str, Any]:
-    """The row of trained.jsonl: by sequence number, the advantages of the groups that are in samples/*.jsonl.
+    """Return the row of trained.jsonl: sequence number -> advantages, for the groups that samples/*.jsonl contains.
 
-    With a penalty in the reward (`kl_in: reward`), or importance weights in the advantage (`opob`), they also depend on
-    the passes of the step, and the row has none.
+    Advantages are None if they also depend on the passes of the step: with a penalty in the reward (`kl_in: reward`) or
+    importance weights in the advantage (`opob`).
     """
-    objective, every = config.trainer.objective, config.telemetry.samples_every
-    unknown = objective.penalises_rewards or objective.weighs_samples
-    advantages = [None] * len(batch.groups) if unknown else group_advantages(batch.groups, objective.advantage)
-    return {
-        "step": batch.version + 1,
-        "skipped": skipped,
-        "mask_below": batch.mask_below,
-        "groups": {
-            group.seq: values and [round(value, 4) for value in values]
-            for group, values in zip(batch.groups, advantages, strict=True)
-            if is_sampled(group.seq, every)
-        },
-    }
+    objective = config.trainer.objective
+    advantages: list[list[float]] | None = None
+    if not (objective.penalises_rewards or objective.weighs_samples):
+        advantages = group_advantages(batch.groups, objective.advantage)
+
+    groups: dict[int, list[float] | None] = {}
+    for index, group in enumerate(batch.groups):
+        if not is_sampled(group.seq, config.telemetry.samples_every):
+            continue
+        groups[group.seq] = None if advantages is None else [round(value, 4) for value in advantages[index]]
+    return {"step": batch.version + 1, "skipped": skipped, "mask_below": batch.mask_below, "groups": groups}
 
 
-def _speed(
+def _speed_metrics(
     measured: Mapping[str, float], step_s: float, compute_s: float, peak_flops: float | None
 ) -> dict[str, float]:
-    """Throughput of the whole step, and while the ranks compute. MFU counts useful operations only: passes before the
-    first update and recomputation take time but add none."""
+    """Return throughput over the whole step and over its computing time.
+
+    MFU counts useful operations only: passes before the first update and recomputation cost time and count nothing.
+    """
     if not measured or compute_s <= 0:
         return {}
-    used = {} if peak_flops is None else {"mfu": measured["model_flops"] / (compute_s * peak_flops)}
-    return {
+    metrics = {
         "tokens_per_s": measured["trained_tokens"] / step_s,
         "read_tokens_per_s": measured["read_tokens"] / compute_s,
-        **used,
     }
+    if peak_flops is not None:
+        metrics["mfu"] = measured["model_flops"] / (compute_s * peak_flops)
+    return metrics
 
 
-def batch_figures(groups: Sequence[Group]) -> dict[str, Any]:
-    """Rewards over the verifiable samples, and lengths over all. `informative_groups` is the share of groups whose
-    rewards differ: the others have no gradient. `reward_error` needs two groups with rewards."""
+def batch_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return statistics of rewards, over samples that have one, and of lengths, over all samples.
+
+    `informative_groups` is the fraction of groups whose rewards differ: the others have advantage 0.
+    """
     samples = [sample for group in groups for sample in group.samples]
-    by_group = [[sample.reward for sample in group.samples if sample.reward is not None] for group in groups]
-    rewards = [reward for each in by_group for reward in each]
-    means = [float(np.mean(each)) for each in by_group if each]
+    group_rewards = [[sample.reward for sample in group.samples if sample.reward is not None] for group in groups]
+    rewards = [reward for in_group in group_rewards for reward in in_group]
+    means = [float(np.mean(in_group)) for in_group in group_rewards if in_group]
     lengths = [len(sample.token_ids()) for sample in samples]
-    return {
-        **({"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))} if rewards else {}),
-        **({"reward_error": float(np.std(means, ddof=1)) / math.sqrt(len(means))} if len(means) > 1 else {}),
-        "reward_by_function": _by_function(samples),
-        "unverifiable_samples": len(samples) - len(rewards),
-        "informative_groups": sum(len(set(each)) > 1 for each in by_group) / len(groups),
-        "completion_tokens_mean": float(np.mean(lengths)),
-        "completion_tokens_max": max(lengths),
-        "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
-    }
+
+    metrics: dict[str, Any] = {}
+    if rewards:
+        metrics["reward_mean"] = float(np.mean(rewards))
+        metrics["reward_std"] = float(np.std(rewards))
+    if len(means) > 1:
+        # Samples of a group share a prompt, so only groups are independent: the standard error is that of group means.
+        metrics["reward_error"] = float(np.std(means, ddof=1)) / math.sqrt(len(means))
+    metrics["reward_by_function"] = _mean_scores(samples)
+    metrics["unverifiable_samples"] = len(samples) - len(rewards)
+    metrics["informative_groups"] = sum(len(set(in_group)) > 1 for in_group in group_rewards) / len(groups)
+    metrics["completion_tokens_mean"] = float(np.mean(lengths))
+    metrics["completion_tokens_max"] = max(lengths)
+    metrics["truncated_fraction"] = sum(sample.finish_reason == "length" for sample in samples) / len(samples)
+    return metrics
 
 
-def _buffer_figures(stats: BufferStats | None) -> dict[str, Any]:
+def _buffer_metrics(stats: BufferStats | None) -> dict[str, Any]:
     if stats is None:
         return {}
-    states = ("waiting", "inflight", "ready", "taken")
     return {
         "staleness": stats.staleness,
-        "buffer_groups": {state: getattr(stats, state) for state in states},
+        "buffer_groups": {
+            "waiting": stats.waiting,
+            "inflight": stats.inflight,
+            "ready": stats.ready,
+            "taken": stats.taken,
+        },
         "released_groups": stats.released,
     }
 
 
-def _by_function(samples: Iterable[Sample]) -> dict[str, float]:
+def _mean_scores(samples: Iterable[Sample]) -> dict[str, float]:
     """Reward function -> mean of its scores, over the samples that have one."""
     scores: dict[str, list[float]] = {}
     for sample in samples:
         for name, score in sample.rewards.items():
             scores.setdefault(name, []).append(score)
-    return {name: float(np.mean(found)) for name, found in sorted(scores.items())}
+    return {name: float(np.mean(values)) for name, values in sorted(scores.items())}
 
 
-def _ages(batch: Batch) -> dict[str, Any]:
-    """Ages of the tokens that get a gradient, in optimizer steps, and how many are too old to."""
-    tokens: Counter[int] = Counter()
+def _age_metrics(batch: Batch) -> dict[str, Any]:
+    """Ages of the trained tokens in optimizer steps, and the number of tokens that are masked for their age."""
+    tokens_by_age: Counter[int] = Counter()
     masked = 0
     for sample in (sample for group in batch.groups for sample in group.samples if sample.reward is not None):
         versions, counts = np.unique(sample.token_versions()[sample.written_by_policy()], return_counts=True)
@@ -152,11 +167,11 @@ def _ages(batch: Batch) -> dict[str, Any]:
             if version < batch.mask_below:
                 masked += count
             else:
-                tokens[age(batch.version, version)] += count
-    total = max(1, tokens.total())
+                tokens_by_age[age(batch.version, version)] += count
+    total = max(1, tokens_by_age.total())
     return {
         "masked_tokens": masked,
-        "age_mean": sum(steps * count for steps, count in tokens.items()) / total,
-        "age_max": max(tokens, default=0),
-        "age_histogram": {str(steps): tokens[steps] for steps in sorted(tokens)},
+        "age_mean": sum(steps * count for steps, count in tokens_by_age.items()) / total,
+        "age_max": max(tokens_by_age, default=0),
+        "age_histogram": {str(steps): tokens_by_age[steps] for steps in sorted(tokens_by_age)},
     }

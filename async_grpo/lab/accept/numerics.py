@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from trainer.batch.packed import PackedSequences, Rotation
+from trainer.batch.layout import PackedSequences, Rotation
 from trainer.batch.sequences import MicroBatch
 from trainer.model.hf_weights import export_hf
 from trainer.model.policy import Policy, to_device

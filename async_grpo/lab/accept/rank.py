@@ -100,9 +100,9 @@ class TrainerSide:
     async def answer_numbers(self) -> dict[str, float]:
         """Errors of attention, log-probabilities and gradients against the CPU in float64; memory of the device."""
         from async_grpo.lab.accept.numerics import numeric_errors
-        from trainer.batch.packing import pack_for_rank
+        from trainer.batch.packing import own_micro_batches
 
-        batches = pack_for_rank(self._batch(0), self._config).micro_batches
+        batches = own_micro_batches(self._batch(0), self._config)
         found = numeric_errors(self._policy, batches, self._model, self._config.sampling.temperature)
         memory = self._platform.memory()
         return {**found, "peak_gib": memory.peak_bytes / 2**30, "total_gib": memory.total_bytes / 2**30}
@@ -137,7 +137,7 @@ class TrainerSide:
             self._exporter = WeightExporter(self._policy, self._config, self._board, epoch=1)  # type: ignore[arg-type]
         self._platform.synchronize()
         started_s = time.monotonic()
-        self._exporter.publish(version)
+        self._exporter.publish_weights(version)
         stall_s = time.monotonic() - started_s
         tensors = dict(self._policy.export())
         return {
@@ -168,11 +168,11 @@ class TrainerSide:
     def _state(self) -> dict[str, Any]:
         """Digest of all weights, masters and moments; log-probabilities of a batch."""
         from async_grpo.lab.accept.numerics import logprobs_of
-        from trainer.batch.packing import pack_for_rank
+        from trainer.batch.packing import own_micro_batches
         from trainer.checkpoint.state import live_tensors
 
         digest = _digest(live_tensors(self._policy))
-        batches = pack_for_rank(self._batch(0), self._config).micro_batches
+        batches = own_micro_batches(self._batch(0), self._config)
         return {"digest": digest, "logprobs": logprobs_of(self._policy, batches).tolist()}
 
 

@@ -51,8 +51,8 @@ def test_a_kill_at_any_moment_costs_no_checkpoint_that_was_safe(facts: Facts) ->
 
 def test_a_trainer_that_replays_reports_it_and_is_ready_only_when_it_has_published(facts: Facts) -> None:
     report = "coordinator.report_replay"
-    replayed = ["logger.joined", report, report, "logger.step"]
-    assert facts["replay"] == [*replayed, report, "exporter.publish", "logger.serving", "logger.step"]
+    replayed = ["logger.log_takeover", report, report, "logger.log_step"]
+    assert facts["replay"] == [*replayed, report, "exporter.publish_weights", "logger.mark_serving", "logger.log_step"]
 
 
 def test_one_written_during_steps_has_the_bytes_of_one_written_in_peace(facts: Facts) -> None:

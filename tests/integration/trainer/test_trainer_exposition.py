@@ -66,7 +66,7 @@ def config(redis_config: RedisConfig) -> Iterator[RunConfig]:
 def shown(config: RunConfig) -> Iterator[tuple[MetricsServer, str]]:
     """(exposition, its address)."""
     made = MetricsServer(config)
-    yield made, made.open()
+    yield made, made.start()
     made.close()
 
 
@@ -108,20 +108,20 @@ def test_a_trainer_is_alive_at_once_and_ready_with_its_weights_and_a_scrape_writ
     exposed, address = shown
     assert get(f"{address}/healthz")[0] == 200
     assert get(f"{address}/readyz") == (503, '{"status":"not ready","reason":"no weights are served yet"}')
-    exposed.joined(1, 0)
+    exposed.mark_joined(1, 0)
     assert get(f"{address}/readyz")[0] == 503, "it may have to replay steps first"
     assert figures(address)["async_grpo_trainer_buffer_up"] == 0, "nobody has opened the run"
     assert not asyncio.run(knows_run(config.redis, config.name)), "a scrape writes nothing"
-    exposed.serving()
+    exposed.mark_ready()
     assert get(f"{address}/readyz")[0] == 200
 
 
 def test_steps_are_added_up_and_the_last_one_is_described(shown: tuple[MetricsServer, str]) -> None:
     exposed, address = shown
-    exposed.joined(1, 3)
-    exposed.serving()
-    exposed.step(row(4, reward_mean=0.25, replayed=True))
-    exposed.step(row(5, reward_mean=0.75, skipped_steps=1, reward_by_function={"right": 0.5}))
+    exposed.mark_joined(1, 3)
+    exposed.mark_ready()
+    exposed.record_step(row(4, reward_mean=0.25, replayed=True))
+    exposed.record_step(row(5, reward_mean=0.75, skipped_steps=1, reward_by_function={"right": 0.5}))
     found = figures(address)
     wanted = {
         "version": 5,
@@ -155,7 +155,7 @@ def test_groups_of_the_run_are_counted_as_the_buffer_counts_them(
     exposed, address = shown
     fill(config)
     assert figures(address)["async_grpo_trainer_buffer_up"] == 0, "nobody has taken over the run"
-    exposed.joined(1, 0)
+    exposed.mark_joined(1, 0)
     found = figures(address)
     assert found["async_grpo_trainer_buffer_up"] == 1
     run = {name.removeprefix("async_grpo_run_"): value for name, value in found.items() if "_run_" in name}
@@ -173,11 +173,11 @@ def test_a_buffer_that_is_gone_is_told_and_nothing_else_changes(tmp_path: Path) 
     fill(config)
     exposed = MetricsServer(config)
     try:
-        address = exposed.open()
-        exposed.joined(1, 0)
+        address = exposed.start()
+        exposed.mark_joined(1, 0)
         assert figures(address)["async_grpo_trainer_buffer_up"] == 1
         server.stop()
-        exposed.step(row(1))
+        exposed.record_step(row(1))
         deadline = time.monotonic() + 60
         while (found := figures(address))["async_grpo_trainer_buffer_up"] and time.monotonic() < deadline:
             time.sleep(0.1)  # an answer is good for a second
@@ -200,11 +200,11 @@ def test_wanted_servers_are_shown_once_enough_was_measured(shown: tuple[MetricsS
     exposed, address = shown
     teach(exposed)
     fill(config)
-    exposed.joined(1, 0)
-    exposed.step(row(1, step_s=9.0, completion_tokens_mean=100.0, completion_tokens_max=200))
+    exposed.mark_joined(1, 0)
+    exposed.record_step(row(1, step_s=9.0, completion_tokens_mean=100.0, completion_tokens_max=200))
     assert "async_grpo_trainer_servers_wanted" not in figures(address), "one step says little"
     for step in (2, 3):
-        exposed.step(row(step, step_s=9.0, completion_tokens_mean=100.0, completion_tokens_max=200))
+        exposed.record_step(row(step, step_s=9.0, completion_tokens_mean=100.0, completion_tokens_max=200))
     deadline = time.monotonic() + 30
     while (found := figures(address).get("async_grpo_trainer_servers_wanted")) is None:
         assert time.monotonic() < deadline
@@ -216,10 +216,10 @@ def test_the_documented_metrics_are_the_metrics(shown: tuple[MetricsServer, str]
     exposed, address = shown
     teach(exposed)
     fill(config)
-    exposed.joined(1, 0)
+    exposed.mark_joined(1, 0)
     for step in (1, 2, 3):
         facts = {"step_s": 9.0, "completion_tokens_max": 1, **{each.key: 0.5 for each in METRICS if each.gauge}}
-        exposed.step(row(step, **facts))
+        exposed.record_step(row(step, **facts))
     served = set(re.findall(r"^# HELP (async_grpo_\w+)", get(f"{address}/metrics")[1], re.MULTILINE))
     _, chapter = DOCS.read_text().split("\n## The trainer\n")
     assert served == set(re.findall(r"^\| `(async_grpo_\w+)", chapter, re.MULTILINE))
@@ -247,21 +247,21 @@ def test_clients_that_never_end_their_headers_keep_nobody_from_health_and_metric
 @pytest.mark.parametrize("port", [None, -1])
 def test_it_may_be_off(redis_config: RedisConfig, port: int | None) -> None:
     exposed = MetricsServer(config_of(redis_config, port=port))
-    assert exposed.open() == ""
-    exposed.joined(1, 0)
-    exposed.step(row(1))
+    assert exposed.start() is None
+    exposed.mark_joined(1, 0)
+    exposed.record_step(row(1))
     exposed.close()
 
 
 def test_a_port_that_is_taken_is_no_reason_not_to_train(
     redis_config: RedisConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.run_logger.is_leader", lambda: True)
+    monkeypatch.setattr("trainer.run_logger.is_rank_zero", lambda: True)
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as other:
         config = config_of(redis_config, port=other.getsockname()[1])
         logger = TrainerLogger(config)
-        logger.step(row(1))
+        logger.log_step(row(1))
         logger.close()
     (warning,) = rows_of_kind(read_rows(config.run_dir / "metrics.jsonl"), "warning")
     assert "telemetry.http" in warning["message"], "the terminal, the report and the page show it"
@@ -269,7 +269,7 @@ def test_a_port_that_is_taken_is_no_reason_not_to_train(
 
 def test_nobody_listens_after_the_end(config: RunConfig) -> None:
     exposed = MetricsServer(config)
-    address = exposed.open()
+    address = exposed.start()
     exposed.close()
     with pytest.raises(urllib.error.URLError):
         get(f"{address}/healthz")

@@ -43,9 +43,9 @@ def main() -> None:
     coordinator.open_run = full_buffer  # type: ignore[assignment]
     coordinator.connect_board = no_board  # type: ignore[assignment]
     run = Coordinator(config, SharedDevices(config))
-    epoch = run.resume(0).epoch
+    epoch = run.resume_run(0).epoch
     records.MAX_RECORD_BYTES = 400  # a group has some 200 bytes
-    batches = [run.take(0), run._shared(none_in_time)]
+    batches = [run.take_batch(0), run._take_and_broadcast(none_in_time)]
     (folder / f"rank-{rank}.json").write_text(json.dumps([facts(batch) for batch in batches]))
     assert epoch == 1
     dist.barrier()

@@ -27,7 +27,13 @@ from buffer.base import Resume
 from trainer.platform import select_platform
 
 RESUMED_AT, HEAD_VERSION = 2, 4
-TOLD = ("logger.joined", "logger.step", "exporter.publish", "logger.serving", "coordinator.report_replay")
+LOGGED_CALLS = (
+    "logger.log_takeover",
+    "logger.log_step",
+    "exporter.publish_weights",
+    "logger.mark_serving",
+    "coordinator.report_replay",
+)
 
 
 def main() -> None:
@@ -179,13 +185,13 @@ def copies(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[
         broken = version in (2, 3)
         store.objects.write = no_store if broken else write  # type: ignore[method-assign]
         saved.save(policy, version, epoch=1)
-        safe.append([saved.poll_saved(wait=True), saved.uncopied])
+        safe.append([saved.poll_saved(wait=True), saved.uncopied_version])
     store.objects.write = no_store  # type: ignore[method-assign]
     resumed = checkpoints(config, folder / "run")
     resumed.store, resumed.warn = RunStore.open(f"file://{folder}/other", "run"), lambda _, text: warnings.append(text)
     resumed.store.objects.write = no_store  # type: ignore[method-assign]
-    resumed.begin_copy(4)
-    safe.append([resumed.poll_saved(wait=True), resumed.uncopied])
+    resumed.start_copy(4)
+    safe.append([resumed.poll_saved(wait=True), resumed.uncopied_version])
     return {"safe": safe, "warnings": warnings, "stored": [held.version for held in store.checkpoints()]}
 
 
@@ -229,7 +235,7 @@ def kept(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[st
         ]
         saved.save(policy, version, epoch=1, evaluations=evaluations)
         saved.poll_saved(wait=True)
-        saved.begin_export(policy, model, version, evaluations)
+        saved.start_export(policy, model, version, evaluations)
         saved.wait_for_export()
         after.append(listing(folder))
     best = (folder / "best").read_text().strip()
@@ -252,10 +258,10 @@ def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[A
     buffer: Any = Buffer()
     saved = checkpoints(config, folder)
     run = TrainerRun(config, model, make(config, model, platform), buffer, saved, TrainerLogger(config), 4)
-    run.epoch, run.saved_version, run.resumable = 1, 0, [0]
+    run.epoch, run.saved_version, run.resumable_versions = 1, 0, [0]
     with held_back() as let_go:
         run.save_checkpoint()
-        run.commit_saved(wait=False)
+        run.commit_saved_checkpoints(wait=False)
         early = [list(buffer.told), saved.newest()]
         let_go()
     run.save_everything()
@@ -270,7 +276,7 @@ def replay(config: RunConfig) -> list[str]:
     from trainer import loop
 
     world = MagicMock()
-    world.coordinator.resume.return_value = Resume(epoch=2, head_version=HEAD_VERSION)
+    world.coordinator.resume_run.return_value = Resume(epoch=2, head_version=HEAD_VERSION)
     world.checkpoints.poll_saved.return_value = None
     world.train_next_version.side_effect = [MagicMock()] * (HEAD_VERSION - RESUMED_AT) + [None]
     parts = {"WeightExporter": lambda *_: world.exporter, "train_next_version": world.train_next_version}
@@ -279,7 +285,7 @@ def replay(config: RunConfig) -> list[str]:
         run = loop.TrainerRun(config, Path(), *args)
         run.gap_watch = world.gap_watch  # no step has a gap here
         loop.train(run)
-    return [name for name, *_ in world.mock_calls if name in TOLD]
+    return [name for name, *_ in world.mock_calls if name in LOGGED_CALLS]
 
 
 def offload(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def train(
     version = checkpoints.newest() or 0
     if version:
         checkpoints.load(policy, version)
-        checkpoints.begin_copy(version)
+        checkpoints.start_copy(version)
         checkpoints.poll_saved(wait=True)
     while version < LAST:
         if tear and version + 1 == TORN:

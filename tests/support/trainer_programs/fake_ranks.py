@@ -157,11 +157,11 @@ def patch(mode: FakeTensorMode) -> None:
     import trainer.step.precompute as precompute
     import trainer.step.step as step
 
-    for name in ("pack", "pack_for_rank", "reweighed"):
+    for name in ("build_micro_batches", "own_micro_batches", "reweight_sequences"):
         setattr(step, name, on_host(getattr(step, name)))
-    for name in ("pack", "sequences_in", "trained_tokens"):
+    for name in ("build_micro_batches", "build_sequences", "stack_trained_tokens"):
         setattr(precompute, name, on_host(getattr(precompute, name)))
-    policy.rank_tokens = on_host(policy.rank_tokens)  # type: ignore[attr-defined]
+    policy.select_rank_tokens = on_host(policy.select_rank_tokens)  # type: ignore[attr-defined]
     policy.to_device = lambda value, device: faked(value, mode)  # type: ignore[assignment]
     torch.nn.Module._apply = lambda self, function, recurse=True: self  # type: ignore[method-assign, assignment]
     listed = torch.Tensor.tolist
@@ -292,7 +292,7 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
     from megatron.core import parallel_state
 
     from async_grpo.telemetry.timeline import PhaseTimer
-    from trainer.batch.packing import pack_for_rank
+    from trainer.batch.packing import own_micro_batches
     from trainer.model.builder import DTYPES
     from trainer.model.optimizer import make_storable, parameter_states
     from trainer.model.policy import build_policy
@@ -327,7 +327,7 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
         ),
         optimizer=sum(tensor.nbytes for tensor in kept),
         peak=meter.peak - live,
-        micro_batches=len(pack_for_rank(batch, config).micro_batches),
+        micro_batches=len(own_micro_batches(batch, config)),
         collectives=recorder.found,
     )
     parallel_state.destroy_model_parallel()

@@ -79,9 +79,9 @@ def steps(config: RunConfig, model: Path, platform: Platform, overlap: bool) -> 
 
 
 def _is_leader() -> bool:
-    from trainer.ranks.distributed import is_leader
+    from trainer.ranks.distributed import is_rank_zero
 
-    return is_leader()
+    return is_rank_zero()
 
 
 if __name__ == "__main__":

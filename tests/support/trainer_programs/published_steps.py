@@ -71,7 +71,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     from async_grpo.telemetry.timeline import PhaseTimer
     from tests.support.trainer_programs.batches import make_batch
     from trainer.model.policy import load_policy
-    from trainer.ranks.distributed import is_leader
+    from trainer.ranks.distributed import is_rank_zero
     from trainer.step.step import train_step
 
     out = Path(case["out"])
@@ -85,23 +85,23 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
             patches.enter_context(mock.patch("trainer.shared_slots.try_connect", lambda *_: None))
         exporter = trainer.weights.WeightExporter(policy, config, OneRun(address), epoch=1)
     returned.set()  # the first version is copied at once
-    readers = [read(config, address, number, case) for number in range(case["readers"] * is_leader())]
+    readers = [read(config, address, number, case) for number in range(case["readers"] * is_rank_zero())]
     for version in range(case["steps"] + 1):
         if version > 0:
             returned.clear()
             train_step(policy, make_batch(version), config, lr=config.trainer.optimizer.lr, phases=PhaseTimer())
-        exporter.publish(version)
+        exporter.publish_weights(version)
         dist.barrier()
         returned.set()
         hashes = {name: hash_of(tensor) for name, tensor in policy.export()}
-        if is_leader():
+        if is_rank_zero():
             said = [json.loads(reader.stdout.readline()) for reader in readers]
             with out.open("a") as lines:
                 lines.write(json.dumps({"version": version, "hashes": hashes, "readers": said}) + "\n")
     for reader in readers:
         reader.wait(30)
     exporter.close()
-    if is_leader():
+    if is_rank_zero():
         remove_stores(config.local_name)
 
 

@@ -59,17 +59,17 @@ class Case:
 class Scripted:
     """In place of the coordinator: hands out the case's groups."""
 
-    devices = SimpleNamespace(held=nullcontext)
+    devices = SimpleNamespace(engines_asleep=nullcontext)
 
     def __init__(self, case: Case) -> None:
         self._case = case
 
-    def take(self, version: int) -> Batch:
+    def take_batch(self, version: int) -> Batch:
         batch = make_aged_batch() if self._case.aged else make_batch(version, poisoned=version in self._case.poisoned)
         return replace(batch, groups=batch.groups[::-1]) if self._case.backwards else batch
 
-    def take_part(self, version: int, have: int) -> Batch:
-        batch, parts = self.take(version), self._case.parts
+    def take_batch_part(self, version: int, have: int) -> Batch:
+        batch, parts = self.take_batch(version), self._case.parts
         assert parts is not None
         ends = [sum(parts[: number + 1]) for number in range(len(parts))]
         end = min(end for end in ends if end > have)
@@ -79,14 +79,14 @@ class Scripted:
 class Buffered:
     """Like the coordinator, with the in-memory buffer, into which more groups are put before each call."""
 
-    devices = SimpleNamespace(held=nullcontext)
+    devices = SimpleNamespace(engines_asleep=nullcontext)
 
     def __init__(self, config: RunConfig, case: Case) -> None:
         assert case.parts is not None
         self._parts = iter(case.parts)
         self._runner = asyncio.Runner()
         self._buffer = InMemoryBuffer(config.replay_policy, lease_s=60.0, max_attempts=3)
-        self._groups = Scripted(case).take(0).groups
+        self._groups = Scripted(case).take_batch(0).groups
         self._tickets = self._runner.run(self._open())
 
     async def _open(self) -> list[Ticket]:
@@ -94,7 +94,7 @@ class Buffered:
         await self._buffer.rollback(0)
         return await self._buffer.admit_groups(len(self._groups), holder="scripted", timeout_s=5.0)
 
-    def take_part(self, version: int, have: int) -> Batch:
+    def take_batch_part(self, version: int, have: int) -> Batch:
         return self._runner.run(self._put_and_take(version, have))
 
     async def _put_and_take(self, version: int, have: int) -> Batch:
@@ -110,7 +110,7 @@ def run(config: RunConfig, case: Case, platform: Platform) -> None:
     from trainer.checkpoint.folder import CheckpointFolder
     from trainer.model.policy import load_policy
     from trainer.model.reference import load_reference
-    from trainer.ranks.distributed import is_leader
+    from trainer.ranks.distributed import is_rank_zero
 
     policy = load_policy(config, Path(case.model), platform)
     reference = load_reference(config, policy, Path(case.model), platform)
@@ -127,7 +127,7 @@ def run(config: RunConfig, case: Case, platform: Platform) -> None:
     if case.swap:
         found["swap"] = swap(policy, reference)
     states["trained"] = weights_of(policy)
-    if is_leader():
+    if is_rank_zero():
         out = Path(case.out)
         for state, weights in states.items():
             save_file(weights, out.with_suffix(f".{state}.safetensors"))
@@ -142,7 +142,7 @@ def steps(
     from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
 
     from trainer.loop import TrainerRun, train_next_version
-    from trainer.ranks.distributed import is_leader
+    from trainer.ranks.distributed import is_rank_zero
     from trainer.run_logger import TrainerLogger
 
     logger = TrainerLogger(config)
@@ -170,7 +170,7 @@ def steps(
     classes = {SwiGLUFunction, policy.model.rotation, *(type(layer) for layer in policy.model.modules())}
     found["layers"] = sorted(f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in classes)
     logger.close()
-    rows = read_rows(config.run_dir / "metrics.jsonl") if is_leader() else []
+    rows = read_rows(config.run_dir / "metrics.jsonl") if is_rank_zero() else []
     return found | {"warnings": [row["message"] for row in rows if row["kind"] == "warning"]}
 
 
@@ -195,9 +195,9 @@ def swap(policy: Any, reference: Any) -> dict[str, Any]:
 
 def logprobs(policy: Any, config: RunConfig) -> list[float]:
     """Log-probabilities of the trained tokens of batch 0, in their packed order."""
-    from trainer.batch.packing import pack_for_rank
+    from trainer.batch.packing import own_micro_batches
 
-    packed = pack_for_rank(make_batch(0), config).micro_batches
+    packed = own_micro_batches(make_batch(0), config)
     found = policy.run(packed, lambda values_N, _entropy, _batch: (values_N.sum(), values_N.tolist()), train=False)
     return [value for part in found for value in part]
 

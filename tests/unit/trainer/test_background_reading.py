@@ -47,9 +47,9 @@ def test_a_version_is_copied_while_the_next_step_computes_on_every_device(device
     computing, copied = threading.Event(), list[int]()
 
     class Shards:
-        def allow(self) -> None: ...
+        def record_update(self) -> None: ...
 
-        def publish(self, version: int) -> None:
+        def copy_version(self, version: int) -> None:
             assert computing.wait(10), "the training thread waits for the copy"
             copied.append(version)
 

@@ -35,7 +35,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
 
     monkeypatch.setattr(coordinator, "open_run", empty)
     monkeypatch.setattr(coordinator, "connect_board", empty)
-    monkeypatch.setattr(coordinator, "is_leader", lambda: True)
+    monkeypatch.setattr(coordinator, "is_rank_zero", lambda: True)
     monkeypatch.setattr(coordinator, "broadcast_ints", lambda values, _: values)
     monkeypatch.setattr(coordinator, "broadcast_batch", lambda batch: batch)
     before = signal.getsignal(signal.SIGTERM)
@@ -45,28 +45,28 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
 
 def test_a_checkpoint_whose_buffer_is_gone_is_refused_with_a_way_out(alone: Coordinator) -> None:
     with pytest.raises(TrainingError, match=r"version 8, .*run lost.*--fresh"):
-        alone.resume(8)
+        alone.resume_run(8)
 
 
 def test_a_wait_for_groups_ends_with_sigterm(alone: Coordinator) -> None:
-    assert alone.resume(0).epoch == 1
+    assert alone.resume_run(0).epoch == 1
     signal.raise_signal(signal.SIGTERM)
-    assert alone.take(0) is None
+    assert alone.take_batch(0) is None
 
 
 def test_a_wait_for_groups_ends_when_the_publisher_was_killed(alone: Coordinator) -> None:
-    alone.resume(0)
+    alone.resume_run(0)
     with ZmqWeightSender(LAYOUT, f"unit-coordinator-{os.getpid()}", 1, WeightsConfig()) as sender:
         alone.watch_publishing(sender.check_publisher)
         os.kill(sender.process_id, signal.SIGKILL)
         started_s = time.monotonic()
         with pytest.raises(PublisherLost, match="code -9"):
-            alone.take(0)
+            alone.take_batch(0)
         assert time.monotonic() - started_s < 10.0  # and not take_timeout_s
 
 
 def test_a_wait_for_groups_ends_when_the_weights_could_not_be_copied(alone: Coordinator) -> None:
-    alone.resume(0)
+    alone.resume_run(0)
     reading = BackgroundReading()
 
     def copy() -> None:
@@ -75,18 +75,18 @@ def test_a_wait_for_groups_ends_when_the_weights_could_not_be_copied(alone: Coor
     reading.start(copy)
     alone.watch_publishing(reading.raise_failure)
     with pytest.raises(NodeLost, match="rank 3"):
-        alone.take(0)
+        alone.take_batch(0)
 
 
 def test_sigterm_comes_before_a_failed_publication(alone: Coordinator) -> None:
-    alone.resume(0)
+    alone.resume_run(0)
 
     def check() -> None:
         signal.raise_signal(signal.SIGTERM)
         raise PublisherLost("gone")
 
     alone.watch_publishing(check)
-    assert alone.take(0) is None
+    assert alone.take_batch(0) is None
 
 
 @pytest.mark.usefixtures("alone")
@@ -106,9 +106,9 @@ def test_devices_are_held_while_engines_sleep_and_memory_is_released_before_they
             fcntl.flock(engine, fcntl.LOCK_UN)
         return free
 
-    with devices.held():
+    with devices.engines_asleep():
         assert not engine_may_wake() and not released
     assert released == [False] and engine_may_wake()
     assert try_lock(engine, shared=True)  # and it does not sleep again
-    with pytest.raises(WaitTimeout, match=r"0\.1 s .*engines"), devices.held():
+    with pytest.raises(WaitTimeout, match=r"0\.1 s .*engines"), devices.engines_asleep():
         pass

@@ -183,7 +183,7 @@ def _padded_forward(plain: PlainModel, rows: Sequence[ours.TrainingSequence], ma
 
 def _packed_forward(plain: PlainModel, members: Sequence[ours.TrainingSequence]) -> tuple[Tensor, int]:
     """One row of T tokens, without padding."""
-    batch = ours.micro_batch(members)
+    batch = ours.make_micro_batch(members)
     lengths = [member.length for member in members]
     hidden_1TH = plain.model.model(
         input_ids=batch.tokens_1T,

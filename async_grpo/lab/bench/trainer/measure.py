@@ -26,7 +26,7 @@ from async_grpo.lab.bench.trainer.baselines import (
     usual_step,
 )
 from async_grpo.lab.bench.trainer.setup import STREAMED, WAITED, BatchShape, Contestant, TrainerSetup, lengths_of
-from trainer.batch.packing import pack_batch
+from trainer.batch.packing import assign_sequences
 
 Say = Callable[[str], None]
 """Gets the name of each contestant when its turn is done."""
@@ -208,7 +208,7 @@ def _packing(plan: TrainerBenchPlan, final: Mapping[str, Timed]) -> list[Measure
     name = f"padded to the longest of {plan.most_rows} rows"
     found = [("the batch", final[TRAINER].done.efficiency, final[FULL_ROWS].done.efficiency)]
     lengths = lengths_of(plan.usual, plan.model.vocab_size)
-    (packing,) = pack_batch(lengths, ranks=1, max_tokens=plan.room)
+    (packing,) = assign_sequences(lengths, ranks=1, max_tokens=plan.room)
     rows = plan.most_rows
     cells = sum(len(part) * max(part) for part in (lengths[i : i + rows] for i in range(0, len(lengths), rows)))
     usual = f"{plan.usual.groups} groups of {plan.usual.group_size}"

@@ -40,7 +40,7 @@ from async_grpo.models.tiny.random_qwen2 import make_random_model
 from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from trainer.batch import sequences as ours
-from trainer.batch.packing import pack_batch
+from trainer.batch.packing import assign_sequences
 from trainer.model.policy import Policy, load_policy
 from trainer.platform import Platform
 from trainer.ranks.distributed import start_ranks
@@ -149,7 +149,7 @@ class TrainerSetup:
         """A step packed by hand, with the trainer's micro-batches."""
         members = self.members()
         room = self.config.trainer.micro_batch_tokens
-        (packing,) = pack_batch([member.length for member in members], ranks=1, max_tokens=room)
+        (packing,) = assign_sequences([member.length for member in members], ranks=1, max_tokens=room)
         return packed_by_hand(self.plain, [[members[i] for i in chosen] for chosen in packing])
 
     def streaming(self, seconds: float) -> dict[str, Contestant]:
@@ -176,7 +176,9 @@ class TrainerSetup:
 
     def members(self) -> list[ours.TrainingSequence]:
         """The batch as sequences, with advantages and weights: part of every step."""
-        return ours.sequences_of(self.batch, self.config.trainer.objective, longest=self.config.sampling.max_tokens)
+        return ours.split_into_sequences(
+            self.batch, self.config.trainer.objective, max_completion_tokens=self.config.sampling.max_tokens
+        )
 
 
 def _outcome(result: Mapping[str, Any]) -> BenchStep:

@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig
 
 from async_grpo.config.trainer import TrainerConfig
 from tests.support.layer_syncs import LENGTHS, OPERATORS, SIZES, Copies, OnMeta, syncs
-from trainer.batch.packed import ContextRank, pack
+from trainer.batch.layout import ContextRank, lay_out_sequences
 from trainer.model import layers
 from trainer.model.builder import build_model
 from trainer.model.policy import to_device
@@ -72,7 +72,7 @@ def test_ranks_that_share_sequences_never_wait(kernel: type[Any], monkeypatch: p
     monkeypatch.setitem(sys.modules, "torch_npu", OPERATORS)  # type: ignore[arg-type]
     monkeypatch.setattr(fused_layers, "gather_context", lambda part, group: torch.cat([part, part]))
     attention = kernel(types.SimpleNamespace(kv_channels=16), 1, None, "self")
-    packed = to_device(pack(LENGTHS, ContextRank(0, 2)), "meta")
+    packed = to_device(lay_out_sequences(LENGTHS, ContextRank(0, 2)), "meta")
     query = torch.empty(sum(LENGTHS) // 2, 4, 16, device="meta", requires_grad=True)
     with Copies() as copies:
         attention(query, query, query, packed_seq_params=packed).sum().backward()

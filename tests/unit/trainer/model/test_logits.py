@@ -19,7 +19,7 @@ from transformers import Qwen3Config
 
 from async_grpo.config.trainer import TrainerConfig
 from tests.support.layer_syncs import SIZES, OnMeta
-from trainer.batch.packed import pack
+from trainer.batch.layout import lay_out_sequences
 from trainer.model.builder import build_model
 from trainer.model.policy import divide_in_place, to_device, vocab_parallel_entropy
 
@@ -59,7 +59,7 @@ def test_the_output_layer_multiplies_trained_positions_alone(sequence_parallel: 
     layout = TrainerConfig(processes=2, tensor_parallel=2, sequence_parallel=sequence_parallel)
     model = build_model(hf, OnMeta(), torch.float32, layout)
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to("meta")
-    packed = replace(pack([TOKENS]), trained=torch.arange(TRAINED))
+    packed = replace(lay_out_sequences([TOKENS]), trained=torch.arange(TRAINED))
     placed, tokens = to_device((packed, torch.zeros(1, TOKENS, dtype=torch.int64)), "meta")
     with RowsOfLogits() as noted:
         logits = model(tokens, tokens, None, packed_seq_params=placed)

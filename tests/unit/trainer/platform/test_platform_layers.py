@@ -30,9 +30,9 @@ from async_grpo.errors import ConfigError, DependencyError
 from tests.support import npu_operators
 from tests.support.layer_syncs import OPERATORS
 from tests.support.tolerances import assert_equal_up_to_rounding
-from trainer.batch import packed as packed_batch
-from trainer.batch.context_parallel import padded_lengths, positions_of
-from trainer.batch.packed import ContextRank
+from trainer.batch import layout
+from trainer.batch.context_parallel import padded_lengths, rank_positions
+from trainer.batch.layout import ContextRank
 from trainer.model import layers as own
 from trainer.model.policy import to_device
 from trainer.platform import cuda, fused_layers, npu
@@ -186,7 +186,7 @@ def test_more_sequences_than_one_call_takes_are_several_calls(torch_npu: None, m
     assert fused_layers.MOST_SEQUENCES == npu_operators.MOST_SEQUENCES
     for module in (fused_layers, npu_operators):
         monkeypatch.setattr(module, "MOST_SEQUENCES", 3)
-    packed = packed_batch.pack(LENGTHS)
+    packed = layout.lay_out_sequences(LENGTHS)
     query, key, value = torch.randn(3, sum(LENGTHS), HEADS, DIM).unbind(0)
     arguments = (model_config(torch.float32), 1, None, "self")
     results = [
@@ -254,8 +254,8 @@ def test_a_fused_kernel_is_asked_for_the_attention_that_ours_computes(
     torch.manual_seed(0)
     query = torch.randn(sum(LENGTHS), HEADS, DIM, requires_grad=True)
     key, value = (torch.randn(sum(LENGTHS), groups, DIM, requires_grad=True) for _ in range(2))
-    packed = packed_batch.pack(LENGTHS)
-    packed.rotation = packed_batch.Rotation.of(torch.arange(sum(LENGTHS)), torch.rand(DIM // 2), torch.float32)
+    packed = layout.lay_out_sequences(LENGTHS)
+    packed.rotation = layout.Rotation.of(torch.arange(sum(LENGTHS)), torch.rand(DIM // 2), torch.float32)
     results = []
     for layer in (kernel, own.PackedAttention):
         out = layer(config, 1, None, "self").forward(query, key, value, packed_seq_params=packed)
@@ -290,18 +290,18 @@ def test_ranks_that_share_sequences_compute_plain_attention_and_its_gradients(
     for rank in range(ranks):
         context = ContextRank(rank, ranks)
         sequences = zip(starts, lengths, strict=True)
-        places.append(torch.cat([start + positions_of(length, context) for start, length in sequences]))
+        places.append(torch.cat([start + rank_positions(length, context) for start, length in sequences]))
     everywhere = torch.cat([torch.stack([key[place], value[place]], 1) for place in places])
     monkeypatch.setattr(fused_layers, "gather_context", lambda part, group: everywhere)
     config = model_config(torch.float32, ranks)
     found = torch.empty(sum(lengths), HEADS * DIM)
     for rank, place in enumerate(places):
-        packed = packed_batch.pack(lengths, ContextRank(rank, ranks))
+        packed = layout.lay_out_sequences(lengths, ContextRank(rank, ranks))
         parts = (tensor[place] for tensor in given)
         found[place] = kernel(config, 1, None, "self")(*parts, packed_seq_params=packed)
 
     expected = own.PackedAttention(model_config(torch.float32), 1, None, "self")(
-        *given, packed_seq_params=packed_batch.pack(lengths)
+        *given, packed_seq_params=layout.lay_out_sequences(lengths)
     )
     terms = sum(lengths) * DIM
     assert_equal_up_to_rounding(found, expected, terms=terms)
@@ -335,7 +335,7 @@ def test_sharing_a_sequence_makes_no_tensor_of_its_length_squared(
     monkeypatch.setattr(fused_layers, "gather_context", lambda part, group: torch.cat([part] * ranks))
     query, key, value = torch.zeros(3, length // ranks, 1, DIM, requires_grad=True).unbind(0)
     with LargestTensor() as largest:
-        packed = packed_batch.pack([length], ContextRank(1, ranks))
+        packed = layout.lay_out_sequences([length], ContextRank(1, ranks))
         layer = kernel(model_config(torch.float32, ranks), 1, None, "self")
         layer(query, key, value, packed_seq_params=packed).sum().backward()
     assert largest.elements <= 512 * length
@@ -346,7 +346,7 @@ def test_sharing_a_sequence_makes_no_tensor_of_its_length_squared(
 def test_the_npus_rotation_is_ours(dtype: torch.dtype, digits: float) -> None:
     angles = torch.arange(25), torch.rand(DIM // 2), dtype
     heads = torch.randn(25, HEADS, DIM).to(dtype)
-    found, expected = (kind.of(*angles)(heads) for kind in (fused_layers.NpuRotation, packed_batch.Rotation))
+    found, expected = (kind.of(*angles)(heads) for kind in (fused_layers.NpuRotation, layout.Rotation))
     torch.testing.assert_close(found, expected, atol=digits, rtol=digits)
 
 
@@ -380,7 +380,7 @@ def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micr
     """On a fake GPU: torch propagates shapes and devices, and refuses to mix them."""
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
-    packed = packed_batch.pack(LENGTHS)
+    packed = layout.lay_out_sequences(LENGTHS)
     with FakeTensorMode() as mode:
         packing = to_device(faked(packed, mode), "cuda:0")
         assert len(pinned) == 5  # else the host would wait for all work before each copy
@@ -394,10 +394,10 @@ def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micr
 
 
 def test_placing_keeps_what_is_no_tensor_and_lets_the_gradient_back() -> None:
-    packing = packed_batch.pack(LENGTHS)
+    packing = layout.lay_out_sequences(LENGTHS)
     placed = to_device(packing, "cpu")
     assert placed.cells is not None and packing.cells is not None
-    assert placed.cells.gather is packing.cells.gather
+    assert placed.cells.token_of_cell is packing.cells.token_of_cell
     assert (placed.max_seqlen_q, placed.qkv_format, placed.ends) == (12, "thd", [5, 17, 18, 25])
     leaf = torch.ones(2, requires_grad=True)
     (moved,), number = to_device(([leaf], 3), "cpu")

@@ -1,4 +1,4 @@
-"""The cost of a model, counted by hand and by torch."""
+"""FLOPs of a model, compared with counts by hand and by torch."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_a_dense_model_is_counted_as_torch_counts_it(config: PretrainedConfig) -
     )
 
 
-def test_of_a_mixture_only_the_experts_that_a_token_is_sent_to_count() -> None:
+def test_only_the_experts_of_a_token_count() -> None:
     config = Qwen3MoeConfig(**SIZES, **EXPERTS)
     attention = 32 * (2 * 4 * 16 + 2 * 2 * 16)
     layer = attention + 32 * 8 + 2 * 3 * 32 * 24
     assert shape_of(config).matrix_weights == 3 * layer + 32 * 96
 
 
-def test_a_sequence_of_twice_the_length_costs_more_than_two() -> None:
+def test_a_long_sequence_costs_more_than_two_of_half_its_length() -> None:
     shape, width = shape_of(Qwen2Config(**SIZES)), 3 * 4 * 8
     assert shape.forward_flops([100]) == shape.forward_flops([50, 50]) + 2 * width * (100**2 - 2 * 50**2)
     assert shape.attention_cost == width / shape.matrix_weights

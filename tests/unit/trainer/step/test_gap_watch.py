@@ -1,4 +1,4 @@
-"""Log-probability gaps that two programs are likely to have, and those that they are not."""
+"""Log-probability gaps between engine and trainer that are plausible, and gaps that are suspicious."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batch_of(
     tokens: int = 100, *, versions: Sequence[int] = (VERSION,), logprob: float = -0.7, reward: float | None = 1.0
 ) -> Batch:
     """One sample whose tokens come from the versions, in equal parts."""
-    ends = [round(tokens * place / len(versions)) for place in range(len(versions) + 1)]
+    ends = [round(tokens * index / len(versions)) for index in range(len(versions) + 1)]
     spans = [VersionSpan(version, *part) for version, part in zip(versions, pairwise(ends), strict=True)]
     sample = Sample(
         tokens=tokens_to_bytes([7] * tokens),
@@ -38,8 +38,8 @@ def batch_of(
     return Batch(epoch=1, version=VERSION, groups=[Group(seq=0, attempt=1, task=task, samples=[sample])])
 
 
-def found(mean: float, tokens: int = 100, **fields: Any) -> dict[str, Any]:
-    """What a step or a probe measured, as far as the watch reads it."""
+def gap_values(mean: float, tokens: int = 100, **fields: Any) -> dict[str, Any]:
+    """The values of a step or a probe that the watch reads."""
     gap = {"logprob_gap_mean": mean, "logprob_gap_max": 2 * mean} if tokens else {}
     return {"updates": 1, "overlong_samples": 0, "gap_tokens": tokens, **gap, **fields}
 
@@ -47,8 +47,8 @@ def found(mean: float, tokens: int = 100, **fields: Any) -> dict[str, Any]:
 NONE = {"logprob_gap_mean": None, "logprob_gap_max": None}
 
 
-def test_a_gap_that_covers_none_of_the_tokens_of_the_present_version_is_suspicious() -> None:
-    warning = GapWatch().check_step(batch_of(), found(0.0, tokens=0, **NONE))
+def test_a_gap_that_covers_no_token_of_the_current_version_is_suspicious() -> None:
+    warning = GapWatch().check_step(batch_of(), gap_values(0.0, tokens=0, **NONE))
     assert warning is not None and "step 6 has 100 tokens of the present version" in warning
     warning = GapWatch().check_probe(batch_of(reward=None), {"gap_tokens": 0})
     assert warning is not None and "the probe of version 5 has 100 tokens" in warning
@@ -65,43 +65,44 @@ def test_a_gap_that_covers_none_of_the_tokens_of_the_present_version_is_suspicio
     ],
     ids=["older", "mixed", "not judged", "in a later update, perhaps", "too long, perhaps"],
 )
-def test_steps_that_trained_no_token_of_the_present_version_have_no_gap(batch: Batch, fields: dict[str, Any]) -> None:
-    assert GapWatch().check_step(batch, found(0.0, tokens=0, **NONE, **fields)) is None
+def test_steps_without_a_comparable_token_have_no_gap(batch: Batch, fields: dict[str, Any]) -> None:
+    assert GapWatch().check_step(batch, gap_values(0.0, tokens=0, **NONE, **fields)) is None
 
 
-def test_engine_and_trainer_that_agree_bit_for_bit_train_on_after_one_warning() -> None:
+def test_a_gap_of_exactly_zero_is_warned_about_once() -> None:
     watch = GapWatch()
-    warnings = [watch.check_step(batch_of(), found(0.0)) for _ in range(20)]
-    told = [warning for warning in warnings if warning is not None]
-    assert warnings.index(told[0]) == 2 and "exactly 0 over 300 tokens up to step 6" in told[0]
-    assert len(told) == 1
+    warnings = [watch.check_step(batch_of(), gap_values(0.0)) for _ in range(20)]
+    emitted = [warning for warning in warnings if warning is not None]
+    assert len(emitted) == 1
+    assert warnings.index(emitted[0]) == 2 and "exactly 0 over 300 tokens up to step 6" in emitted[0]
 
 
-def test_a_policy_that_is_certain_and_one_that_differs_in_between_may_have_gaps_of_0() -> None:
+def test_a_certain_policy_and_a_gap_that_is_sometimes_zero_are_not_suspicious() -> None:
     watch = GapWatch()
     for _ in range(20):
-        assert watch.check_step(batch_of(logprob=0.0), found(0.0)) is None
-    for place in range(20):
-        assert watch.check_step(batch_of(), found(1e-7 * (1 + place) if place % 2 else 0.0)) is None
+        assert watch.check_step(batch_of(logprob=0.0), gap_values(0.0)) is None
+    for step_index in range(20):
+        mean = 1e-7 * (1 + step_index) if step_index % 2 else 0.0
+        assert watch.check_step(batch_of(), gap_values(mean)) is None
 
 
 def test_a_gap_that_stays_the_same_over_four_steps_is_suspicious() -> None:
     watch = GapWatch()
     for mean in (1e-7, 2e-7, 2e-7, 2e-7):
-        assert watch.check_step(batch_of(), found(mean)) is None
-        assert watch.check_step(batch_of(versions=[4]), found(0.0, tokens=0, **NONE)) is None
-    warning = watch.check_step(batch_of(), found(2e-7))
+        assert watch.check_step(batch_of(), gap_values(mean)) is None
+        assert watch.check_step(batch_of(versions=[4]), gap_values(0.0, tokens=0, **NONE)) is None
+    warning = watch.check_step(batch_of(), gap_values(2e-7))
     assert warning is not None and "for the 4th time in a row" in warning
 
 
 def test_few_tokens_may_have_the_same_gap_again() -> None:
     watch = GapWatch()
     for _ in range(20):
-        assert watch.check_step(batch_of(10), found(2e-7, tokens=10)) is None
+        assert watch.check_step(batch_of(10), gap_values(2e-7, tokens=10)) is None
 
 
 def test_a_probe_without_a_token_of_its_version_has_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "pack_for_rank", lambda *_: SimpleNamespace(micro_batches=[]))
+    monkeypatch.setattr(step, "own_micro_batches", lambda *_: [])
     monkeypatch.setattr(step, "reduce_sums", lambda _: (dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0)))
     policy = cast(Policy, SimpleNamespace(run=lambda *_, **__: []))
     assert step.measure_gap(policy, batch_of(20, versions=[4]), config_of(max_staleness=1)) == {"gap_tokens": 0}

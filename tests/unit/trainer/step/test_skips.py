@@ -1,4 +1,4 @@
-"""Steps that are skipped: counted, dumped, and after too many in a row the end."""
+"""Skipped steps are counted and dumped, and too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from async_grpo.errors import NonFiniteStep, TrainingError
 from async_grpo.wire import Batch, Group, Task, records, tokens_to_bytes
 from tests.support.buffer_cases import mixed_sample
-from trainer.step.skipped_steps import KEPT, SkippedSteps
+from trainer.step.skipped_steps import MAX_DUMPS, SkippedSteps
 
 FAULT = NonFiniteStep("the gradient norm is inf")
 
@@ -22,10 +22,8 @@ def batch_of(version: int) -> Batch:
 
 
 @pytest.mark.parametrize("writes", [True, False])
-def test_as_many_in_a_row_as_are_allowed_stop_every_rank_and_the_last_dump_is_named(
-    tmp_path: Path, writes: bool
-) -> None:
-    skipped_steps = SkippedSteps(tmp_path / "dumps", limit=3, writes=writes)
+def test_too_many_skips_in_a_row_stop_every_rank_and_name_the_last_dump(tmp_path: Path, writes: bool) -> None:
+    skipped_steps = SkippedSteps(tmp_path / "dumps", limit=3, writes_dumps=writes)
     skipped_steps.record_skip(batch_of(0), FAULT)
     skipped_steps.record_skip(batch_of(1), FAULT)
     with pytest.raises(TrainingError, match=r"3 steps .*norm is inf") as ended:
@@ -33,22 +31,25 @@ def test_as_many_in_a_row_as_are_allowed_stop_every_rank_and_the_last_dump_is_na
     assert (tmp_path / "dumps").exists() == ("dumps/step-3.msgpack" in str(ended.value)) == writes
 
 
-def test_a_step_that_is_made_begins_the_count_anew(tmp_path: Path) -> None:
-    skipped_steps = SkippedSteps(tmp_path, limit=2, writes=True)
+def test_a_trained_step_resets_the_count(tmp_path: Path) -> None:
+    skipped_steps = SkippedSteps(tmp_path, limit=2, writes_dumps=True)
     for version in range(6):
-        skipped_steps.record_skip(batch_of(version), FAULT) if version % 2 else skipped_steps.reset()
-    assert skipped_steps.in_a_row == 1
+        if version % 2:
+            skipped_steps.record_skip(batch_of(version), FAULT)
+        else:
+            skipped_steps.reset()
+    assert skipped_steps.consecutive == 1
 
 
-def test_a_dump_has_the_batch_and_the_reason_and_needs_no_code_of_ours_to_be_read(tmp_path: Path) -> None:
-    SkippedSteps(tmp_path, limit=2, writes=True).record_skip(batch_of(4), FAULT)
+def test_a_dump_has_batch_and_reason_and_is_plain_msgpack(tmp_path: Path) -> None:
+    SkippedSteps(tmp_path, limit=2, writes_dumps=True).record_skip(batch_of(4), FAULT)
     dump = msgpack.unpackb((tmp_path / "step-5.msgpack").read_bytes())
     assert (dump["kind"], dump["step"], dump["reason"]) == ("dump", 5, "the gradient norm is inf")
     assert dump["batch"]["groups"][0]["task"]["prompt"] == "one and one"
 
 
 @pytest.mark.parametrize("cause", ["too large", "no folder"])
-def test_a_dump_that_cannot_be_written_is_told_and_does_not_end_the_run(
+def test_a_dump_that_cannot_be_written_is_reported_and_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     folder = tmp_path / "dumps"
@@ -56,12 +57,12 @@ def test_a_dump_that_cannot_be_written_is_told_and_does_not_end_the_run(
         monkeypatch.setattr(records, "MAX_RECORD_BYTES", 100)
     else:
         folder.write_text("")
-    told = SkippedSteps(folder, limit=2, writes=True).record_skip(batch_of(4), FAULT)
-    assert "could not be written" in told and "step-5.msgpack" in told
+    message = SkippedSteps(folder, limit=2, writes_dumps=True).record_skip(batch_of(4), FAULT)
+    assert "could not be written" in message and "step-5.msgpack" in message
 
 
-def test_only_the_newest_dumps_stay(tmp_path: Path) -> None:
-    skipped_steps = SkippedSteps(tmp_path, limit=100, writes=True)
-    for version in range(KEPT + 4):
+def test_only_the_newest_dumps_are_kept(tmp_path: Path) -> None:
+    skipped_steps = SkippedSteps(tmp_path, limit=100, writes_dumps=True)
+    for version in range(MAX_DUMPS + 4):
         skipped_steps.record_skip(batch_of(version), FAULT)
-    assert {path.name for path in tmp_path.iterdir()} == {f"step-{5 + place}.msgpack" for place in range(KEPT)}
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-{5 + index}.msgpack" for index in range(MAX_DUMPS)}
