@@ -1,7 +1,7 @@
-"""Programs that a process runs which imports an unpacked vLLM: `run_python("from ... import NAME; NAME(...)", ...)`.
+"""Checks that run in a process with an unpacked vLLM: `run_python("from ... import NAME; NAME(...)", ...)`.
 
-vLLM's Python runs unchanged. Stand-ins are what is compiled or absent on a CPU, and what the platform answers of its
-device: an H100 with 80 GiB, or an Ascend 910B.
+vLLM's Python runs unchanged. Mocks replace modules that are compiled or absent on a CPU, and the platform's answers
+about its device: an H100 with 80 GiB, or an Ascend 910B.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.support.vllm_reload import wrong_reloads
 
 GIB = 1 << 30
 VOCABULARY = 50
-"""Of the proof."""
+"""Vocabulary size of the proof's engine."""
 _ABSENT = frozenset(
     {
         *("gguf", "torch_npu", "acl", "flashinfer", "amdsmi", "pynvml"),
@@ -61,12 +61,12 @@ _COMPILED = frozenset(
 
 @cache
 def _needs_humming() -> bool:
-    """Older releases import `humming` without asking whether it is there."""
+    """True for older releases, which import `humming` without checking that it is installed."""
     (package,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
     return not (Path(package) / "utils" / "humming.py").exists()
 
 
-class _StandIn(types.ModuleType):
+class _MockModule(types.ModuleType):
     """A module in which every name is a mock."""
 
     __version__ = "3.6.0"
@@ -74,37 +74,37 @@ class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        found = MagicMock(name=f"{self.__name__}.{name}")
-        found.__name__ = name
-        setattr(self, name, found)
-        return found
+        mock = MagicMock(name=f"{self.__name__}.{name}")
+        mock.__name__ = name
+        setattr(self, name, mock)
+        return mock
 
 
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages that are absent on a CPU, and the compiled modules."""
+class MockFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds mocks for packages that are absent on a CPU and for compiled modules."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         root = name.partition(".")[0]
-        stands_in = root in _ABSENT or name in _COMPILED or (root == "humming" and _needs_humming())
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if stands_in else None
+        is_mocked = root in _ABSENT or name in _COMPILED or (root == "humming" and _needs_humming())
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_mocked else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = _StandIn(spec.name)
+        module = _MockModule(spec.name)
         module.__path__, module.__file__ = [], f"{spec.name}/__init__.py"
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing: the module's names are made when they are asked for."""
+        """Do nothing: the names are created on access."""
 
 
 def use_device(kind: str) -> None:
-    """Let vLLM believe that it runs on a device, cuda or ascend. On `cpu` nothing is done."""
+    """Make vLLM detect a device, cuda or ascend. Does nothing for `cpu`."""
     if kind == "cpu":
         return
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    sys.meta_path.insert(0, StandIns())
+    sys.meta_path.insert(0, MockFinder())
     torch.accelerator.synchronize = lambda *_: None
     if kind == "ascend":
         import torch_npu
@@ -136,12 +136,14 @@ def use_device(kind: str) -> None:
     platforms._current_platform = Platform()
     from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = lambda inspect: inspect()  # a subprocess would have no stand-ins
+    registry._run_in_subprocess = lambda inspect: inspect()  # a subprocess would have no mocks
 
 
 def examine(kind: str, model_dir: str, rollout: str) -> None:
-    """Print what each part below finds, by its name; an exception in one of them is its finding. `rollout`: the
-    configuration of a rollout server as JSON."""
+    """Run all checks below and print their findings by name; an exception in a check is its finding.
+
+    rollout: configuration of a rollout server as JSON.
+    """
     use_device(kind)
     import vllm.config.vllm
 
@@ -179,18 +181,18 @@ def examine(kind: str, model_dir: str, rollout: str) -> None:
             place = traceback.extract_tb(error.__traceback__)[-1]
             found[name] = [f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"]
     print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # the threads of stand-ins do not end by themselves
+    os._exit(0)  # threads of mocks do not end by themselves
 
 
 def missing_names() -> list[str]:
-    """The names of async_grpo/utils/private_names.py that this release does not have."""
+    """Names of async_grpo/utils/private_names.py that this release lacks."""
     users = ("engine", "engine worker")
     found = {name: private_names._missing(name) for user in users for name in PRIVATE_NAMES[user].names}
     return [f"{name}: {why}" for name, why in found.items() if why]
 
 
 def effective(engine: VllmEngine) -> dict[str, Any]:
-    """What vLLM makes of the engine's arguments."""
+    """vLLM's effective settings for the engine's arguments."""
     config = engine_config(engine)
     scheduler, compilation = config.scheduler_config, config.compilation_config
     return {
@@ -218,7 +220,7 @@ def engine_config(engine: VllmEngine) -> Any:
 
 
 def refused_calls(engine: VllmEngine) -> list[str]:
-    """The engine's own code against an AsyncLLM that accepts the calls which this release accepts, and no others."""
+    """Run the engine's code with a mock AsyncLLM that accepts only the calls of this release."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     llm = create_autospec(AsyncLLM, instance=True)
@@ -264,7 +266,7 @@ async def _outputs() -> Any:
 
 
 async def uncounted_outputs() -> list[str]:
-    """Does `wait_for_outputs` return only after this release's own output handler has processed what was queued?"""
+    """Check that `wait_for_outputs` returns after this release's output handler has processed all queued outputs."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
@@ -291,8 +293,11 @@ async def uncounted_outputs() -> list[str]:
 
 
 def worker_conflicts(kind: str) -> list[str]:
-    """What keeps our part of a worker from working: methods of the transfer engine that we lack, names that vLLM's
-    worker has too, and a model runner that keeps its sampler elsewhere."""
+    """Conflicts of our part of a worker with this release.
+
+    These are abstract methods of the transfer engine that we lack, names that vLLM's worker has too, and a model runner
+    that has its sampler elsewhere.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from rollout_server.engines.vllm import worker
@@ -309,8 +314,7 @@ def worker_conflicts(kind: str) -> list[str]:
 
 
 def unfinished_update(kind: str) -> list[str]:
-    """One weight update through the methods of vLLM's worker, with our transfer engine as vLLM makes it: does the
-    version that the engine names arrive where it is loaded?"""
+    """Run a weight update through the methods of vLLM's worker, and check that the right version is loaded."""
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -339,8 +343,11 @@ def unfinished_update(kind: str) -> list[str]:
 
 
 def unshared_device(kind: str, engine: VllmEngine) -> list[str]:
-    """What keeps the engine from sharing its device: from sleeping with its requests in flight, which lose their cache
-    and nothing else, or from a KV cache of the size that it is told, for which it measures nothing."""
+    """Obstacles to sharing the device with the trainer.
+
+    The engine must sleep with requests in flight, which lose only their cache, and must use the configured size of the
+    KV cache without measuring memory.
+    """
     from vllm.v1.engine.core import EngineCore
 
     os.environ.pop("PYTORCH_NPU_ALLOC_CONF", None)  # vllm-ascend sets it for engines that do not sleep
@@ -392,8 +399,7 @@ def attribute(name: str) -> Any:
 
 
 def sampled_logprobs(kind: str) -> list[str]:
-    """Sample from known logits at T = 0.8 with the sampler of this release, made as its model runner makes it: are the
-    log-probabilities that it reports those of the distribution that it samples from?"""
+    """Check that this release's sampler reports log-probabilities of the sampled distribution, at T = 0.8."""
     sampler = sampler_of(kind)
     report_sampled_logprobs(sampler)
     temperature, logits = 0.8, torch.tensor([[0.0, 1.0, 2.0, 4.0], [3.0, -1.0, 0.5, 0.0]])
@@ -407,7 +413,7 @@ def sampled_logprobs(kind: str) -> list[str]:
 
 
 def sampler_of(kind: str) -> Any:
-    """The sampler of this release, made as its model runner makes it."""
+    """Create this release's sampler as its model runner does."""
     if kind == "ascend":
         from vllm_ascend.sample import sampler as module
 
@@ -419,7 +425,7 @@ def sampler_of(kind: str) -> Any:
 
 
 class SamplerEngine:
-    """The part of an engine that a proof asks for: a table of logits by the last token, and a sampler of vLLM."""
+    """The part of an engine that a proof uses: a table of logits by the last token, and a vLLM sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler, self.description = sampler, type(sampler).__name__
@@ -446,7 +452,7 @@ class SamplerEngine:
 
 
 async def proven(kind: str) -> list[str]:
-    """Does a server's proof pass this release's sampler once the worker extension has set its mode, and not before?"""
+    """Check that the proof passes with this release's sampler only after the worker extension has set its mode."""
     findings = []
     for mode in ("raw_logprobs", LOGPROBS_MODE):
         sampler = sampler_of(kind)
@@ -471,8 +477,7 @@ async def proven(kind: str) -> list[str]:
 
 
 def sampling_metadata(temperature: float, rows: int, logprobs: int = 0) -> Any:
-    """vLLM's metadata of a batch that is sampled at one temperature, with log-probabilities of the sampled token and
-    `logprobs` others."""
+    """vLLM's metadata of a batch at one temperature. `logprobs`: number of tokens reported besides the sampled one."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 

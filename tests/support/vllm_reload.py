@@ -1,4 +1,4 @@
-"""A small Qwen2 made of a release's own layers, and this project's reload of its weights: part of `vllm_releases`.
+"""Reloads the weights of a small Qwen2 made of a release's own layers: part of `vllm_releases`.
 
 On CUDA and Ascend the layers are those of the device, their tensors are the CPU's, and nothing is computed.
 """
@@ -23,48 +23,52 @@ from rollout_server.engines.vllm.reload import LayerwiseReload
 
 CHANGED = "model.layers.1.mlp.gate_proj.weight"
 UNREAD = "weight_offset"
-"""vllm-ascend makes it beside int8 matrices of every kind, and reads it in none that is symmetric."""
+"""Parameter that vllm-ascend creates for all int8 matrices, and reads only for asymmetric ones."""
 _OPERATORS = (
     "silu_and_mul(Tensor! out, Tensor input) -> ()",
     "rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon) -> ()",
     "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()",
     "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int size, Tensor cache, bool neox) -> ()",
 )
-"""Compiled operators of vLLM for CUDA that layers look up when they are made."""
+"""Compiled operators of vLLM for CUDA that layers look up at construction."""
 Tensors = dict[str, torch.Tensor]
 
 
 def wrong_reloads(kind: str, config: Any, quantization: Quantization = "none") -> list[str]:
-    """Reload everything, then what differs in one tensor. Every parameter has to be that of a model which was loaded
-    with these weights, in the memory where captured graphs read it."""
+    """Reload all weights, then one changed tensor, and return what is wrong.
+
+    Every parameter must equal that of a model loaded with these weights, and must not move in memory.
+    """
     from vllm.config import set_current_vllm_config
 
     torch.set_default_dtype(torch.bfloat16)
     _prepare(kind, config)
     with set_current_vllm_config(config):
-        _meet()
+        _initialize_process_group()
         shapes = _shapes(config.model_config.hf_config)
         model = _model(config, _random(shapes), quantization)
-        places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
         reader = _Reader(_random(shapes))
         reload = LayerwiseReload(find_vllm_api(), model, config.model_config, quantization)
         reload._source = SimpleNamespace(open=lambda weights: reader)  # type: ignore[assignment]
-        found = []
+        problems = []
         for version in (1, 2):
             reload.load_weights(HeldWeights.in_store(Path("store"), epoch=1, version=version))
             expected = dict(_model(config, reader.tensors, quantization).named_parameters())
             for name, parameter in model.named_parameters():
                 if name.endswith(UNREAD):
                     continue
-                found += [] if torch.equal(parameter, expected[name]) else [f"version {version}: {name} is wrong"]
-                found += [] if parameter.data_ptr() == places[name] else [f"version {version}: {name} has moved"]
+                if not torch.equal(parameter, expected[name]):
+                    problems.append(f"version {version}: {name} is wrong")
+                if parameter.data_ptr() != addresses[name]:
+                    problems.append(f"version {version}: {name} has moved")
             reader.change(CHANGED)
-    return found
+    return problems
 
 
 @cache
-def _meet() -> None:
-    """The process as a group of its own, which layers ask for."""
+def _initialize_process_group() -> None:
+    """Make this process a group by itself; layers need one."""
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +78,7 @@ def _meet() -> None:
 
 @cache
 def _define_operators() -> torch.library.Library:
-    """Kept, because the definitions end with the object."""
+    """Define the operators. Cached, because the definitions end with the object."""
     library = torch.library.Library("_C", "FRAGMENT")
     for schema in _OPERATORS:
         library.define(schema)
@@ -118,13 +122,13 @@ def _shapes(hf: Any) -> dict[str, tuple[int, ...]]:
         **{"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)},
     }
     layers = range(hf.num_hidden_layers)
-    shapes = {f"model.layers.{place}.{name}": shape for place in layers for name, shape in layer.items()}
+    shapes = {f"model.layers.{index}.{name}": shape for index in layers for name, shape in layer.items()}
     ends = {"model.embed_tokens.weight": (hf.vocab_size, width), "model.norm.weight": (width,)}
     return shapes | ends | ({} if hf.tie_word_embeddings else {"lm_head.weight": (hf.vocab_size, width)})
 
 
 class _Reader:
-    """A version of the weights, in memory."""
+    """Reader of a version of the weights in memory."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
@@ -136,7 +140,7 @@ class _Reader:
         self.layout = TensorLayout(tensors=specs, total_bytes=0)
 
     def change(self, name: str) -> None:
-        """The next version differs in one tensor."""
+        """Make the next version, which differs in one tensor."""
         self.changed = [name]
         self.tensors = self.tensors | {name: torch.randn(self.tensors[name].shape)}
 
@@ -151,4 +155,4 @@ class _Reader:
             yield spec, self.read(spec)
 
     def verify(self) -> None:
-        """Nothing overwrites it."""
+        """Do nothing: nothing overwrites the weights."""

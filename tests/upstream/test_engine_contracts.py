@@ -1,5 +1,7 @@
-"""What the engine needs of vLLM and vllm-ascend, held against their own Python: of the oldest release in range, of the
-installed one, and of the one that vllm-ascend extends. A process for each runs it (tests/support/vllm_releases.py).
+"""The engine's requirements, checked against the Python code of vLLM and vllm-ascend.
+
+Releases: the oldest in range, the installed one, and the one that vllm-ascend extends. Each is checked in a separate
+process (tests/support/vllm_releases.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ RELEASES = {
     "cuda": ("cuda", lambda: [unpacked("vllm")]),
     "ascend": ("ascend", lambda: [unpacked("vllm-ascend"), unpacked("vllm")]),
 }
-"""The kind of device, and the packages that its engine imports, each by itself."""
+"""Kind of device, and the packages that its engine imports."""
 PARTS = (
     *("names", "calls", "outputs", "worker", "update", "reload", "reload int8", "reload fp8", "logprobs", "proof"),
     "device",

@@ -1,7 +1,4 @@
-"""OpenAI's client against a real vLLM whose weights change meanwhile: what it is noted is what happened.
-
-Every log-probability that comes over HTTP must be that of the policy version named beside it.
-"""
+"""OpenAI's client against a real vLLM with weight updates: every log-probability is of the version reported with it."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ FIRST = 0x100
 
 
 class OneCharacterEach:
-    """A tokenizer whose text tells the tokens."""
+    """A tokenizer with one character per token, so that the text determines the tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) - FIRST for character in text]
@@ -116,7 +113,7 @@ async def test_streams_that_start_around_updates_are_exact(untied_lab: Lab) -> N
 
 
 async def read(untied_lab: Lab, name: str, prompt: list[int], max_tokens: int = 30) -> Generation:
-    """All pieces of a stream."""
+    """Read a stream and join its pieces."""
     request = GenerationRequest(name, prompt, max_tokens, interruptible=False)
     async with aclosing(untied_lab.engine.stream(request)) as stream:
         whole = await anext(stream)
@@ -126,7 +123,7 @@ async def read(untied_lab: Lab, name: str, prompt: list[int], max_tokens: int = 
 
 
 def generation_of(choice: Any) -> Generation:
-    """What a choice, or a piece of one, says it is."""
+    """Convert a choice of a response, or a piece of one."""
     tokens = np.array([ord(character) - FIRST for character in choice.text], np.int32)
     logprobs = np.array(choice.logprobs.token_logprobs, np.float32)
     spans = [VersionSpan(*span) for span in choice.policy_versions]
@@ -134,5 +131,5 @@ def generation_of(choice: Any) -> Generation:
 
 
 def fingerprints(pieces: Sequence[Any]) -> list[str]:
-    """In the order in which they came."""
+    """Distinct fingerprints in order of arrival."""
     return list(dict.fromkeys(piece.system_fingerprint for piece in pieces))

@@ -1,4 +1,4 @@
-"""An engine that gets adapters multiplies with their sum with the weights of its folder, bit for bit, or with both."""
+"""Engines with adapters: merged ones multiply with the exact sum with the checkpoint, the others with both."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ def _no_shared_memory_is_left() -> Iterator[None]:
 
 
 def drawn(model: torch.nn.Module, seed: int) -> Tensors:
-    """Adapters of every target that move it as far as training would, and a little more."""
-    generator, found = torch.Generator().manual_seed(seed), {}
+    """Random adapters of every target, that change it slightly more than training would."""
+    generator = torch.Generator().manual_seed(seed)
+    adapters = {}
     for name, weight in model.named_parameters():
         if name.endswith(tuple(f"{target}.weight" for target in LORA.targets)):
             name_a, name_b = adapter_names(name)
-            found[name_a] = 0.1 * torch.randn(LORA.rank, weight.shape[1], generator=generator)
-            found[name_b] = 0.1 * torch.randn(weight.shape[0], LORA.rank, generator=generator)
-    return found
+            adapters[name_a] = 0.1 * torch.randn(LORA.rank, weight.shape[1], generator=generator)
+            adapters[name_b] = 0.1 * torch.randn(weight.shape[0], LORA.rank, generator=generator)
+    return adapters
 
 
 def publish(store: WeightStore, version: int, adapters: Tensors, digest: bytes) -> HeldWeights:
@@ -108,7 +109,7 @@ async def test_the_engine_follows_adapters_through_updates_and_skipped_versions(
 
 
 def with_adapters(adapters: Tensors) -> torch.nn.Module:
-    """Longhand, in float64."""
+    """The merge written out in float64."""
     model = random_model(tied=True, stop_tokens=None)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -121,15 +122,16 @@ def with_adapters(adapters: Tensors) -> torch.nn.Module:
 async def error(engine: VllmEngine, model: torch.nn.Module) -> float:
     """Largest difference of a completion's log-probabilities from those of a Hugging Face model."""
     prompt = prompt_of(20, engine.version + 1)
-    found = await engine.generate(GenerationRequest(f"r{torch.randint(1 << 40, ()).item()}", prompt, 20, 1.0))
-    return spans_error({engine.version: model}, prompt, found)
+    generation = await engine.generate(GenerationRequest(f"r{torch.randint(1 << 40, ()).item()}", prompt, 20, 1.0))
+    return spans_error({engine.version: model}, prompt, generation)
 
 
-def spans_error(models: dict[int, Any], prompt: Sequence[int], found: Generation) -> float:
-    """As `error`; the model of each span goes on with the KV cache that the one before it left."""
-    cache, parts, sequence = DynamicCache(), [], [*prompt, *found.tokens.tolist()]
-    for span in found.spans:
+def spans_error(models: dict[int, Any], prompt: Sequence[int], generation: Generation) -> float:
+    """Largest difference from the models of the spans, each continuing with the KV cache of the one before."""
+    cache, parts, sequence = DynamicCache(), [], [*prompt, *generation.tokens.tolist()]
+    for span in generation.spans:
         inputs = sequence[cache.get_seq_length() : len(prompt) + span.end - 1]
         logprobs = log_softmax(models[span.version], inputs, cache, 1.0)[span.start - span.end :]
-        parts.append(logprobs.gather(1, torch.tensor(found.tokens[span.start : span.end], dtype=torch.long)[:, None]))
-    return float(np.abs(found.logprobs - torch.cat(parts)[:, 0].numpy()).max())
+        tokens = torch.tensor(generation.tokens[span.start : span.end], dtype=torch.long)
+        parts.append(logprobs.gather(1, tokens[:, None]))
+    return float(np.abs(generation.logprobs - torch.cat(parts)[:, 0].numpy()).max())

@@ -1,8 +1,7 @@
-"""The real vLLM against a plain Hugging Face forward pass: what tests/contract/test_engines.py does not ask of engines.
+"""The real vLLM against a plain Hugging Face forward pass, beyond tests/contract/test_engines.py.
 
-Every log-probability that the engine reports must be that of the policy version in its span. What
-vLLM may keep from older weights (KV cache of requests in flight) is rebuilt token by token by the
-reference, so that all comparisons are exact.
+Every reported log-probability must be of the policy version in its span. The reference rebuilds token by token what
+vLLM may keep from older weights (the KV cache of requests in flight), so that all comparisons are exact.
 """
 
 from __future__ import annotations
@@ -213,7 +212,7 @@ async def test_an_engine_with_half_loaded_weights_never_generates_again(
     monkeypatch.setattr(tied_lab.engine._transfer, "load_weights", half_load)
     with pytest.raises(EngineError, match="WeightsCorrupt: overwritten"):
         await tied_lab.update("keep")
-    outcomes = await asyncio.gather(*running, return_exceptions=True)  # some came to a stop token before the update
+    outcomes = await asyncio.gather(*running, return_exceptions=True)  # some reached a stop token before the update
     failures = [outcome for outcome in outcomes if not isinstance(outcome, Generation)]
     assert failures
     assert all(isinstance(failure, EngineError) and "stays paused" in str(failure) for failure in failures)

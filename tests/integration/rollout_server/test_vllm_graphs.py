@@ -1,7 +1,7 @@
-"""Engines that capture graphs check at their start that decoding follows updates; others run without graphs.
+"""Engines with captured graphs check at their start that decoding follows updates, and else restart without graphs.
 
-vLLM captures nothing on a CPU. What is executed here is the whole check in vLLM's real worker, and the start without
-graphs; a layer imitates what a graph would do.
+vLLM captures nothing on a CPU. These tests run the whole check in vLLM's real worker and the restart without graphs; a
+layer imitates a graph.
 """
 
 from __future__ import annotations

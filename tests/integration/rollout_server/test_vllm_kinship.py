@@ -24,7 +24,7 @@ engine.wait()
 MERGED = "from async_grpo.utils.processes import exit_with_owner; import time; exit_with_owner(); time.sleep(60)"
 WITH_WORKER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {MERGED!r}])"
 JUST_SPAWNED = "import runpy, time; runpy.run_module('rollout_server.main', run_name='__mp_main__'); time.sleep(60)"
-"""As multiprocessing begins: before vLLM's own code, and so before any worker."""
+"""A process at the start of multiprocessing, before vLLM's own code and any worker."""
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_starting_engine_ends_with_its_killed_owner(wrapped: bool) -> None:
 
 
 def watches(process: psutil.Process) -> bool:
-    """Whether it holds a pidfd; a process that is just starting opens and closes files while we look."""
+    """True if the process has a pidfd. A starting process opens and closes files while we look."""
     for link in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             if str(link.readlink()) == "anon_inode:[pidfd]":

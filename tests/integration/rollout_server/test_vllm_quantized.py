@@ -1,5 +1,4 @@
-"""An engine of 8-bit matrices multiplies, after its start and after every update, with what a fresh quantisation of the
-version gives, and computes what a model with such matrices does, written out."""
+"""Quantised engines: their matrices equal a fresh quantisation of each version, their logprobs a reference model."""
 
 from __future__ import annotations
 
@@ -62,18 +61,18 @@ async def test_updates_equal_a_fresh_quantisation(lab: Lab) -> None:
 async def test_the_oracle_detects_a_different_number(lab: Lab) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     await lab.update("keep")
-    held = await lab.update("keep", moved={name}, noted=set())  # noted that nothing is another, so nothing is loaded
-    assert {found.removesuffix("_scale") for found in await differing(lab, held)} == {name}
+    held = await lab.update("keep", moved={name}, noted=set())  # the note lists no change, so nothing is loaded
+    assert {differing_name.removesuffix("_scale") for differing_name in await differing(lab, held)} == {name}
     await lab.update("keep")
 
 
 async def test_logprobs_equal_those_of_a_model_with_quantised_matrices(lab: Lab) -> None:
     version = await lab.update("keep")
-    found = [await lab.generate(FIRST_PROMPT, 40) for _ in range(6)]
-    unlike = mean_error(lab, found)
+    generations = [await lab.generate(FIRST_PROMPT, 40) for _ in range(6)]
+    unquantised_error = mean_error(lab, generations)
     lab.models[version] = with_rounded_matrices(lab.models[version], lab.engine._config.quantization)
-    assert mean_error(lab, found) < unlike / 100
-    assert unlike > FAR
+    assert mean_error(lab, generations) < unquantised_error / 100
+    assert unquantised_error > FAR
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -81,16 +80,16 @@ async def test_two_workers_load_their_shards_of_numbers_and_scales(tmp_path: Pat
     settings = {"quantization": kind, "tensor_parallel": 2, "multiprocessing": True}
     async with started_lab(tmp_path, tied=False, extra={"worker_extension_cls": WORKER}, **settings) as lab:
         version = await lab.update("keep")
-        found = [await lab.generate(FIRST_PROMPT, 40) for _ in range(3)]
-        unlike = mean_error(lab, found)
+        generations = [await lab.generate(FIRST_PROMPT, 40) for _ in range(3)]
+        unquantised_error = mean_error(lab, generations)
         lab.models[version] = with_rounded_matrices(lab.models[version], kind, workers=2)
-        assert mean_error(lab, found) < unlike / 100
+        assert mean_error(lab, generations) < unquantised_error / 100
 
 
-def mean_error(lab: Lab, found: Sequence[Generation]) -> float:
-    """Of log-probabilities. The engine rounds activations after other sums than the model written out, so a number that
-    lies between two sometimes becomes the other one."""
-    errors = [np.abs(each.logprobs - lab.reference(FIRST_PROMPT, each)) for each in found]
+def mean_error(lab: Lab, generations: Sequence[Generation]) -> float:
+    """Mean error of log-probabilities. Engine and reference sum in different orders before they round activations, so a
+    number between two 8-bit values sometimes becomes the other one."""
+    errors = [np.abs(sample.logprobs - lab.reference(FIRST_PROMPT, sample)) for sample in generations]
     return float(np.concatenate(errors).mean())
 
 
@@ -102,8 +101,8 @@ async def differing(lab: Lab, version: int) -> list[str]:
 
 
 def with_rounded_matrices(model: Any, kind: Quantization, workers: int = 1) -> Any:
-    """Weights rounded for each row, inputs for each token, and multiplied in float32. Of several workers, each rounds
-    the part of a token that it has."""
+    """Multiply weights quantised per row with inputs quantised per token, in float32. With several workers, each
+    quantises its own part of a token."""
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
         scale = values.abs().amax(-1, keepdim=True) / LARGEST[kind]

@@ -20,7 +20,7 @@ from tests.support.vllm_lab import EXACT, Lab, engine_of, prompt_of, started_lab
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-MODEL_BYTES = 608_512  # of the reference model, whose output layer is its own
+MODEL_BYTES = 608_512  # of the reference model, without a tied output layer
 MLP = "model.layers.1.mlp"
 ATTENTION = "model.layers.0.self_attn"
 
@@ -77,7 +77,7 @@ async def test_tensors_noted_as_unchanged_are_not_loaded(lab: Lab) -> None:
     old, new = expected_weights(lab, before), expected_weights(lab, after)
     mixed = {name: new[name] if name.startswith(MLP) else old[name] for name in old}
     assert_same(await engine_weights(lab), mixed)
-    version = await lab.update("keep")  # nothing is known of its base: everything is loaded
+    version = await lab.update("keep")  # without a note: everything is loaded
     assert_same(await engine_weights(lab), expected_weights(lab, version))
 
 
@@ -95,12 +95,13 @@ async def test_staged_versions_are_loaded_exactly_from_the_buffer(share: float, 
         held = lab.publish(moved=None, noted=None)
         transfer, llm = lab.engine._transfer, lab.engine.async_llm
         await transfer.stage_weights(llm, held)
-        assert_same(await engine_weights(lab), expected_weights(lab, version))  # staging alone leaves the model alone
+        # Staging alone does not change the model.
+        assert_same(await engine_weights(lab), expected_weights(lab, version))
         await llm.collective_rpc("clear_staged")
         await transfer.announce_update(llm)
         await transfer.load_weights(llm, held)
         zeros = [name for name, weights in (await engine_weights(lab)).items() if not weights.any()]
-        assert zeros  # what was staged is what was loaded
+        assert zeros  # the zeroed buffer was loaded
 
 
 @pytest.mark.slow
@@ -181,8 +182,10 @@ async def test_a_lagging_front_end_labels_tokens_correctly(untied_lab: Lab, monk
 
 @contextmanager
 def front_end_lagging_in_pauses(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM's front end needs 15 ms for each of the next 24 outputs once a pause is asked for, and yields to the event
-    loop after each. It is then further behind than the 20 ms that vLLM waits at the end of a pause."""
+    """Make vLLM's front end take 15 ms for each of the next 24 outputs after a pause is requested, yielding after each.
+
+    It is then further behind than the 20 ms that vLLM waits at the end of a pause.
+    """
     import vllm.envs
 
     llm = engine.async_llm
@@ -217,7 +220,7 @@ def restart_output_handler(llm: Any) -> None:
 
 
 async def shards(lab: Lab) -> list[Weights]:
-    """What every worker multiplies with."""
+    """Weights that every worker multiplies with."""
     answers = await lab.engine._llm.collective_rpc("read_weights")
     return [
         {name: np.frombuffer(data, np.float32).reshape(shape) for name, (shape, data) in answer.items()}

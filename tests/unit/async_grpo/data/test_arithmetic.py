@@ -34,13 +34,13 @@ def test_demonstrations_and_shortcuts_earn_the_reward() -> None:
 
 
 def test_a_problem_is_a_function_of_seed_stream_and_index() -> None:
-    def drawn(seed: int, stream: str, *, backwards: bool = False) -> list[Problem]:
+    def draw(seed: int, stream: str, *, backwards: bool = False) -> list[Problem]:
         problems = ProblemSet(TASK, seed)
-        found = {index: problems.problem(stream, index) for index in sorted(range(20), reverse=backwards)}
-        return [found[index] for index in range(20)]
+        drawn = {index: problems.problem(stream, index) for index in sorted(range(20), reverse=backwards)}
+        return [drawn[index] for index in range(20)]
 
-    assert drawn(3, "train") == drawn(3, "train", backwards=True)
-    assert drawn(3, "train") not in (drawn(3, "probe"), drawn(4, "train"))
+    assert draw(3, "train") == draw(3, "train", backwards=True)
+    assert draw(3, "train") not in (draw(3, "probe"), draw(4, "train"))
     assert ProblemSet(TASK, 3).held_out == ProblemSet(TASK, 3).held_out
 
 

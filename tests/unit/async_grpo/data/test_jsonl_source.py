@@ -1,4 +1,4 @@
-"""Tasks from JSON lines and from arithmetic: what is held out, what is dropped, and errors that say where."""
+"""Tasks from JSON lines and arithmetic: held-out rows, dropped rows, and errors with their place."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("line", "reason", "detail"), HOSTILE, ids=[detail[:36] for _, _, detail in HOSTILE])
 def test_a_hostile_row_is_reported_and_others_are_used(tmp_path: Path, line: bytes, reason: str, detail: str) -> None:
-    """By the source and by the check before the run alike, in processor time that does not depend on the row."""
+    """Source and startup check agree, in processor time that does not depend on the row."""
     path = tmp_path / "d.jsonl"
     good = [json.dumps(row).encode() for row in questions(5)]
     path.write_bytes(b"\n".join([good[0], line, *good[1:], b""]))

@@ -1,4 +1,4 @@
-"""Tasks from a prepared folder: what is refused with the fix."""
+"""Tasks from a prepared folder, and folders that are refused with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of rows: a permutation a pass, a pure function of the position, in constant memory."""
+"""The order of rows: one permutation per pass, a pure function of the position, in constant memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every source of tasks promises: an endless stream that is a function of seed and index, and held-out tasks."""
+"""Contract of every task source: an endless stream, a function of seed and index, and held-out tasks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def source_of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., T
 
 
 def test_a_later_server_continues_with_the_same_tasks(source_of: Callable[..., TaskSource]) -> None:
-    """The position is the index alone: nothing else is kept anywhere."""
+    """The index is the only state of the stream."""
     source, later, other = source_of(), source_of(), source_of(seed=2)
     stream = [source.task(index) for index in range(60)]
     assert [later.task(index) for index in range(33, 60)] == stream[33:]

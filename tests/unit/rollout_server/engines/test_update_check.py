@@ -82,5 +82,5 @@ async def test_rounding_present_before_any_update_is_allowed() -> None:
 
 
 async def test_policies_that_are_too_similar_are_refused() -> None:
-    with pytest.raises(EngineError, match="noted apart"):
+    with pytest.raises(EngineError, match="told apart"):
         await check(TableEngine("cfc", distance=0.001))

@@ -1,4 +1,4 @@
-"""From a row to a question with its reference, and what the policy then reads."""
+"""Parsing rows to questions and references, and rendering prompts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ WANTED = {
 def test_every_format_is_detected_and_parsed() -> None:
     assert {name: detect_format(row) for name, row in ROWS.items()} == {name: name for name in FORMATS}
     assert detect_format({"text": "a", "answer": "b"}) is None
-    found = {name: parse_example(row, FORMATS[name]) for name, row in ROWS.items()}
-    assert {name: (example.question, example.answer) for name, example in found.items()} == WANTED
+    examples = {name: parse_example(row, FORMATS[name]) for name, row in ROWS.items()}
+    assert {name: (example.question, example.answer) for name, example in examples.items()} == WANTED
 
 
 def test_custom_fields_may_be_nested() -> None:
@@ -66,15 +66,14 @@ def test_an_unusable_row_is_rejected_with_reason_and_detail(row: dict[str, Any],
 
 
 def test_identity_ignores_white_space_and_unicode_composition() -> None:
-    one, same, other = (
-        parse_example({"question": text, "answer": "1"}, FORMATS["gsm8k"]).identity
-        for text in ("caf\u00e9  at\n8?", "cafe\u0301 at 8?", "cafe at 8?")
-    )
-    assert one == same != other
+    def identity(question: str) -> str:
+        return parse_example({"question": question, "answer": "1"}, FORMATS["gsm8k"]).identity
+
+    assert identity("caf\u00e9  at\n8?") == identity("cafe\u0301 at 8?") != identity("cafe at 8?")
 
 
 class Tokenizer(Bytes):
-    """What templates need of one."""
+    """The attributes of a tokenizer that templates use."""
 
     bos_token, eos_token = "<s>", None
     chat_template = "there is one"
@@ -87,8 +86,8 @@ class Tokenizer(Bytes):
 
 
 def rendered(name: str, row: dict[str, Any], system: str = "") -> str:
-    found = detect_format(row)
-    return Template(name, Tokenizer(), system).render(parse_example(row, FORMATS[found]))
+    detected = detect_format(row)
+    return Template(name, Tokenizer(), system).render(parse_example(row, FORMATS[detected]))
 
 
 def test_qwen_r1_requests_thinking_an_answer_and_a_box() -> None:

@@ -25,11 +25,12 @@ from tests.support.tokenizers import Bytes
 
 
 def prompts(folder: Path) -> tuple[list[str], list[str]]:
-    """Of the training rows, and of the held-out ones, in their order."""
-    found = open_prepared_folder(folder)
-    splits = [[split.read_row(i)[1].prompt for i in range(len(split))] for split in (found.train, found.held_out)]
-    found.close()
-    return splits[0], splits[1]
+    """Prompts of the training rows and of the held-out rows, in order."""
+    prepared_set = open_prepared_folder(folder)
+    splits = (prepared_set.train, prepared_set.held_out)
+    train, held_out = [[split.read_row(row)[1].prompt for row in range(len(split))] for split in splits]
+    prepared_set.close()
+    return train, held_out
 
 
 def rejected(folder: Path) -> list[tuple[int, str]]:
@@ -159,15 +160,15 @@ def test_a_fast_tokenizer_encodes_batches_like_single_texts(tmp_path: Path) -> N
     tokenizer.backend_tokenizer.enable_truncation(5)
     tokenizer.backend_tokenizer.enable_padding(length=200)
     prepared(tmp_path, [{"question": text, "answer": "1"} for text in texts], tokenizer=tokenizer)
-    found = open_prepared_folder(tmp_path / "out").train
-    for index in range(len(found)):
-        tokens, row = found.read_row(index)
+    train = open_prepared_folder(tmp_path / "out").train
+    for index in range(len(train)):
+        tokens, row = train.read_row(index)
         assert np.frombuffer(tokens, "<i4").tolist() == tokenizer.encode(row.prompt)
         assert len(tokens) > 5 * 4
 
 
 def test_the_files_can_be_read_without_this_project(tmp_path: Path) -> None:
-    """As the documentation says: 16 bytes of head, int32 tokens, uint64 pairs, MessagePack maps."""
+    """By the documented format: 16 bytes of header, int32 tokens, uint64 pairs, MessagePack maps."""
     prepared(tmp_path, questions(5), shuffle=False)
     tokens, index, records = (
         (tmp_path / "out" / f"train.{part}").read_bytes() for part in ("tokens", "index", "records")
@@ -249,6 +250,6 @@ def test_gsm8k_as_published_is_prepared_without_loss(tmp_path: Path) -> None:
     manifest, _ = prepare_dataset(config, Bytes(), done.append)
     assert (manifest.rows, manifest.rejected) == ({"train": 7473, "held_out": 1319}, {})
     assert done == sorted(done) and done[-1] == TRAIN.stat().st_size + TEST.stat().st_size
-    found = open_prepared_folder(tmp_path / "out")
-    for split in (found.train, found.held_out):
+    prepared_set = open_prepared_folder(tmp_path / "out")
+    for split in (prepared_set.train, prepared_set.held_out):
         assert all(float(split.read_row(index)[1].answer) is not None for index in range(len(split)))

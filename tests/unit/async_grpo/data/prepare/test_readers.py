@@ -26,13 +26,13 @@ def test_json_lines_keep_line_numbers_and_the_text_of_numbers(tmp_path: Path) ->
     long = "1" * 5000
     last = f'{{"a": 18.0, "b": {long}, "c": 1e3, "d": true}}'
     path = written(tmp_path, b'\xef\xbb\xbf{"a": "1"}\r\n\n  {"a": "2"}  \n' + last.encode())
-    found = list(read_raw_rows(path))
-    assert [(row.line, row.fields, row.problem) for row in found] == [
+    rows = list(read_raw_rows(path))
+    assert [(row.line, row.fields, row.problem) for row in rows] == [
         (1, {"a": "1"}, ""),
         (3, {"a": "2"}, ""),
         (4, {"a": "18.0", "b": long, "c": "1e3", "d": True}, ""),
     ]
-    assert found[-1].position == path.stat().st_size
+    assert rows[-1].position == path.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_parquet_is_read_row_by_row(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([{"prompt": chat, "reward_model": {"ground_truth": str(i)}} for i in range(3000)])
     path = tmp_path / "data.parquet"
     parquet.write_table(table, path)
-    found = list(read_raw_rows(path))
-    assert [row.line for row in found] == list(range(1, 3001))
-    assert found[7].fields == {"prompt": chat, "reward_model": {"ground_truth": "7"}}
+    rows = list(read_raw_rows(path))
+    assert [row.line for row in rows] == list(range(1, 3001))
+    assert rows[7].fields == {"prompt": chat, "reward_model": {"ground_truth": "7"}}
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DataError, match="damaged Parquet"):
         list(read_raw_rows(path))
