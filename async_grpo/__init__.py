@@ -1,4 +1,4 @@
-"""Asynchronous GRPO: rollout servers generate without pause, a trainer takes what is ready, and new weights go back.
+"""Asynchronous GRPO: rollout servers generate without pause, a trainer takes finished groups and publishes weights.
 
     async_grpo.lab     tools around runs: sweep, simulate, tune, why, view, accept, bench, ...; no run imports them
        |
@@ -6,15 +6,15 @@
        |
     rollout_server     generates samples          trainer     trains on them, publishes weights
        |                                             |
-    buffer             keeps groups of samples between the two, in memory or in Redis
+    buffer             stores groups of samples between the two, in memory or in Redis
        |
     async_grpo         the library that all of them share: configuration, records, objectives, data, rewards, weights
 
 Imports go downwards only. A rollout server waits for room in the buffer, the trainer waits for a batch, and neither
 waits for the other. docs/architecture.md follows one sample and one tensor through the files.
 
-The public names are `run` and `load_run`, `Run`, `RunConfig`, `load` and `__version__`. They are imported when they are
-first used, because every child process imports this module.
+The public names are `run` and `load_run`, `Run`, `RunConfig`, `load` and `__version__`. They are imported at first use,
+because every child process imports this module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name. Raises AttributeError for any other."""
+    """Import a public name. Raises AttributeError for any other name."""
     if name == "__version__":
         from importlib.metadata import version
 

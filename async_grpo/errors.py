@@ -1,37 +1,37 @@
-"""Every error that this project raises on purpose, in one tree.
+"""All errors that this project raises on purpose, in one tree.
 
 AsyncGrpoError
 ├── ConfigError            a value that breaks a rule; names key, value, rule and fix
 │   └── HubUnreachable     a hub that does not answer, for files that are not in its cache
-├── DataError              a dataset row, file or field that cannot be used
-├── WireError              bytes that are not the record that was expected
-├── DependencyError        something that is not installed; names the extra to install
-├── WaitTimeout            a wait that ended; says for whom and how long
-│   └── SampleOverdue      a workflow that has not returned by the deadline of its sample
+├── DataError              an unusable dataset row, file or field
+├── WireError              bytes that are not the expected record
+├── DependencyError        a missing package or program; names the extra to install
+├── WaitTimeout            a wait that timed out; names what it waited for and how long
+│   └── SampleOverdue      a workflow that missed the deadline of its sample
 ├── BufferFault            the replay buffer
 │   ├── ServerRefused      the Redis server is too old, may drop data, or refuses this client
 │   ├── ServerLost         the Redis server cannot be reached (any more)
 │   ├── ServerFull         the Redis server has no memory left, and nothing drains it
 │   ├── ReplicasBehind     too few replicas of the Redis server have confirmed a change
-│   ├── StreamGap          tasks that leave out some of the stream: it is shorter than their feeder thinks
-│   ├── LeaseLost          this ticket now belongs to another holder (or has ended)
-│   ├── Fenced             a message of an older epoch
-│   ├── StepsForgotten     a resumption at steps whose groups the buffer has deleted
-│   └── RunEnded           the run is over: nothing will be admitted or delivered any more
+│   ├── StreamGap          tasks that would leave a gap in the stream
+│   ├── LeaseLost          the ticket has another holder now, or has ended
+│   ├── Fenced             a call of a trainer whose epoch is over
+│   ├── StepsForgotten     resuming at steps whose groups the buffer has deleted
+│   └── RunEnded           the run is over: no more groups are admitted or delivered
 ├── WeightsError           the weight plane
 │   ├── WeightsCorrupt     a chunk or tensor that fails its hash, shape or dtype
-│   ├── WeightsReplaced    a version that the store does not hold any more: a newer one took its place
+│   ├── WeightsReplaced    a version that a newer one has replaced in the store
 │   ├── PublisherLost      the publisher has been silent for too long
 │   ├── PeerUnreadable     a publisher or relay sent a message that this release cannot read
-│   └── FetchInterrupted   a fetch that cannot be finished; the receiver starts over with the newest version
+│   └── FetchInterrupted   a fetch that cannot be completed; the receiver restarts with the newest version
 ├── EngineError            the inference engine failed
-├── RequestRefused         a request that the inference engine cannot take; the engine itself is well
-├── WorkflowFailed         a workflow that ended in a way that leaves no sample to train
-├── LogprobsWrong          an engine whose log-probabilities are not of the distribution that it samples from
-├── TrainingError          the trainer cannot go on (too many non-finite steps in a row)
+├── RequestRefused         a request that the inference engine rejects; the engine itself is fine
+├── WorkflowFailed         a workflow that ended without a sample to train
+├── LogprobsWrong          an engine whose log-probabilities do not match its sampling distribution
+├── TrainingError          the trainer cannot continue (too many consecutive non-finite steps)
 │   ├── NonFiniteStep      a loss or gradient that is not finite; the trainer skips the rest of the step
-│   ├── CheckpointError    a checkpoint that cannot be written, or is damaged, of another model or too new
-│   │   └── CheckpointDamaged  one that does not hold what was written
+│   ├── CheckpointError    a checkpoint that cannot be written or resumed from (another model, too new)
+│   │   └── CheckpointDamaged  a checkpoint whose content is not what was written
 │   ├── NodeLost           a machine of the trainer is gone, silent, or has failed
 │   ├── RankFailed         a rank of the trainer has ended with an exit code above 0
 │   └── Terminated         SIGTERM has ended a rank of the trainer before it joined the run
@@ -46,7 +46,7 @@ from __future__ import annotations
 
 
 class AsyncGrpoError(Exception):
-    """Base of all errors raised on purpose; the message says what, where and how to mend it."""
+    """Base of all errors raised on purpose; the message has the problem, the place and the fix."""
 
 
 class ConfigError(AsyncGrpoError):
@@ -58,19 +58,19 @@ class DataError(AsyncGrpoError):
 
 
 class WireError(AsyncGrpoError):
-    """Bytes that are not the record that was expected."""
+    """Bytes are not the expected record."""
 
 
 class HubUnreachable(ConfigError):
-    """A hub does not answer or must not be asked, and the required files are not cached."""
+    """A hub does not answer or must not be contacted, and the required files are not cached."""
 
 
 class DependencyError(AsyncGrpoError):
-    """Something that this command needs is not installed."""
+    """A package or program that this command needs is not installed."""
 
 
 class WaitTimeout(AsyncGrpoError):
-    """A wait ended without what was waited for.
+    """A wait timed out.
 
     >>> raise WaitTimeout("weights of version 3 from the publisher", 30.0)  # doctest: +SKIP
     """
@@ -82,10 +82,10 @@ class WaitTimeout(AsyncGrpoError):
 
 
 class SampleOverdue(WaitTimeout):
-    """The workflow of a sample has not returned by its deadline; says where it waits."""
+    """The workflow of a sample has missed its deadline; the message has the line where it waits."""
 
     def __init__(self, sample: str, deadline_s: float, stack: str) -> None:
-        fix = "Give what can hang there a timeout; if samples do take that long, raise rollout.sample_deadline_s"
+        fix = "Add a timeout to the call that hangs; if samples do take that long, raise rollout.sample_deadline_s"
         super().__init__(f"{sample}, which waits at {stack}", deadline_s, fix)
 
 
@@ -106,7 +106,7 @@ class ServerFull(BufferFault):
 
 
 class ReplicasBehind(BufferFault):
-    """A change has happened on the primary, but too few replicas have confirmed it: a failover could undo it."""
+    """The primary has made a change, but too few replicas have confirmed it: a failover could undo it."""
 
 
 class StreamGap(BufferFault):
@@ -114,7 +114,7 @@ class StreamGap(BufferFault):
 
 
 class LeaseLost(BufferFault):
-    """Another holder has the ticket, or its group has already ended."""
+    """The ticket has another holder, or its group has already ended."""
 
 
 class Fenced(BufferFault):
@@ -122,11 +122,11 @@ class Fenced(BufferFault):
 
 
 class StepsForgotten(BufferFault):
-    """A trainer wants to resume at steps whose groups are deleted. A restart would want the same."""
+    """A trainer tries to resume at steps whose groups are deleted. A restart would fail in the same way."""
 
 
 class RunEnded(BufferFault):
-    """The run is over; there is nothing more to admit or to take."""
+    """The run is over; there are no more groups to admit or to take."""
 
 
 class WeightsError(AsyncGrpoError):
@@ -138,7 +138,7 @@ class WeightsCorrupt(WeightsError):
 
 
 class WeightsReplaced(WeightsError):
-    """The store does not hold this version, or no longer does; nothing was changed."""
+    """The store does not have this version (any more); nothing was changed."""
 
 
 class PublisherLost(WeightsError):
@@ -150,24 +150,28 @@ class EngineError(AsyncGrpoError):
 
 
 class RequestRefused(AsyncGrpoError):
-    """The inference engine cannot take this request: an unknown token, or a prompt that is too long. Others go on."""
+    """The inference engine cannot take this request: an unknown token, or a prompt that is too long. Other requests
+    continue."""
 
 
 class WorkflowFailed(AsyncGrpoError):
-    """A workflow was cancelled by something of its own, or returned no finished sample without an interruption."""
+    """A workflow was cancelled by its own code, or returned no finished sample without an interruption."""
 
 
 class LogprobsWrong(AsyncGrpoError):
-    """The engine's log-probabilities are not of the distribution that it samples from; the server joins no run."""
+    """The engine's log-probabilities do not match its sampling distribution; the server joins no run."""
 
 
 class TrainingError(AsyncGrpoError):
-    """The trainer cannot go on."""
+    """The trainer cannot continue."""
 
 
 class NonFiniteStep(TrainingError):
-    """A loss or gradient is not finite, on all ranks. Its update has changed no weight; earlier updates of the same
-    step (trainer.mini_batches, trainer.num_iterations) stay."""
+    """A loss or gradient is not finite, on all ranks.
+
+    Its update has changed no weight. Earlier updates of the same step (trainer.mini_batches, trainer.num_iterations)
+    stay.
+    """
 
 
 class CheckpointError(TrainingError):
@@ -175,16 +179,16 @@ class CheckpointError(TrainingError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint does not hold what was written. A restart would meet it again."""
+    """The content of a checkpoint is not what was written. A restart would find it again."""
 
     def __init__(self, message: str, *, partly_loaded: bool = False) -> None:
         super().__init__(message)
         self.partly_loaded = partly_loaded
-        """True if some of it may be in the policy already."""
+        """True if parts of it may have been loaded into the policy."""
 
 
 class NodeLost(TrainingError):
-    """The trainer cannot go on without one of its machines; the newest checkpoint is untouched."""
+    """The trainer cannot continue without one of its machines; the newest checkpoint is untouched."""
 
 
 class RoleFailed(AsyncGrpoError):
@@ -192,7 +196,7 @@ class RoleFailed(AsyncGrpoError):
 
 
 CONFIG_FAULTS = (ConfigError, DataError, DependencyError, LogprobsWrong, CheckpointDamaged, StepsForgotten)
-"""Errors in what a role was given: it would fail again if it were restarted."""
+"""Errors in the input of a role: a restart would fail again."""
 
 EXIT_CONFIG = 78
 """Exit code of a role that ends with one of CONFIG_FAULTS (EX_CONFIG of sysexits.h); it is not restarted."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from async_grpo.auto_staleness import StalenessController, controller_for, figures_of
+from async_grpo.auto_staleness import StalenessController, make_controller, staleness_figures
 from async_grpo.config import RunConfig
 from async_grpo.errors import CheckpointError, NonFiniteStep
 from async_grpo.telemetry.contention import ContentionWatch
@@ -199,7 +199,7 @@ class TrainerRun:
         """Copy a checkpoint that may exist only on this machine, and reset the clocks."""
         stats = self.coordinator.buffer_stats()
         if stats is not None:
-            self.controller = controller_for(self.config.auto_staleness, self.config.replay_policy, stats.staleness)
+            self.controller = make_controller(self.config.auto_staleness, self.config.replay_policy, stats.staleness)
         if self.version > 0:
             # An earlier trainer may have been killed between writing this checkpoint and copying it.
             self.checkpoints.start_copy(self.version)
@@ -247,7 +247,7 @@ class TrainerRun:
         # engines to start, and the last S, for which servers admit nothing more.
         if row["replayed"] or row["start_s"] or self.version + stats.staleness >= self.config.steps:
             return
-        decision = self.controller.observe(figures_of(row, stats))
+        decision = self.controller.observe_step(staleness_figures(row, stats))
         if decision is not None:
             self.coordinator.set_staleness(decision.staleness)
             self.logger.log_staleness_change(self.version, decision)

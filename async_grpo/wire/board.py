@@ -7,13 +7,16 @@ import msgspec
 from async_grpo.wire.records import Group, Record
 
 PROTOCOL = 1
-"""Number of what the roles of a run say to each other: records, scripts of the buffer, messages of the weights.
-Releases with the same number may meet in one run."""
+"""Version of the protocol between the roles of a run: records, scripts of the buffer, messages of the weights. Releases
+with the same number may take part in one run."""
 
 
 class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
-    """Where the weights of one epoch are published. `zmq`: the endpoints of PUB announcements and ROUTER requests. With
-    a `weights.location`: `announce` is the folder of the epoch in it, and `requests` is ""."""
+    """Address at which the weights of one epoch are published.
+
+    `zmq`: the endpoints of PUB announcements and ROUTER requests. With a `weights.location`: `announce` is the folder
+    of the epoch in it, and `requests` is "".
+    """
 
     epoch: int
     announce: str
@@ -23,8 +26,11 @@ class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
 
 
 class ReplayProgress(Record, frozen=True, kw_only=True, tag="replay"):
-    """How far a trainer that has resumed repeats its steps: it is at `version`, and publishes nothing before `target`,
-    the newest version that was published before it. Equal if nothing is left to repeat."""
+    """Progress of a resumed trainer in repeating its steps.
+
+    It is at `version`, and publishes nothing before `target`, the newest version published before its restart. They are
+    equal if no step is left to repeat.
+    """
 
     epoch: int
     version: int
@@ -32,13 +38,13 @@ class ReplayProgress(Record, frozen=True, kw_only=True, tag="replay"):
 
 
 class EvaluationState(msgspec.Struct, frozen=True):
-    """An evaluation under way: how many of its completions are done, and the seconds left at that pace."""
+    """Progress of a running evaluation."""
 
     version: int
     done: int
     total: int
     left_s: float | None = None
-    """Seconds left; None if no completion is done yet."""
+    """Seconds left at the present pace; None if no completion is done yet."""
 
 
 class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
@@ -57,9 +63,9 @@ class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     http: str = ""
     """URL of its HTTP server (`http://127.0.0.1:40123`); "" if it has none."""
     logprob_gap: float | None = None
-    """Largest |reported - recomputed| log-probability in the proof at its start; None: its engine does not sample."""
+    """Largest |reported - recomputed| log-probability in its startup check; None: its engine does not sample."""
     evaluation: EvaluationState | None = None
-    """The evaluation under way; None if there is none."""
+    """The running evaluation; None if there is none."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -71,16 +77,16 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class EvalMetrics(Record, frozen=True, kw_only=True, tag="figures"):
-    """Results of graded completions, made by `async_grpo.evaluation.summary`. None or missing: not measured."""
+    """Results of graded completions, from `async_grpo.evaluation.summary`. None or missing: not measured."""
 
     prompts: int
     """Number of prompts with at least one completion that could be judged."""
     completions: int
     """Number of completions that were sampled and judged."""
     unjudged: int = 0
-    """Number of completions that could not be judged; they count nowhere else."""
+    """Number of completions that could not be judged; no other field counts them."""
     unextracted: int = 0
-    """Number of completions in which no answer could be looked for; they have no vote in maj@k."""
+    """Number of completions from which no answer could be extracted; they have no vote in maj@k."""
     mean: Estimate | None = None
     """mean@k: mean score."""
     pass_at: dict[str, Estimate] = {}
@@ -90,7 +96,7 @@ class EvalMetrics(Record, frozen=True, kw_only=True, tag="figures"):
     greedy: Estimate | None = None
     """Mean score at temperature 0."""
     failed: int = 0
-    """Number of completions, sampled or greedy, whose workflow failed; they count nowhere else."""
+    """Number of completions, sampled or greedy, whose workflow failed; no other field counts them."""
 
 
 class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
@@ -106,15 +112,15 @@ class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
     wall_s: float = 0.0
     server: str = ""
     figures: EvalMetrics | None = None
-    """The same with confidence intervals; None if an older release measured it."""
+    """The results with confidence intervals; None if an older release measured them."""
     by_source: dict[str, EvalMetrics] = {}
-    """Results for each data source, if there are several."""
+    """Results per data source, if there are several."""
     no_majority: str = ""
     """Reason why there is no maj@k."""
 
 
 class Probe(Record, frozen=True, kw_only=True, tag="probe"):
-    """Groups whose tokens all come from `version`, for the trainer to compare log-probabilities."""
+    """Groups whose tokens are all from `version`, on which the trainer compares log-probabilities."""
 
     version: int
     groups: list[Group]

@@ -5,12 +5,12 @@ The records:
 - `Task`         one prompt with its reference answer
 - `Ticket`       the leased right to generate one group
 - `Sample`       one completion: tokens, behaviour log-probabilities, version spans, rewards
-- `Partial`      what exists so far of a group that is being generated
+- `Partial`      the samples so far of a group that is being generated
 - `Group`        a finished group of G samples
 - `Batch`        P groups handed to the trainer for one optimizer step
 
-Structs are tagged and carry named fields, so the plain `msgpack` package can read every byte.
-Arrays travel as raw little-endian bytes (int32 token ids, float32 log-probabilities).
+Structs are tagged and have named fields, so the plain `msgpack` package can read all of them. Arrays are raw
+little-endian bytes (int32 token ids, float32 log-probabilities).
 
 `encode` has a size limit, and the errors of `decode` name the wrong field.
 """
@@ -33,21 +33,21 @@ TOKEN_DTYPE = np.dtype("<i4")
 LOGPROB_DTYPE = np.dtype("<f4")
 
 LOGPROB_ROUNDING = 1e4 * float(np.finfo(LOGPROB_DTYPE).eps)
-"""Largest log-probability that is accepted, in nats. It is 0 in exact arithmetic; log-softmax in float32 misses that by
-as much as the rounding of its logits, which are below 1e4."""
+"""Largest accepted log-probability, in nats. It is 0 in exact arithmetic; log-softmax in float32 exceeds that by up to
+the rounding error of its logits, which are below 1e4."""
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 R = TypeVar("R", bound=msgspec.Struct)
 
 MAX_RECORD_BYTES = 512 << 20
-"""Limit on the size of a record. Redis refuses larger values too, with a less helpful message."""
+"""Maximum size of a record. Redis refuses larger values as well, with a less helpful message."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[msgspec.Struct]] = {}
 
 
 class ReleaseReason(StrEnum):
-    """Why a group ended. Every admitted group ends exactly once, for one of these reasons."""
+    """Reason why a group ended. Every admitted group ends exactly once, for one of these reasons."""
 
     TRAINED = "trained"
     STALE = "stale"
@@ -85,7 +85,9 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) of one completion, written by the policy or by its environment (a tool's answer).
-    `finish_reason` says why the policy stopped; "" while it has not."""
+
+    `finish_reason`: reason why the policy stopped; "" while it has not.
+    """
 
     start: int
     end: int
@@ -96,11 +98,13 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     """One completion of the policy.
 
-    `validate` checks that there are as many log-probabilities as tokens, that these are finite and not above 0 (but for
-    rounding), that the spans cover [0, len(tokens)) in order
-    without gap or overlap, with versions that never decrease, and that the turns, if there are any, cover it too.
-    Without turns the policy wrote everything. Tokens of the environment have log-probability 0 and the version of the
+    Without turns, the policy wrote all tokens. Tokens of the environment have log-probability 0 and the version of the
     token before them. `reward` is None if no verifier could judge the sample, which is then masked, not scored 0.
+    `validate` checks the invariants:
+
+    - There are as many log-probabilities as tokens. They are finite and, except for rounding, at most 0.
+    - The spans cover [0, len(tokens)) in order, without gap or overlap, and their versions never decrease.
+    - The turns, if there are any, cover [0, len(tokens)) in the same way.
     """
 
     tokens: bytes
@@ -120,16 +124,17 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         return np.frombuffer(self.tokens, TOKEN_DTYPE)
 
     def token_logprobs(self) -> npt.NDArray[np.float32]:
-        """Log-probabilities under the distribution that was sampled from, float32 [completion_len]."""
+        """Log-probabilities under the sampling distribution, float32 [completion_len]."""
         return np.frombuffer(self.logprobs, LOGPROB_DTYPE)
 
     def token_versions(self) -> npt.NDArray[np.int32]:
-        """Policy version of every token, int32 [completion_len]."""
-        counts = [span.end - span.start for span in self.spans]
-        return np.repeat(np.array([span.version for span in self.spans], TOKEN_DTYPE), counts)
+        """Policy version of each token, int32 [completion_len]."""
+        versions = np.array([span.version for span in self.spans], TOKEN_DTYPE)
+        lengths = [span.end - span.start for span in self.spans]
+        return np.repeat(versions, lengths)
 
     def written_by_policy(self) -> npt.NDArray[np.bool_]:
-        """Whether the policy wrote each token, bool [completion_len]; the other tokens get no gradient."""
+        """True for the tokens that the policy wrote, bool [completion_len]; the other tokens get no gradient."""
         written = np.ones(self.length, np.bool_)
         for turn in self.turns:
             written[turn.start : turn.end] = turn.by_policy
@@ -137,7 +142,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token; age is measured from here."""
+        """Version of the oldest token, from which the age is measured."""
         return min(span.version for span in self.spans)
 
     @property
@@ -147,43 +152,53 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
 
     @property
     def length(self) -> int:
-        """Number of tokens of the completion."""
+        """Number of tokens."""
         return len(self.tokens) // TOKEN_DTYPE.itemsize
 
     def validate(self) -> None:
-        """Raise ValueError if the arrays and the spans do not fit together."""
-        tokens, logprobs = self.token_ids(), self.token_logprobs()
+        """Raise ValueError if the arrays, spans and turns are inconsistent."""
+        tokens = self.token_ids()
+        logprobs = self.token_logprobs()
         if len(tokens) == 0:
             raise ValueError("a sample has no tokens")
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens but {len(logprobs)} log-probabilities")
-        impossible = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING)))
-        if len(impossible):
-            place = impossible[0]
+        invalid = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING)))
+        if len(invalid):
+            index = invalid[0]
             raise ValueError(
-                f"token {place} of {len(tokens)} has log-probability {logprobs[place]}, one of {len(impossible)} such. "
+                f"token {index} of {len(tokens)} has log-probability {logprobs[index]}, one of {len(invalid)} such. "
                 "It must be finite and at most 0, or the policy ratio is not a number. The engine has computed it: "
                 "check rollout.vllm.quantization and the release of vLLM"
             )
-        position, version = 0, -1
+
+        position = 0
+        version = -1
         for span in self.spans:
             if span.start != position or span.end <= span.start or span.version < version:
                 raise ValueError(f"version spans {self.spans} do not cover [0, {len(tokens)}) in order")
-            position, version = span.end, span.version
+            position = span.end
+            version = span.version
         if position != len(tokens):
             raise ValueError(f"version spans {self.spans} cover {position} of {len(tokens)} tokens")
         self._validate_turns()
 
     def _validate_turns(self) -> None:
-        ends = [0, *(turn.end for turn in self.turns)]
-        if self.turns and ([turn.start for turn in self.turns] != ends[:-1] or ends[-1] != self.length):
-            raise ValueError(f"turns {self.turns} do not cover [0, {self.length}) in order")
-        if self.turns and not self.turns[0].by_policy:
-            raise ValueError(f"turns {self.turns} begin with the environment: that belongs to the prompt")
+        if not self.turns:
+            return
+        position = 0
+        for turn in self.turns:
+            if turn.start != position:
+                raise ValueError(f"turns {self.turns} do not cover [0, {self.length}) in order")
+            position = turn.end
+        if position != self.length:
+            raise ValueError(f"turns {self.turns} cover {position} of {self.length} tokens")
+        if not self.turns[0].by_policy:
+            raise ValueError(f"turns {self.turns} start with the environment: those tokens belong to the prompt")
 
 
 class Partial(Record, frozen=True, kw_only=True, tag="partial"):
-    """The samples of a group so far; `finish_reason` is "" for those still being generated."""
+    """The samples of a group so far. The `finish_reason` of a sample that is still being generated is ""."""
 
     seq: NonNegative
     attempt: NonNegative
@@ -252,8 +267,8 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
 class Batch(Record, frozen=True, kw_only=True, tag="batch"):
     """P groups for the optimizer step that turns `version` into `version + 1`.
 
-    A `replayed` batch was delivered before, to a trainer that died: it has the same groups in the same order, and its
-    release changes no counter twice. Tokens of versions below `mask_below` are context and get no gradient. `missing`
+    A `replayed` batch was delivered before, to a trainer that died: it has the same groups in the same order, and they
+    are counted only once. Tokens of versions below `mask_below` are context and get no gradient. `missing`
     is the number of groups still to come if the step is taken in parts.
     """
 
@@ -266,17 +281,17 @@ class Batch(Record, frozen=True, kw_only=True, tag="batch"):
 
 
 def tokens_to_bytes(tokens: npt.ArrayLike) -> bytes:
-    """Token ids -> raw little-endian int32 bytes."""
+    """Encode token ids as raw little-endian int32 bytes."""
     return np.asarray(tokens, TOKEN_DTYPE).tobytes()
 
 
 def logprobs_to_bytes(logprobs: npt.ArrayLike) -> bytes:
-    """Log-probabilities -> raw little-endian float32 bytes."""
+    """Encode log-probabilities as raw little-endian float32 bytes."""
     return np.asarray(logprobs, LOGPROB_DTYPE).tobytes()
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """Record -> MessagePack bytes. Raises WireError above MAX_RECORD_BYTES."""
+    """Encode a record as MessagePack. Raises WireError above MAX_RECORD_BYTES."""
     payload = _encoder.encode(record)
     if len(payload) > MAX_RECORD_BYTES:
         raise WireError(
@@ -287,7 +302,7 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def decode(payload: bytes | memoryview, kind: type[R]) -> R:
-    """MessagePack bytes -> record of type `kind`. Raises WireError naming the field that is wrong."""
+    """Decode a record of type `kind`. Raises WireError, which names the wrong field."""
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from async_grpo.auto_staleness import StalenessDecision, StalenessFigures, controller_for
+from async_grpo.auto_staleness import StalenessDecision, StalenessFigures, make_controller
 from async_grpo.lab.simulate.buffer import SimulatedBuffer
 from async_grpo.lab.simulate.context import SimulationContext
 from async_grpo.lab.simulate.processors import SharedProcessors
@@ -75,7 +75,7 @@ class SimulatedTrainer:
         self.steps: list[SimulatedStep] = []
         self.decisions: list[tuple[int, StalenessDecision]] = []
         """max_staleness: auto. Versions at which S changed, and why."""
-        self._controller = controller_for(self._settings.auto, self._settings.policy)
+        self._controller = make_controller(self._settings.auto, self._settings.policy)
         self._batches: list[Batch] = []
         """Batches, or parts of one, that were taken and are not trained."""
         self._have = 0
@@ -287,7 +287,7 @@ class SimulatedTrainer:
             active=len(state.open) + len(state.taken),
             ready=row.ready,
         )
-        if decision := self._controller.observe(figures):
+        if decision := self._controller.observe_step(figures):
             self.decisions.append((self.version, decision))
             self._buffer.set_staleness(self.epoch, decision.staleness)
 

@@ -23,73 +23,73 @@ P = 4
 QUIET = StalenessFigures(idle=0.05, tokens_per_s=100.0, active=0, ready=P)
 
 
-def controller(staleness: int = 2, *, least: int = 0, **config: object) -> StalenessController:
+def controller(staleness: int = 2, *, smallest: int = 0, **config: object) -> StalenessController:
     chosen = AutoStalenessConfig.model_validate({"start": staleness, **config})
-    return StalenessController(chosen, groups_per_step=P, least=least, staleness=staleness)
+    return StalenessController(chosen, groups_per_step=P, smallest=smallest, staleness=staleness)
 
 
 def full(staleness: int) -> int:
-    """Groups that hold a slot of a full window once the step's own are released."""
+    """Number of groups in a full window after the release of the step's own."""
     return staleness * P
 
 
-def fed(
-    one: StalenessController, steps: int, make: Callable[[int], StalenessFigures]
+def feed(
+    subject: StalenessController, steps: int, make: Callable[[int], StalenessFigures]
 ) -> list[tuple[int, int, StalenessDecision]]:
-    """Step, S before and the decision, for each decision in so many steps whose figures follow from S."""
-    found = []
+    """Feed `steps` steps, whose figures depend on S. Returns step, S before and decision, per decision."""
+    decisions = []
     for step in range(steps):
-        before = one.staleness
-        if decision := one.observe(make(before)):
-            found.append((step, before, decision))
-    return found
+        before = subject.staleness
+        if decision := subject.observe_step(make(before)):
+            decisions.append((step, before, decision))
+    return decisions
 
 
-def test_a_waiting_trainer_with_a_full_window_raises_it_after_patience_and_by_doubling() -> None:
-    one = controller(1, max=6, patience=3)
-    found = fed(one, 14, lambda s: replace(QUIET, idle=0.4, active=full(s), tokens_per_s=50.0 * (s + 1)))
-    assert [(step, before, d.staleness) for step, before, d in found] == [(2, 1, 2), (7, 2, 4), (12, 4, 6)]
-    assert "waits 40% of its time" in found[0][2].reason
+def test_staleness_doubles_if_the_trainer_waits_and_the_window_is_full() -> None:
+    subject = controller(1, max=6, patience=3)
+    decisions = feed(subject, 14, lambda s: replace(QUIET, idle=0.4, active=full(s), tokens_per_s=50.0 * (s + 1)))
+    assert [(step, before, d.staleness) for step, before, d in decisions] == [(2, 1, 2), (7, 2, 4), (12, 4, 6)]
+    assert "waits 40% of its time" in decisions[0][2].reason
 
 
-def test_a_waiting_trainer_whose_servers_are_full_lowers_it_instead() -> None:
-    one = controller(3, patience=2)
-    found = fed(one, 30, lambda s: replace(QUIET, idle=0.6, active=min(full(s), P)))
-    assert [d.staleness for _, _, d in found] == [2]
-    assert "room for 8 groups that did not come" in found[0][2].reason
+def test_staleness_falls_if_the_servers_are_the_limit() -> None:
+    subject = controller(3, patience=2)
+    decisions = feed(subject, 30, lambda s: replace(QUIET, idle=0.6, active=min(full(s), P)))
+    assert [d.staleness for _, _, d in decisions] == [2]
+    assert "room for 8 groups that did not come" in decisions[0][2].reason
 
 
-def test_batches_that_lie_ready_lower_it_until_one_is_left() -> None:
-    one = controller(8, patience=2)
-    found = fed(one, 60, lambda s: replace(QUIET, idle=0.0, active=full(s), ready=full(s)))
-    assert [d.staleness for _, _, d in found] == [4, 2, 1]
-    assert "batches lie ready: 7 to spare" in found[0][2].reason
+def test_staleness_falls_until_one_batch_is_ready() -> None:
+    subject = controller(8, patience=2)
+    decisions = feed(subject, 60, lambda s: replace(QUIET, idle=0.0, active=full(s), ready=full(s)))
+    assert [d.staleness for _, _, d in decisions] == [4, 2, 1]
+    assert "7 more batches are ready" in decisions[0][2].reason
 
 
-def test_an_increase_that_gives_nothing_is_taken_back_and_left_alone_until_the_speed_changes() -> None:
-    one = controller(2, max=4, patience=2)
+def test_a_useless_increase_is_reverted_and_paused_until_the_speed_changes() -> None:
+    subject = controller(2, max=4, patience=2)
     waiting = replace(QUIET, idle=0.3)
-    found = fed(one, 25, lambda s: replace(waiting, active=full(s)))
-    assert [(before, d.staleness) for _, before, d in found] == [(2, 4), (4, 2)]
-    assert "changed by +0%" in found[1][2].reason
+    decisions = feed(subject, 25, lambda s: replace(waiting, active=full(s)))
+    assert [(before, d.staleness) for _, before, d in decisions] == [(2, 4), (4, 2)]
+    assert "changed by +0%" in decisions[1][2].reason
     slower = replace(waiting, tokens_per_s=20.0)
-    assert fed(one, 6, lambda s: replace(slower, active=full(s)))[0][2].staleness == 4
+    assert feed(subject, 6, lambda s: replace(slower, active=full(s)))[0][2].staleness == 4
 
 
 @pytest.mark.parametrize(("gain", "kept"), [(0.04, False), (0.06, True)])
-def test_an_increase_is_kept_for_a_gain_for_which_tune_would_choose_it_too(gain: float, kept: bool) -> None:
-    one = controller(2, max=4, patience=2)
+def test_an_increase_stays_for_a_gain_that_tune_would_choose(gain: float, kept: bool) -> None:
+    subject = controller(2, max=4, patience=2)
     speed = {2: 100.0, 4: 100.0 * (1 + gain)}
-    found = fed(one, 12, lambda s: replace(QUIET, idle=0.3, active=full(s), tokens_per_s=speed[s]))
-    assert [d.staleness for _, _, d in found] == ([4] if kept else [4, 2])
+    decisions = feed(subject, 12, lambda s: replace(QUIET, idle=0.3, active=full(s), tokens_per_s=speed[s]))
+    assert [d.staleness for _, _, d in decisions] == ([4] if kept else [4, 2])
 
 
 @pytest.mark.parametrize("idle", [0.05, 0.09, 0.11, 0.3])
 @pytest.mark.parametrize("rollout_idle", [0.0, 0.2])
-def test_it_rises_only_where_the_report_does_not_blame_the_trainer(idle: float, rollout_idle: float) -> None:
+def test_staleness_rises_only_if_the_report_does_not_name_the_trainer(idle: float, rollout_idle: float) -> None:
     waits = find_bottleneck(idle, rollout_idle) in (Bottleneck.GENERATION, Bottleneck.TURNS)
-    found = fed(controller(1, patience=2), 2, lambda s: replace(QUIET, idle=idle, active=full(s)))
-    assert bool(found) == waits
+    decisions = feed(controller(1, patience=2), 2, lambda s: replace(QUIET, idle=idle, active=full(s)))
+    assert bool(decisions) == waits
 
 
 @pytest.mark.parametrize(
@@ -99,38 +99,38 @@ def test_it_rises_only_where_the_report_does_not_blame_the_trainer(idle: float, 
         (replace(QUIET, clip_fraction=0.4), "40% of the tokens are clipped (limit 30%)"),
     ],
 )
-def test_tokens_that_are_too_old_to_learn_from_lower_it(figures: StalenessFigures, says: str) -> None:
-    one = controller(2, patience=3)
-    ((step, before, decision),) = fed(one, 4, lambda s: replace(figures, idle=0.5, active=full(s)))
+def test_staleness_falls_if_tokens_are_too_old(figures: StalenessFigures, says: str) -> None:
+    subject = controller(2, patience=3)
+    ((step, before, decision),) = feed(subject, 4, lambda s: replace(figures, idle=0.5, active=full(s)))
     assert (step, before, decision.staleness) == (2, 2, 1)
     assert says in decision.reason
 
 
-def test_it_does_not_rise_while_the_limits_are_near() -> None:
+def test_staleness_does_not_rise_near_the_quality_limits() -> None:
     near = replace(QUIET, idle=0.5, ess=0.52)
-    assert fed(controller(1), 20, lambda s: replace(near, active=full(s))) == []
+    assert feed(controller(1), 20, lambda s: replace(near, active=full(s))) == []
 
 
-def test_it_stays_between_its_bounds_and_above_what_the_buffer_needs() -> None:
+def test_staleness_stays_within_its_bounds() -> None:
     draw = random.Random(3)
-    one = controller(2, min=0, max=5, patience=1, least=1)
+    subject = controller(2, min=0, max=5, patience=1, smallest=1)
     seen = set()
     for _ in range(2000):
         idle, ess = draw.choice([0.0, 0.5]), draw.choice([0.2, 0.9])
         active, ready = draw.randrange(5 * P), draw.randrange(5 * P)
-        one.observe(StalenessFigures(idle, draw.uniform(10, 100), active, ready, ess))
-        seen.add(one.staleness)
+        subject.observe_step(StalenessFigures(idle, draw.uniform(10, 100), active, ready, ess))
+        seen.add(subject.staleness)
     assert seen == {1, 2, 3, 4, 5}
 
 
-def test_a_decrease_that_was_wrong_is_repeated_ever_more_rarely() -> None:
-    one = controller(3, max=3, patience=2)
+def test_a_wrong_decrease_is_repeated_more_and_more_rarely() -> None:
+    subject = controller(3, max=3, patience=2)
 
     def step(s: int) -> StalenessFigures:
         enough = s == 3
         return StalenessFigures(0.0 if enough else 0.4, 100.0 if enough else 50.0, full(s), full(3) if enough else 0)
 
-    falls = [at for at, before, _ in fed(one, 400, step) if before == 3]
+    falls = [at for at, before, _ in feed(subject, 400, step) if before == 3]
     waits = [later - earlier for earlier, later in pairwise(falls)]
     assert waits == sorted(waits) and waits[-1] > 2 * waits[0]
 
