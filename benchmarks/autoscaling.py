@@ -1,7 +1,7 @@
 """`python -m benchmarks.autoscaling`: the gauge of wanted servers beside the servers that simulations find enough.
 
     workload --simulated with `present` servers--> rows, heartbeats --> ServerDemand --> the gauge
-    workload --simulated with 1 to MOST servers--> the fewest within WORTHWHILE of the fastest
+    workload --simulated with 1 to MAX_SERVERS servers--> the fewest within WORTHWHILE of the fastest
 
 The gauge knows what a live run would show and nothing else: the rows of its steps and its servers' heartbeats. The
 simulation (docs/simulate.md, what `async-grpo tune` searches by) knows the timings. No engine and no trainer runs.
@@ -30,7 +30,7 @@ from async_grpo.telemetry.servers_wanted import ServerDemand
 from async_grpo.wire.board import ServerBeat
 from buffer.base import Batch
 
-MOST, STEPS, SEED = 16, 60, 1
+MAX_SERVERS, STEPS, SEED = 16, 60, 1
 BEAT_S = 1.0
 PRESENT = (1, 4)
 """Servers that a run has when the gauge is read."""
@@ -110,7 +110,7 @@ class WatchedSimulation(Simulation):
             self._generated[number] = server.engine.generated
             running = server.engine.running
             beat = ServerBeat(name=server.name, pid=0, version=0, running=running, tokens_per_s=rate, time_s=now_s)
-            self.demand.beats([beat])
+            self.demand.add_heartbeats([beat])
         self.context.events.call_later(BEAT_S, self._send_heartbeats)
 
     def learn_demand(self) -> ServerDemand:
@@ -118,13 +118,13 @@ class WatchedSimulation(Simulation):
         for step, lengths in zip(self.run().steps, self.buffer.lengths, strict=True):
             mean, longest = sum(lengths) / len(lengths), max(lengths)
             row = {"step_s": step.step_s, "wait_s": step.wait_s, "staleness": step.staleness}
-            self.demand.step(row | {"completion_tokens_mean": mean, "completion_tokens_max": longest})
+            self.demand.add_step(row | {"completion_tokens_mean": mean, "completion_tokens_max": longest})
         return self.demand
 
 
 def gauge(workload: ScaledWorkload, servers: int) -> int | None:
     """What the gauge says of the workload while it has so many servers."""
-    return WatchedSimulation(workload, servers).learn_demand().wanted(MOST)
+    return WatchedSimulation(workload, servers).learn_demand().estimate_servers(MAX_SERVERS)
 
 
 def simulated(workload: ScaledWorkload, servers: int) -> SimulatedFigures:
@@ -159,22 +159,24 @@ def main() -> None:
     given.add_argument("--seed", type=int, default=0)
     asked = given.parse_args()
     workloads = random_workloads(asked.random, asked.seed) if asked.random else WORKLOADS
-    table = Table(title=f"servers wanted, of 1 to {MOST}: the fewest within {WORTHWHILE:.0%} of the speed of {MOST}")
-    seconds = ("step with 1", "with the gauge's", "with the simulation's", f"with {MOST}")
+    title = f"servers wanted, of 1 to {MAX_SERVERS}: the fewest within {WORTHWHILE:.0%} of the speed of {MAX_SERVERS}"
+    table = Table(title=title)
+    seconds = ("step with 1", "with the gauge's", "with the simulation's", f"with {MAX_SERVERS}")
     for column in ("workload", "gauge, having 1", "having 4", "simulation", *seconds):
         table.add_column(column)
     excess, losses = [], []
     for workload in workloads:
-        figures = [simulated(workload, servers) for servers in range(1, MOST + 1)]
+        figures = [simulated(workload, servers) for servers in range(1, MAX_SERVERS + 1)]
         said, best = [gauge(workload, servers) or 1 for servers in PRESENT], enough(figures)
-        steps = [figures[servers - 1].step_s for servers in (1, said[0], best, MOST)]
+        steps = [figures[servers - 1].step_s for servers in (1, said[0], best, MAX_SERVERS)]
         table.add_row(workload.name, *map(str, (*said, best)), *(f"{step_s:.2f} s" for step_s in steps))
         excess.append(said[0] - best)
         losses.append(steps[1] / steps[3] - 1)
     console = Console(width=120)
     console.print(table)
     console.print(f"{sum(map(abs, excess)) / len(excess):.1f} servers off in the mean, at most {max(map(abs, excess))}")
-    console.print(f"slower than with {MOST}: {sum(losses) / len(losses):.1%} in the mean, at most {max(losses):.1%}")
+    mean_loss = sum(losses) / len(losses)
+    console.print(f"slower than with {MAX_SERVERS}: {mean_loss:.1%} in the mean, at most {max(losses):.1%}")
 
 
 if __name__ == "__main__":

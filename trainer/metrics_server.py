@@ -32,7 +32,7 @@ from starlette.routing import Route
 
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.metrics import METRICS, PHASES
-from async_grpo.telemetry.servers_wanted import MOST, STEPS, ServerDemand
+from async_grpo.telemetry.servers_wanted import MAX_SERVERS, STEPS, ServerDemand
 from async_grpo.telemetry.timeline import START
 from async_grpo.utils.http_server import HttpServer, address_of, listen
 from buffer import CachedStats, RedisBuffer, RunBoard, attach, attach_board
@@ -281,11 +281,11 @@ class MetricsServer:
         if self._buffer is None or self._board is None:
             self._buffer = attach(self._config.redis, self._config.name)
             self._board = attach_board(self._config.redis, self._config.name)
-        self.demand.beats(await self._board.live_servers())
+        self.demand.add_heartbeats(await self._board.live_servers())
         while self._rows:
-            self.demand.step(self._rows.popleft())
+            self.demand.add_step(self._rows.popleft())
         launch = self._config.launch
-        max_servers = launch.kubernetes.max_servers or launch.autoscale.max_servers or MOST
-        self._collector.servers_wanted = self.demand.wanted(max_servers)
+        max_servers = launch.kubernetes.max_servers or launch.autoscale.max_servers or MAX_SERVERS
+        self._collector.servers_wanted = self.demand.estimate_servers(max_servers)
         self._collector.memory = await self._buffer.memory()
         return await self._buffer.stats()

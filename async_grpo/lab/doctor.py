@@ -128,8 +128,8 @@ def checks_of_run(config: RunConfig) -> Iterator[Check]:
     if inputs.hub_inputs(config):
         yield partial(_as_finding, "Hub", partial(_ask_hub, config))
         with contextlib.suppress(ConfigError):  # the finding above tells
-            config = inputs.pin(config, planning=True)
-    local = inputs.here(config)
+            config = inputs.pin_inputs(config, planning=True)
+    local = inputs.use_local_inputs(config)
     plan = RunPlan(config, local, downloads=not inputs.hub_inputs(local))
     for name, check in start_checks(plan):
         yield partial(_as_finding, name, check)
@@ -155,7 +155,7 @@ def _as_finding(name: str, check: Callable[[], object]) -> Finding:
 
 def _ask_hub(config: RunConfig) -> str:
     """What starting the run would download. Raises ConfigError if a hub lacks it or cannot be reached."""
-    missing = inputs.to_download(inputs.here(inputs.pin(config)))
+    missing = inputs.describe_downloads(inputs.use_local_inputs(inputs.pin_inputs(config)))
     return "; ".join(f"{key}: {what}" for key, what in missing.items()) or "everything is already downloaded"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 import buffer
-from async_grpo.app.launch.role_process import last_error
+from async_grpo.app.launch.role_process import find_last_error
 from async_grpo.errors import RoleFailed
 from async_grpo.lab.bench.rig import LineChild, ask_all
 from async_grpo.utils.aio import cancel_and_wait
@@ -169,7 +169,7 @@ def _with_the_reason(log: Path) -> Iterator[None]:
     try:
         yield
     except RoleFailed as error:
-        raise RoleFailed(f"{error}: {last_error(log)}") from error
+        raise RoleFailed(f"{error}: {find_last_error(log)}") from error
 
 
 @asynccontextmanager

@@ -76,14 +76,14 @@ class Search:
                 speeds[candidate] = speed(replace(self.workload, steps=steps, dials=candidate), folder)
                 outcome = f"{speeds[candidate]:.3g} samples/s in {steps} steps"
             except RoleFailed as error:
-                outcome = f"does not run: {error} {last_error(folder / 'trl.log')}"
+                outcome = f"does not run: {error} {find_last_error(folder / 'trl.log')}"
             self.console.print(f"{self.workload.name}: {candidate}: {outcome}", markup=False)
         if not speeds:
             raise RoleFailed(f"{self.workload.name}: TRL runs with none of the settings. The logs are in {self.out}")
         return sorted(speeds, key=speeds.__getitem__, reverse=True)
 
 
-def last_error(log: Path) -> str:
+def find_last_error(log: Path) -> str:
     """The last line of a log that names an error."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "Error" in line]
     return lines[-1].strip()[:300] if lines else ""

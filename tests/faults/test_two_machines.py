@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_grpo.app.launch.clusters.slurm import jobs
+from async_grpo.app.launch.clusters.slurm import make_job_scripts
 from async_grpo.config import load
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.jsonl import read_rows
@@ -197,7 +197,7 @@ async def test_two_nodes_that_srun_starts(
     config = two_nodes(tmp_path, redis_config)
     folder = config.parent / "slurm"
     folder.mkdir()
-    (folder / "trainer.sbatch").write_text(jobs(load(config), 0)["trainer"])
+    (folder / "trainer.sbatch").write_text(make_job_scripts(load(config), 0)["trainer"])
     cluster = SlurmCluster(tmp_path / "cluster", *ADDRESSES, prefixes=machines)
     try:
         cluster.start()

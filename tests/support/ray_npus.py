@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ray
 
-from async_grpo.app.launch.clusters.ray import RayRunner, plan
+from async_grpo.app.launch.clusters.ray import RayRunner, plan_bundles
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.config import validate
 
@@ -28,7 +28,7 @@ def main() -> None:
     """Print {role: [index of an NPU, ...]}."""
     config = validate(RAW, "test")
     ray.init(address=sys.argv[1], namespace="async-grpo", logging_level="error")
-    groups = plan(config, 1)
+    groups = plan_bundles(config, 1)
     seen = {}
     for role, bundles in groups.items():
         runner = RayRunner(config, ray, role, bundles, print)

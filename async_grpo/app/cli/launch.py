@@ -35,15 +35,15 @@ def slurm(
     It needs redis.url, and a runs_dir that all nodes share. Preempted roles save their work and are requeued; the same
     command resumes a run that has ended before its last step, and --servers N adds servers to one that is running.
     """
-    from async_grpo.app.launch.clusters.slurm import dependency, jobs, submit
+    from async_grpo.app.launch.clusters.slurm import dependency_options, make_job_scripts, submit_run
     from async_grpo.app.launch.plan import plan_run
 
     run = plan_run(config, override or [], download=not dry_run, steps=steps).config
     if not dry_run:
-        submit(run, servers, print_line)
+        submit_run(run, servers, print_line)
         return
-    for role, script in jobs(run, servers or run.rollout.servers).items():
-        options = " ".join(dependency(role, {"trainer": "TRAINER_JOB"}))
+    for role, script in make_job_scripts(run, servers or run.rollout.servers).items():
+        options = " ".join(dependency_options(role, {"trainer": "TRAINER_JOB"}))
         typer.echo(f"# sbatch --parsable {options} {run.run_dir}/slurm/{role}.sbatch\n{script}")
 
 
@@ -69,18 +69,17 @@ def ray(
     It needs redis.url, and a runs_dir that all nodes share. Roles of lost nodes are started elsewhere, those of drained
     nodes save their work first; the same command resumes. Ctrl-C stops what this command has started.
     """
-    from async_grpo.app.launch.clusters.ray import launch, plan
-    from async_grpo.app.launch.clusters.ray import remove as remove_server
+    from async_grpo.app.launch.clusters.ray import launch_run, plan_bundles, remove_server
     from async_grpo.app.launch.plan import plan_run
 
     run = plan_run(config, override or [], download=not dry_run, steps=steps).config
     if dry_run:
-        for role, bundles in plan(run, run.rollout.servers if servers is None else servers).items():
+        for role, bundles in plan_bundles(run, run.rollout.servers if servers is None else servers).items():
             typer.echo(f"{role}: {json.dumps(bundles)}")
     elif remove is not None:
         remove_server(run, remove)
     else:
-        return launch(run, servers, print_line)
+        return launch_run(run, servers, print_line)
     return 0
 
 
@@ -91,7 +90,7 @@ def kubernetes(config: ConfigFile, override: Override = None, steps: Steps = Non
 
     Addresses and runs_dir are set for the cluster; models, data and the Secret with the passwords must be there.
     """
-    from async_grpo.app.launch.clusters.kubernetes import apply, resolve_for_cluster, text
+    from async_grpo.app.launch.clusters.kubernetes import apply_objects, dump_objects, resolve_for_cluster
 
     run = resolve_for_cluster(config, override or [], steps)
-    typer.echo(text(run) if dry_run else apply(run))
+    typer.echo(dump_objects(run) if dry_run else apply_objects(run))

@@ -1,10 +1,10 @@
-"""Autoscaler: starts and stops rollout servers of `async-grpo run` by what the run can use.
+"""Autoscaler: adjusts the number of rollout servers of `async-grpo run` to the number that the run can use.
 
     Monitor --rows, heartbeats--> Autoscaler --start_spare, retire_server--> Supervisor
                                       |
-                                 ServerDemand (how many the run can use) --> SteadyDemand (since when)
+                                 ServerDemand (servers that the run can use) --> SteadyDemand (hysteresis)
 
-It waits for nothing: the monitor calls it after every look. While a server starts, nothing is decided.
+It never waits: the monitor calls it after every poll. While a server is starting, it decides nothing.
 """
 
 from __future__ import annotations
@@ -21,59 +21,77 @@ from async_grpo.wire.board import ServerBeat
 
 
 class SteadyDemand:
-    """Hysteresis: a number of servers that was wanted for `after_s` seconds without exception."""
+    """Hysteresis: the number of servers changes only if the demand has been higher, or lower, for `after_s` seconds."""
 
-    def __init__(self, least: int, most: int, after_s: float) -> None:
-        self._least, self._most, self._after_s = least, most, after_s
-        self._wanted: deque[tuple[float, int]] = deque()
+    def __init__(self, min_servers: int, max_servers: int, after_s: float) -> None:
+        self._min_servers = min_servers
+        self._max_servers = max_servers
+        self._after_s = after_s
+        self._history: deque[tuple[float, int]] = deque()
+        """(time in seconds, demand) of the last `after_s` seconds, oldest first."""
 
-    def target(self, now_s: float, wanted: int, running: int) -> int:
-        """The servers to have now that so many are wanted: the fewest of the last `after_s` seconds if these are more
-        than run, the most if they are fewer, else `running`."""
-        self._wanted.append((now_s, min(self._most, max(self._least, wanted))))
-        while len(self._wanted) > 1 and self._wanted[1][0] <= now_s - self._after_s:
-            self._wanted.popleft()
-        if self._wanted[0][0] > now_s - self._after_s:
-            return running  # not known for so long
-        counts = [count for _, count in self._wanted]
-        return max(min(counts), min(running, max(counts)))
+    def update_target(self, now_s: float, demand: int, running: int) -> int:
+        """Record the demand and return the number of servers to run.
 
-    def forget(self) -> None:
-        """Begin again: the number of servers has changed."""
-        self._wanted.clear()
+        This is the minimum demand of the last `after_s` seconds if that is more than `running`, the maximum if that is
+        less, else `running`.
+        """
+        demand = min(self._max_servers, max(self._min_servers, demand))
+        self._history.append((now_s, demand))
+
+        # Keep the newest entry that is at least `after_s` old: the demand had that value when the period started.
+        while len(self._history) > 1 and self._history[1][0] <= now_s - self._after_s:
+            self._history.popleft()
+        if self._history[0][0] > now_s - self._after_s:
+            return running  # the history is shorter than the period
+
+        demands = [count for _, count in self._history]
+        return max(min(demands), min(running, max(demands)))
+
+    def reset(self) -> None:
+        """Clear the history, after the number of servers has changed."""
+        self._history.clear()
 
 
 class Autoscaler:
-    """Keeps between rollout.servers and launch.autoscale.max_servers servers."""
+    """Runs between rollout.servers and launch.autoscale.max_servers servers."""
 
     def __init__(self, config: RunConfig, supervisor: Supervisor, say: Callable[[str], None]) -> None:
-        self._supervisor, self._say = supervisor, say
-        self._most = config.most_servers
+        self._supervisor = supervisor
+        self._say = say
+        self._max_servers = config.most_servers
         self._demand = ServerDemand.of(config)
-        self._steady = SteadyDemand(config.rollout.servers, self._most, config.launch.autoscale.after_s)
+        self._steady_demand = SteadyDemand(config.rollout.servers, self._max_servers, config.launch.autoscale.after_s)
 
-    def look(self, rows: Sequence[Row], beats: Sequence[ServerBeat]) -> None:
-        """Learn from the rows of new steps and from heartbeats; after a step, start or stop servers if it is time."""
+    def scale_servers(self, rows: Sequence[Row], beats: Sequence[ServerBeat]) -> None:
+        """Update the demand from the rows of new steps and from heartbeats; after a step, start or stop servers."""
         for row in rows:
-            self._demand.step(row)
-        self._demand.beats(beats)
-        kept = [name for name in self._supervisor.states if name != TRAINER and self._supervisor.is_active(name)]
-        if not rows or {beat.name for beat in beats}.isdisjoint(kept) or not self._all_run(kept):
+            self._demand.add_step(row)
+        self._demand.add_heartbeats(beats)
+
+        servers = [name for name in self._supervisor.states if name != TRAINER and self._supervisor.is_active(name)]
+        reporting = {beat.name for beat in beats}
+        if not rows or reporting.isdisjoint(servers) or not self._are_running(servers):
             return
-        wanted = self._demand.wanted(self._most)
-        if wanted is None:
+        demand = self._demand.estimate_servers(self._max_servers)
+        if demand is None:
             return
-        target = self._steady.target(time.monotonic(), wanted, len(kept))
-        for _ in range(target - len(kept)):
-            if name := self._supervisor.start_spare():
-                self._say(f"{name} joins: the run can use {target} rollout servers")
+
+        target = self._steady_demand.update_target(time.monotonic(), demand, len(servers))
+        for _ in range(target - len(servers)):
+            started = self._supervisor.start_spare()
+            if started is not None:
+                self._say(f"{started} joins: the run can use {target} rollout servers")
+
+        # Stop the newest servers first. One that is evaluating stays: the evaluation would have to start again.
         evaluating = {beat.name for beat in beats if beat.evaluation is not None}
-        spare = [name for name in reversed(kept) if self._supervisor.can_retire(name) and name not in evaluating]
-        for name in spare[: max(0, len(kept) - target)]:
+        idle = [name for name in reversed(servers) if self._supervisor.can_retire(name) and name not in evaluating]
+        for name in idle[: max(0, len(servers) - target)]:
             self._say(f"{name} leaves: the run can use {target} rollout servers")
             self._supervisor.retire_server(name)
-        if target != len(kept):
-            self._steady.forget()
 
-    def _all_run(self, names: Iterable[str]) -> bool:
+        if target != len(servers):
+            self._steady_demand.reset()
+
+    def _are_running(self, names: Iterable[str]) -> bool:
         return all(self._supervisor.states[name].state == "running" for name in names)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from async_grpo.app.launch.inputs import fetch
+from async_grpo.app.launch.inputs import fetch_inputs
 from async_grpo.config import RunConfig
 from async_grpo.config.trainer import ReferenceConfig
 from async_grpo.data.tokenizer import find_tokenizer
@@ -78,7 +78,7 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     """The folder of the first policy; making one reports through `say`. Raises ConfigError for a folder that cannot be
     used, RoleFailed if making one fails."""
     made_of = "data.path" if config.model.path is None else "model.path"
-    config = await asyncio.to_thread(fetch, config, say, (made_of,))
+    config = await asyncio.to_thread(fetch_inputs, config, say, (made_of,))
     if config.model.path is not None:
         return check_first_policy(config.model.path.absolute(), config)
     if config.model.warmup is not None:
@@ -97,7 +97,7 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     return check_model(target)
 
 
-def policy_here(config: RunConfig) -> Path | None:
+def find_local_policy(config: RunConfig) -> Path | None:
     """The folder of the first policy, if it is on this machine with its tokenizer."""
     folder = config.model.path or _made_policy(config)
     return folder if (folder / "tokenizer_config.json").is_file() else None
@@ -109,7 +109,7 @@ def _made_policy(config: RunConfig) -> Path:
     return cache_dir() / "models" / f"{source}-{_fingerprint(config)}"
 
 
-def made_in_s(model: Path) -> float:
+def read_warmup_s(model: Path) -> float:
     """Seconds that the warm-up of the policy took, even if it was made in an earlier run; 0 for any other model."""
     report = model / "warmup.json"
     return float(json.loads(report.read_text(encoding="utf-8"))["elapsed_s"]) if report.exists() else 0.0

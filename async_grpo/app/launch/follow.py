@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from async_grpo.app.launch.plan import load_run_config
-from async_grpo.app.launch.results import headline, write_results
+from async_grpo.app.launch.results import format_headline, write_results
 from async_grpo.app.launch.run_copy import copy_results
 from async_grpo.app.launch.run_folder import RunFolder, RunState
 from async_grpo.app.launch.state_plane import StatePlane
@@ -26,7 +26,7 @@ from async_grpo.utils.aio import Overtaken, race, stop_signals
 from async_grpo.utils.files import is_locked
 from buffer import attach, connect_board, is_over, knows_run
 
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 KEEP_EVERY_S = 30.0
 """Seconds between two writes of the wall time: the most that a kill can lose of it."""
 ROLE = "report"
@@ -77,7 +77,7 @@ class RunFollower:
             if self._is_finished():
                 self._say(f"this run is finished: see {self._folder.path / 'report.md'}")
                 return 0
-            self._folder.hold(ROLE)
+            self._folder.lock_role(ROLE)
             self._wall_before_s = self._folder.read_state().wall_s
             async with AsyncExitStack() as stack:
                 plane = await self._connect(stack)
@@ -101,7 +101,7 @@ class RunFollower:
                     f"{limit_s:g} s (launch.ready_timeout_s). Start `async-grpo trainer` with the same configuration, "
                     "on a machine that has this folder"
                 )
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
 
     def _is_finished(self) -> bool:
         return self._folder.read_state().finished_steps >= self._config.steps
@@ -118,12 +118,12 @@ class RunFollower:
         self._say(f"following {self._folder.path}; its report comes when it is over")
         while not await self._if_there(is_over(plane.config, plane.buffer, plane.board)):
             self._keep_time()
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
         deadline_s = time.monotonic() + self._config.launch.stop_timeout_s
         while await self._roles_there(plane):
             if time.monotonic() > deadline_s:
                 return  # one that exports for longer does not change the report
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
 
     async def _roles_there(self, plane: StatePlane) -> bool:
         """Whether a role holds its lock in this folder, or a rollout server on another machine still reports."""
@@ -144,7 +144,7 @@ class RunFollower:
         """Write wall time and restarts to run.json every KEEP_EVERY_S; returns the state of this moment."""
         now_s, state = time.monotonic(), self._folder.read_state()
         state.wall_s = self._wall_before_s + now_s - self._started_s
-        state.restarts = self._folder.restarts()
+        state.restarts = self._folder.count_restarts()
         if now_s - self._kept_s > KEEP_EVERY_S:
             self._kept_s = now_s
             self._folder.write_state(state)
@@ -153,8 +153,8 @@ class RunFollower:
     async def _report(self, plane: StatePlane, *, over: bool) -> None:
         state = self._keep_time()
         state.finished_steps = self._config.steps if over else 0
-        state.failure = "" if over else self._folder.role_failure()
+        state.failure = "" if over else self._folder.find_role_failure()
         self._folder.write_state(state)
         summary = await write_results(plane, self._folder, state)
         await asyncio.to_thread(copy_results, self._config, self._folder, self._say)
-        self._say(headline(summary, self._folder))
+        self._say(format_headline(summary, self._folder))

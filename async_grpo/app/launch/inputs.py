@@ -36,7 +36,7 @@ def hub_inputs(config: RunConfig) -> dict[str, HubRepo]:
     return {key: repo for key, repo in found.items() if repo is not None}
 
 
-def pin(config: RunConfig, *, planning: bool = False, held: Sequence[HubRepo] = ()) -> RunConfig:
+def pin_inputs(config: RunConfig, *, planning: bool = False, held: Sequence[HubRepo] = ()) -> RunConfig:
     """The configuration with a commit for every id: the one that the run, or else another of `held`, has had so far,
     else the newest. Raises ConfigError; with `planning` an id stays as it is if the hub cannot be asked."""
     inputs = hub_inputs(config)
@@ -91,7 +91,7 @@ def _in_copy(config: RunConfig) -> Mapping[str, HubRepo]:
         return hub_inputs(copy.read_config())
 
 
-def fetch(config: RunConfig, say: Callable[[str], None], keys: Collection[str] = KEYS) -> RunConfig:
+def fetch_inputs(config: RunConfig, say: Callable[[str], None], keys: Collection[str] = KEYS) -> RunConfig:
     """The configuration with local files in place of ids, downloaded if they are missing. Raises ConfigError."""
     paths: dict[str, Path] = {}
     for key, repo in hub_inputs(config).items():
@@ -109,7 +109,7 @@ def _data_paths(files: tuple[Path, Path | None]) -> dict[str, Path]:
     return {"data.path": trained} | ({} if held_out is None else {"data.eval_path": held_out})
 
 
-def here(config: RunConfig) -> RunConfig:
+def use_local_inputs(config: RunConfig) -> RunConfig:
     """The configuration with models and data that have been downloaded; other ids stay. Of the first policy's model,
     config.json is fetched if the hub answers, for the plan of memory."""
     if repo := model_repo(config):
@@ -124,8 +124,8 @@ def here(config: RunConfig) -> RunConfig:
     return _with(config, paths)
 
 
-def to_download(config: RunConfig) -> dict[str, str]:
-    """Configuration key -> what would be downloaded for it, in words, for the ids that `here` has left."""
+def describe_downloads(config: RunConfig) -> dict[str, str]:
+    """Configuration key -> what would be downloaded for it, in words, for the ids that `use_local_inputs` has left."""
     found = {}
     for key, repo in hub_inputs(config).items():
         try:

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from async_grpo.app.launch.first_policy import made_in_s, prepare_model
+from async_grpo.app.launch.first_policy import prepare_model, read_warmup_s
 from async_grpo.app.launch.memory_plan import check_shared_memory
 from async_grpo.app.launch.monitor import LocalProgress, Monitor
 from async_grpo.app.launch.plan import RunPlan, check_with_policy
-from async_grpo.app.launch.results import headline, write_results
-from async_grpo.app.launch.role_process import cores_here, role_cores, supervise_processes
+from async_grpo.app.launch.results import format_headline, write_results
+from async_grpo.app.launch.role_process import assign_cores, available_cores, supervise_processes
 from async_grpo.app.launch.role_specs import RoleSpecs, role_specs
 from async_grpo.app.launch.run_copy import copy_results, fetch_run, remove_copy
 from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, write_config
@@ -60,7 +60,7 @@ async def run_locally(
     """
     config = plan.config
     _check_one_machine(config)
-    role_cores(config, cores_here())
+    assign_cores(config, available_cores())
     bind_process(run=config.name)
     adopt_orphans()
 
@@ -84,7 +84,7 @@ async def run_locally(
             # that none of them waits for it, and Ctrl-C has nothing to stop.
             started_s = time.monotonic()
             model = await race(_prepare_policy(plan, view.phase), interrupted.wait())
-            state.prepare_s = max(state.prepare_s, time.monotonic() - started_s, made_in_s(model))
+            state.prepare_s = max(state.prepare_s, time.monotonic() - started_s, read_warmup_s(model))
             state.command, state.failure = command or state.command, ""
 
             async with AsyncExitStack() as stack:
@@ -182,14 +182,14 @@ class LocalRun:
     async def _watch_roles(self) -> None:
         """Wait until all roles have ended. Raises the first error of a role or of the monitor."""
         self._roles = asyncio.create_task(self._supervisor.watch())
-        looks = [asyncio.create_task(self._monitor.watch()), asyncio.create_task(self._monitor.keep_server())]
+        looks = [asyncio.create_task(self._monitor.watch()), asyncio.create_task(self._monitor.keep_server_alive())]
         try:
             done, _ = await asyncio.wait({self._roles, *looks}, return_when=asyncio.FIRST_COMPLETED)
             for ended in done:
                 ended.result()
         finally:
             await cancel_and_wait(*looks)
-        await self._monitor.look()
+        await self._monitor.poll()
         if not await self._progress.is_trained():
             raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
 
@@ -215,7 +215,7 @@ class LocalRun:
             self._view.phase("writing the report")
             summary = await write_results(self._plane, self._folder, self._state)
             await asyncio.to_thread(copy_results, self._plane.config, self._folder, self._view.say)
-            self._view.say(headline(summary, self._folder))
+            self._view.say(format_headline(summary, self._folder))
         except (BufferFault, OSError) as error:
             if not failed:
                 raise

@@ -35,7 +35,7 @@ from typing import Literal
 import psutil
 
 from async_grpo.app.launch.node_plan import plan_nodes
-from async_grpo.app.launch.role_specs import devices_here, devices_needed
+from async_grpo.app.launch.role_specs import count_local_devices, count_needed_devices
 from async_grpo.config import RunConfig
 from async_grpo.config.rollout import EngineLimits
 from async_grpo.errors import ConfigError
@@ -334,7 +334,7 @@ def check_shared_memory(config: RunConfig, model: Path) -> None:
         )
 
 
-def device_plan(config: RunConfig) -> DevicePlan | None:
+def plan_devices(config: RunConfig) -> DevicePlan | None:
     """The plan for the sides that compute on an accelerator; None if there is none, or if the model's shape is not
     known. Raises ConfigError if the checkpoint is not of `model.architecture`.
 
@@ -361,11 +361,11 @@ def device_plan(config: RunConfig) -> DevicePlan | None:
         stored_copies=copies_in_shared_memory(config),
         trainer_share=trainer.device_memory_share,
         sharing=config.launch.share_devices,
-        hosts=host_plans(config, shape),
+        hosts=plan_hosts(config, shape),
     )
 
 
-def host_plans(config: RunConfig, shape: ModelShape) -> list[HostPlan]:
+def plan_hosts(config: RunConfig, shape: ModelShape) -> list[HostPlan]:
     """The host memory of each machine of the run; of one machine with all roles where no plan of nodes fits them."""
     try:
         nodes = [("trainer" in node.roles, node.servers) for node in plan_nodes(config)]
@@ -401,7 +401,7 @@ def _machine_memory(config: RunConfig, machines: int) -> tuple[int | None, str]:
         return int(config.launch.memory_gib_per_node * GIB), "launch.memory_gib_per_node"
     if machines > 1:
         return None, "launch.memory_gib_per_node is not set"
-    if (devices_here(config) or 0) < devices_needed(config):
+    if (count_local_devices(config) or 0) < count_needed_devices(config):
         return None, "this machine does not have the run's devices, and launch.memory_gib_per_node is not set"
     memory = total_memory()
     is_limited = memory < psutil.virtual_memory().total

@@ -1,9 +1,9 @@
-"""Monitor: looks at a running job twice a second, feeds the live view, checks deadlines, keeps the server alive.
+"""Monitor: polls a running job twice a second, updates the live view, checks deadlines, restarts the embedded server.
 
-It reads the buffer's counters, the run board and the newest rows of metrics.jsonl, which the autoscaler gets too; it
-decides nothing about training. A look waits for the server. A server that is away does not end the run here: the roles
-wait for it as long as they can, and the supervisor restarts them or gives up. An embedded server is started again once
-there is room on its disk.
+It reads the buffer's counters, the run board and the new rows of metrics.jsonl, and passes the rows to the autoscaler.
+It decides nothing about training. `poll` waits for the server of the buffer. If that server is unreachable, the monitor
+does not end the run: the roles wait for it until their own timeouts, and the supervisor restarts them or gives up.
+An embedded server that has died is restarted, after a full disk as soon as there is space again.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from async_grpo.telemetry.rows import number, rows_of_kind
 from async_grpo.wire.board import ReplayProgress
 from buffer import BufferStats, EmbeddedServer, is_over
 
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 ROOM_BYTES = 16 << 20
 """Bytes that must become free before a server whose disk was full is started again."""
-
-
 EXPIRE_TIMEOUT_S = 2.0
-"""Seconds that the restart of a dead server may wait for the buffer."""
+"""Maximum seconds by which expiring its leases may delay the restart of a rollout server."""
 
 
 class LocalProgress(RunProgress):
-    """The progress of a run by its server. `stats` are those of the monitor's last look."""
+    """Progress of a run according to its buffer. `stats` is from the monitor's last poll."""
 
     def __init__(self, plane: StatePlane, say: Callable[[str], None]) -> None:
-        self._plane, self._say = plane, say
+        self._plane = plane
+        self._say = say
         self.stats: BufferStats | None = None
 
     async def is_trained(self) -> bool:
         """True if the last step has been published; False if the server of the buffer does not answer."""
         steps = self._plane.config.steps
         if self.stats is None or self.stats.version < steps:
-            # A trainer leaves a moment after its last step. The last look may be older than that, and the trainer
-            # would be started again.
+            # The trainer exits a moment after its last step. The stats of the last poll may be older than that step;
+            # trusting them would restart a trainer that has finished.
             try:
                 self.stats = await self._plane.buffer.stats()
             except BufferFault:
@@ -58,16 +57,16 @@ class LocalProgress(RunProgress):
         try:
             return await self.is_trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
         except ServerLost:
-            return False  # a role that comes back needlessly leaves by itself
+            return False  # a role that is restarted without need exits by itself
 
     async def expire_leases(self, server: str) -> None:
-        """Return the groups of a dead rollout server to the others. Without an answer, its leases expire later."""
+        """Return the groups of a dead rollout server to the buffer. If that fails, its leases expire later."""
         try:
             async with asyncio.timeout(EXPIRE_TIMEOUT_S):
                 await self._plane.buffer.expire_leases(server, life=round(1000 * time.time()))
         except (BufferFault, TimeoutError) as error:
             reason = str(error) or "the buffer does not answer"
-            self._say(f"the leases of {server} run out by themselves: {reason}")
+            self._say(f"the leases of {server} could not be ended early and will expire by themselves: {reason}")
 
 
 class Monitor:
@@ -83,7 +82,12 @@ class Monitor:
         say: Callable[[str], None],
         warn: Warn,
     ) -> None:
-        """`progress` gets what each look finds, `say` the servers that come and leave, `warn` problems."""
+        """Args:
+        progress: Receives the buffer's counters of each poll.
+        show: Receives the state of each poll.
+        say: Receives a message for each server that the autoscaler starts or stops.
+        warn: Receives problems.
+        """
         self._plane = plane
         self._config = plane.config
         self._supervisor = supervisor
@@ -100,40 +104,46 @@ class Monitor:
         self._autoscaler = Autoscaler(plane.config, supervisor, say) if scales else None
 
     async def watch(self) -> None:
-        """Look until cancelled. Raises RoleFailed when the trainer, or no rollout server, becomes ready in time."""
-        answers = True
+        """Poll until cancelled. Raises RoleFailed if the trainer, or the last rollout server, is not ready in time."""
+        is_reachable = True
         while True:
             try:
-                await self.look()
+                await self.poll()
             except ServerLost as error:
-                if answers:
+                if is_reachable:
                     self._warn(f"waiting for the server: {error}")
-                answers = False
+                is_reachable = False
             else:
-                answers = True
-            await asyncio.sleep(LOOK_EVERY_S)
+                is_reachable = True
+            await asyncio.sleep(POLL_EVERY_S)
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Read the state once, check deadlines and show it. Raises ServerLost, RoleFailed."""
         stats = self._progress.stats = await self._plane.buffer.stats()
         beats = await self._plane.board.live_servers()
-        published = await self._plane.board.publisher_address() is not None
-        ready = {beat.name for beat in beats} | ({TRAINER} if published else set())
+
+        # A role is ready when it reports to the board.
+        ready = {beat.name for beat in beats}
+        if await self._plane.board.publisher_address() is not None:
+            ready.add(TRAINER)
         replay = await self._plane.board.replay_progress()
         if replay != self._replay:
-            # A trainer that repeats steps after a restart publishes nothing: servers that started meanwhile cannot be
-            # ready. As long as it advances, their time starts again.
+            # A trainer that repeats steps after a restart publishes nothing, so servers that started meanwhile cannot
+            # become ready. While it makes progress, their deadline starts again.
             self._replay = replay
             self._unready_since.clear()
         self._check_ready(ready)
+
         written = self._metrics.new_rows()
         rows = [row for row in written if row.get("kind") == "step"]
         for row in rows_of_kind(written, "warning"):
             if (number(row, "time_s") or 0.0) >= self._started_at_s:  # not those of an earlier invocation
                 self._warn(f"{TRAINER}: {row.get('message')}")
-        self._step = rows[-1] if rows else self._step
+        if rows:
+            self._step = rows[-1]
         if self._autoscaler is not None:
-            self._autoscaler.look(rows, beats)
+            self._autoscaler.scale_servers(rows, beats)
+
         self._show(
             LiveState(
                 step=self._step,
@@ -153,15 +163,14 @@ class Monitor:
         )
 
     def _check_ready(self, ready: set[str]) -> None:
-        """Give up a role that runs and has not become ready for launch.ready_timeout_s.
+        """Give up roles that were not ready within launch.ready_timeout_s. The run continues with the other servers.
 
-        The run continues with its other servers: one that hangs, or a spare that finds no room on its device, must
-        not end it. Raises RoleFailed for the trainer and for the last server.
+        Raises RoleFailed for the trainer and for the last server.
         """
         limit = self._config.launch.ready_timeout_s
         for name, role in list(self._supervisor.states.items()):
             if name in ready and (took_s := self._supervisor.mark_ready(name)) is not None:
-                self._starts.note(name, took_s)
+                self._starts.record_start(name, took_s)
             if name in ready or role.state in ("finished", "stopped", "failed"):
                 self._unready_since.pop(name, None)
                 continue
@@ -169,15 +178,15 @@ class Monitor:
             if time.monotonic() - since > limit:
                 self._supervisor.give_up_role(
                     name,
-                    f"{name} has not been ready for {limit:g} s. Its log says more: "
-                    f"{self._config.run_dir / 'logs' / name}.log. A slow machine needs a larger launch.ready_timeout_s",
+                    f"{name} was not ready within {limit:g} s (launch.ready_timeout_s). See its log "
+                    f"{self._config.run_dir / 'logs' / name}.log. On a slow machine, raise launch.ready_timeout_s",
                 )
 
-    async def keep_server(self) -> None:
-        """Start the embedded server again, on its append-only file, whenever it has died; runs until cancelled.
+    async def keep_server_alive(self) -> None:
+        """Restart the embedded server on its append-only file whenever it has died, until cancelled.
 
-        A task of its own, because `look` waits for the server. Raises ServerLost if it cannot be started, or if its
-        disk stays full for redis.timeout_s.
+        Runs in its own task, because `poll` waits for the server and would not return while it is dead. Raises
+        ServerLost if it cannot be started, or if its disk stays full for redis.timeout_s.
         """
         server = self._plane.server
         while True:
@@ -185,19 +194,22 @@ class Monitor:
                 self._warn(f"{full}; the run waits {self._config.redis.timeout_s:g} s for space")
                 await self._wait_for_space(server)
             if server is not None and not server.alive():
-                self._warn("the embedded server died; starting it again on its append-only file")
-                server.launch()  # in this thread: the server dies with the one that starts it
+                self._warn("the embedded server died; restarting it on its append-only file")
+                # Launch in the main thread, not in a worker: the server is set to die with the thread that starts it.
+                server.launch()
                 await asyncio.to_thread(server.wait_until_ready)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
 
     async def _wait_for_space(self, server: EmbeddedServer) -> None:
-        """Wait until the server writes again or may be started again."""
+        """Wait until the server can write again, or has enough space for a restart."""
         timeout_s = self._config.redis.timeout_s
-        deadline_s, needed_bytes = time.monotonic() + timeout_s, server.free_bytes() + ROOM_BYTES
+        deadline_s = time.monotonic() + timeout_s
+        needed_bytes = server.free_bytes() + ROOM_BYTES
         while (full := server.disk_full()) and (server.alive() or server.free_bytes() < needed_bytes):
             if time.monotonic() > deadline_s:
                 raise ServerLost(
-                    f"{full}, for {timeout_s:g} s: the server of this run cannot write its append-only file. Nothing "
-                    f"that it has acknowledged is lost. Free {ROOM_BYTES >> 20} MB or more; the same command resumes"
+                    f"{full}, for {timeout_s:g} s, so the server of this run cannot write its append-only file. "
+                    f"Acknowledged data is not lost. Free {ROOM_BYTES >> 20} MB or more, then resume with the same "
+                    "command"
                 )
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)

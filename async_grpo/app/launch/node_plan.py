@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from async_grpo.app.launch.role_process import cores_here, role_cores
+from async_grpo.app.launch.role_process import assign_cores, available_cores
 from async_grpo.app.launch.role_specs import assign_devices, devices_by_role
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
@@ -40,18 +40,18 @@ class PlannedNode:
         return len(self.roles.keys() - {"trainer"})
 
 
-def devices_of_node(config: RunConfig, platform: Platform) -> int:
+def count_node_devices(config: RunConfig, platform: Platform) -> int:
     """Devices of one machine of the run."""
     return config.launch.devices_per_node or USUAL_DEVICES[platform.name]
 
 
-def needs_more_nodes(config: RunConfig) -> str:
+def explain_excess_devices(config: RunConfig) -> str:
     """Why the devices of a run on one machine are too many for it, in words; "" if they are not."""
     wanted = devices_by_role(config)
     platform = next((platform for platform, count in wanted.values() if count), None)
     if platform is None or config.trainer.nodes > 1 or config.launch.share_devices != "off":
         return ""
-    total, there = sum(count for _, count in wanted.values()), devices_of_node(config, platform)
+    total, there = sum(count for _, count in wanted.values()), count_node_devices(config, platform)
     if total <= there:
         return ""
     source = "launch.devices_per_node" if config.launch.devices_per_node else "usual; launch.devices_per_node if not"
@@ -91,12 +91,12 @@ def placement_rows(config: RunConfig) -> list[tuple[str, str]]:
     """
     rows = []
     if config.trainer.nodes == 1:
-        sides = zip(("trainer", "rollout servers"), role_cores(config, cores_here()), strict=True)
+        sides = zip(("trainer", "rollout servers"), assign_cores(config, available_cores()), strict=True)
         pinned = [f"{side}: {','.join(map(str, cores))}" for side, cores in sides if cores]
         if pinned:
             rows.append(("cores", "; ".join(pinned)))
 
-    excess = needs_more_nodes(config)
+    excess = explain_excess_devices(config)
     if excess:
         rows.append(("too many devices", excess))
     if excess or config.trainer.nodes > 1:
@@ -146,14 +146,14 @@ def check_reachable(config: RunConfig, *, one_machine: bool = False) -> None:
 def _has_room(node: PlannedNode, config: RunConfig, platform: Platform, count: int) -> bool:
     if not count:
         return True
-    return node.kind in ("", platform.name) and node.used + count <= devices_of_node(config, platform)
+    return node.kind in ("", platform.name) and node.used + count <= count_node_devices(config, platform)
 
 
 def _place(node: PlannedNode, config: RunConfig, platform: Platform, count: int, role: str, command: str) -> None:
     """Give a role the next devices of a node."""
-    if count and count > devices_of_node(config, platform):
+    if count and count > count_node_devices(config, platform):
         raise ConfigError(
-            f"{role} needs {count} devices of one node, but a node has {devices_of_node(config, platform)} "
+            f"{role} needs {count} devices of one node, but a node has {count_node_devices(config, platform)} "
             "(launch.devices_per_node). Spread the trainer over more trainer.nodes, lower "
             f"{config.rollout.limits.devices_key}, or correct launch.devices_per_node"
         )

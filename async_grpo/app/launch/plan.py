@@ -12,11 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from async_grpo.app.launch.checks.data import check_data, check_prompts, data_files, find_rejected_rows, prompt_lengths
-from async_grpo.app.launch.checks.trials import ROWS, check_rewards, check_workflow, first_rows
-from async_grpo.app.launch.first_policy import check_first_policy, check_reference, missing_files, policy_here
-from async_grpo.app.launch.inputs import fetch, here, hub_inputs, pin, to_download
-from async_grpo.app.launch.memory_plan import DevicePlan, check_shared_memory, device_plan
+from async_grpo.app.launch.checks.data import (
+    check_data,
+    check_prompts,
+    count_prompt_lengths,
+    find_rejected_rows,
+    list_data_files,
+)
+from async_grpo.app.launch.checks.trials import ROWS, check_rewards, check_workflow, read_first_rows
+from async_grpo.app.launch.first_policy import check_first_policy, check_reference, find_local_policy, missing_files
+from async_grpo.app.launch.inputs import describe_downloads, fetch_inputs, hub_inputs, pin_inputs, use_local_inputs
+from async_grpo.app.launch.memory_plan import DevicePlan, check_shared_memory, plan_devices
 from async_grpo.app.launch.node_plan import placement_rows
 from async_grpo.app.launch.role_specs import check_machine
 from async_grpo.app.launch.run_folder import check_folder, run_name
@@ -52,7 +58,7 @@ class RunPlan:
     def missing(self) -> dict[str, Path]:
         """Configuration key -> local file or folder that is missing or incomplete."""
         config = self.inputs
-        paths = {"trainer.reference.path": config.trainer.reference.path, **data_files(config.data)}
+        paths = {"trainer.reference.path": config.trainer.reference.path, **list_data_files(config.data)}
         missing = {key: path for key, path in paths.items() if path is not None and not path.exists()}
         model = config.model.path
         return missing if model is None or not missing_files(model) else {"model.path": model, **missing}
@@ -65,7 +71,7 @@ class RunPlan:
     @cached_property
     def memory(self) -> DevicePlan | None:
         """Memory of the devices; None on the CPU or for a model of unknown shape. Raises ConfigError."""
-        return device_plan(self.inputs)
+        return plan_devices(self.inputs)
 
     @cached_property
     def notes(self) -> Rows:
@@ -73,13 +79,13 @@ class RunPlan:
         rows = []
         if refusal := self._find_refusal():
             rows.append(("on this machine", f"a start would be refused: {refusal}"))
-        if pending := {**self.missing, **to_download(self.inputs)}:
+        if pending := {**self.missing, **describe_downloads(self.inputs)}:
             rows.append(("not here yet", "; ".join(f"{key} ({what})" for key, what in pending.items())))
             return rows
         if rejected := find_rejected_rows(self.inputs):
             rows.append(("rows not taken", str(rejected)))
-        policy = policy_here(self.inputs)
-        if policy is not None and (lengths := prompt_lengths(self.inputs, policy)) is not None:
+        policy = find_local_policy(self.inputs)
+        if policy is not None and (lengths := count_prompt_lengths(self.inputs, policy)) is not None:
             rows.append(("prompts", str(lengths)))
         return rows
 
@@ -89,7 +95,7 @@ class RunPlan:
             return ""
         try:
             check_machine(self.config)
-            if (policy := policy_here(self.inputs)) is not None:
+            if (policy := find_local_policy(self.inputs)) is not None:
                 check_shared_memory(self.config, policy)
         except (ConfigError, DependencyError) as error:
             return str(error)
@@ -122,8 +128,8 @@ def plan_run(
     config = load_run_config(path, overrides, steps)
     if on_this_machine and config.trainer.nodes == 1:
         check_machine(config)
-    config = pin(config, planning=not download, held=held)
-    plan = RunPlan(config, fetch(config, say) if download else here(config), download)
+    config = pin_inputs(config, planning=not download, held=held)
+    plan = RunPlan(config, fetch_inputs(config, say) if download else use_local_inputs(config), download)
     for _, check in start_checks(plan):
         check()
     return plan
@@ -143,7 +149,7 @@ def load_run_config(path: Path, overrides: Sequence[str], steps: int | None = No
 
 def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
     """The checks before a start, the quickest first."""
-    config, policy = plan.inputs, policy_here(plan.inputs)
+    config, policy = plan.inputs, find_local_policy(plan.inputs)
     yield "Run folder", lambda: check_folder(config.run_dir)
     if (url := config.redis.url) is not None:
         yield "redis.url", lambda: parse(url)
@@ -152,7 +158,7 @@ def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
     if (store := config.runs_store) is not None:
         yield "runs_store", lambda: RunStore.open(store, config.name).check()
 
-    yield "Reward functions", lambda: check_rewards(config.rewards, first_rows(config, ROWS))
+    yield "Reward functions", lambda: check_rewards(config.rewards, read_first_rows(config, ROWS))
     yield "Workflow", lambda: check_workflow(config, policy)
     if plan.downloads:
         yield "Trackers", lambda: check_trackers(config)
@@ -167,7 +173,7 @@ def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
         yield "Model", lambda: check_first_policy(model, config)
     if (reference := config.trainer.reference.path) is not None and "trainer.reference.path" not in excused:
         yield "Reference", lambda: check_reference(reference, config.model.path, config.trainer.reference)
-    if not any(key in excused for key in data_files(config.data)):
+    if not any(key in excused for key in list_data_files(config.data)):
         yield "Data", lambda: check_data(config)
         if policy is not None and "model.path" not in excused:
             yield "Prompts", lambda: check_prompts(config, policy)

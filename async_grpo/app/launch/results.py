@@ -43,7 +43,7 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState) -
     return summary
 
 
-def headline(summary: dict[str, Any], folder: RunFolder) -> str:
+def format_headline(summary: dict[str, Any], folder: RunFolder) -> str:
     """The result of a run in a few lines."""
     if not summary["steps"]:
         return f"nothing was trained: no step was finished\nreport: {folder.path / 'report.md'}"

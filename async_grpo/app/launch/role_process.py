@@ -1,7 +1,7 @@
-"""Roles as processes of this machine, from their start to the reason for their end, and the cores that they may use.
+"""Roles as processes of this machine: start, stop, exit reason and CPU cores.
 
-    RoleProcess     one start of a role
-    ProcessRunner   the role itself, start after start, for the supervisor
+    RoleProcess     one process of a role
+    ProcessRunner   the role, with a new process after each restart, for the supervisor
 
     trainer     launch.cores.trainer: ranks, publisher
     rollout-i   launch.cores.rollout: server, engine, receiver, verifiers; all servers of the machine share them
@@ -35,7 +35,8 @@ from async_grpo.utils.files import read_end, write_atomic
 from async_grpo.utils.text import clean_text
 
 _LOG_TAIL_BYTES = 64 << 10
-_LEAST_START_S = 1.5
+_MIN_START_S = 1.5
+"""Shorter starts are not recorded, see `StartTimes.record_start`."""
 _OWN_ERRORS = "|".join(name for name, value in vars(errors).items() if isinstance(value, type))
 _ERROR_LINE = re.compile(
     r"^(?:\[rank\d+\]: )?"  # torch, before every line of a traceback
@@ -43,7 +44,7 @@ _ERROR_LINE = re.compile(
     re.MULTILINE,
 )
 _CONSEQUENCE = re.compile(r"rank \d+ ended with exit code|Connection (?:closed|reset) by peer|Broken pipe")
-"""Errors of other processes about a rank that has ended; they do not say why it ended."""
+"""Errors that other processes report after a rank has ended. They are consequences, not the cause."""
 _STAGES = {
     "trainer": (
         ("importing Megatron-core", ""),
@@ -58,43 +59,49 @@ _STAGES = {
         ("waiting for the first weights", "log-probabilities are those"),
     ),
 }
-"""Kind of role -> what it does while it starts, and what its log says once that has begun."""
+"""Kind of role -> stages of its start, each with the regular expression that marks it in the log."""
 
 
-def cores_here() -> list[int]:
-    """The cores that this process may use, ascending; [] on a system that cannot tell."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+def available_cores() -> list[int]:
+    """Return the cores that this process may use, ascending; [] on a system without CPU affinity."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    return sorted(os.sched_getaffinity(0))
 
 
-def role_cores(config: RunConfig, here: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The cores of the trainer and those of every rollout server; () means all. Raises ConfigError for a core that is
-    not in `here`."""
-    wanted = config.launch.cores
-    for key, cores in (("trainer", wanted.trainer), ("rollout", wanted.rollout)):
-        if absent := sorted(set(cores) - set(here)):
-            available = ", ".join(map(str, here)) or "none: this system pins no process to a core"
+def assign_cores(config: RunConfig, available: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the cores of the trainer and those of every rollout server; () means all.
+
+    Raises ConfigError for a core that is not in `available`.
+    """
+    settings = config.launch.cores
+    for key, cores in (("trainer", settings.trainer), ("rollout", settings.rollout)):
+        missing = sorted(set(cores) - set(available))
+        if missing:
+            choices = ", ".join(map(str, available)) or "none: this system pins no process to a core"
             raise ConfigError(
-                f"launch.cores.{key} names {', '.join(map(str, absent))}, but the cores that this process may use are "
-                f"{available}. Name some of these, or leave launch.cores.{key} out"
+                f"launch.cores.{key} contains {', '.join(map(str, missing))}, but this process may use these cores: "
+                f"{choices}. Choose from these, or remove launch.cores.{key}"
             )
-    return tuple(wanted.trainer), tuple(wanted.rollout)
+    return tuple(settings.trainer), tuple(settings.rollout)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """What to run. `restarts` is how often it may be started again after it has died."""
+    """Command, log and limits of a role."""
 
     name: str
     argv: Sequence[str]
     log: Path
-    restarts: int
+    max_restarts: int
+    """Maximum restarts after failures in one invocation."""
     env: dict[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
-    """The cores that it may use; () means all."""
+    """Cores that it may use; () means all."""
 
 
 class RoleProcess:
-    """A running role, in a process group of its own, that dies with the supervisor."""
+    """A running role in its own process group. It dies with the supervisor."""
 
     def __init__(self, spec: RoleSpec, process: asyncio.subprocess.Process, mark: str, log_start: int) -> None:
         self.spec = spec
@@ -105,7 +112,7 @@ class RoleProcess:
 
     @classmethod
     async def start(cls, spec: RoleSpec, run: str) -> RoleProcess:
-        """Start it; standard output and errors are appended to its log."""
+        """Start the process. Its standard output and error are appended to the log."""
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         mark = processes.mark(run, spec.name)
         with spec.log.open("ab") as log:
@@ -131,52 +138,61 @@ class RoleProcess:
         return time.monotonic() - self._started_s
 
     def stage(self) -> str:
-        """The stage of its start, according to its log."""
-        stages, log = _STAGES[kind_of(self.spec.name)], _tail(self.spec.log, self._log_start)
-        return [stage for stage, sign in stages if re.search(sign, log)][-1]
+        """Return the stage of its start, according to its log."""
+        log = _read_tail(self.spec.log, self._log_start)
+        reached = [stage for stage, pattern in _STAGES[kind_of(self.spec.name)] if re.search(pattern, log)]
+        return reached[-1]
 
     async def wait(self) -> int:
-        """Wait until it has ended, then end the processes that it left; returns its exit code (-N: signal N)."""
+        """Wait until the process has ended, then end its remaining children. Returns its exit code, -N after signal
+        N."""
         code = await self._process.wait()
         await asyncio.to_thread(processes.end_family, self._mark, self._process.pid)
         return code
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM: the role finishes what it must and exits."""
+    def terminate(self) -> None:
+        """Send SIGTERM: the role saves its work and exits."""
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process; `wait` ends its children. The whole group is not killed at once, because it
-        contains the process that removes what the others leave in shared memory."""
+        """Send SIGKILL to the process; `wait` ends its children."""
+        # Not to the whole process group: it contains the process that cleans up the shared memory of the others.
         if self._process.returncode is None:
             self._process.kill()
 
     def explain(self, code: int) -> str:
-        """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        reason = last_error(self.spec.log, self._log_start) if code not in _FROM_OUTSIDE else _FROM_OUTSIDE[code]
-        return f"{self.spec.name} {how}{': ' + reason if reason else ''} (log: {self.spec.log})"
+        """Return for example `trainer ended with exit code 1: TrainingError: ... (log: ...)`."""
+        end = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        reason = _FROM_OUTSIDE.get(code)
+        if reason is None:
+            reason = find_last_error(self.spec.log, self._log_start)
+        if reason:
+            end = f"{end}: {reason}"
+        return f"{self.spec.name} {end} (log: {self.spec.log})"
 
 
 _FROM_OUTSIDE = {
-    -signal.SIGKILL: "the kernel does that where memory runs out (`dmesg`, or memory.events of the container)",
+    -signal.SIGKILL: "the kernel does this when memory runs out (see `dmesg`, or memory.events of the container)",
     -signal.SIGTERM: "",
 }
-"""Exit code of a role that was ended from outside -> explanation, because its log has none."""
+"""Exit code of a role that was killed from outside -> explanation, because its log has none."""
 
 
-def last_error(log: Path, start: int = 0) -> str:
-    """The last line from `start` that names an error, shortened; without one the last line. Errors about the end of
-    another rank count only if there is nothing else."""
-    tail = _tail(log, start)
-    lines = fatal_events(tail) or _ERROR_LINE.findall(tail)
-    causes = [line for line in lines if not _CONSEQUENCE.search(line)] or lines or tail.strip().splitlines()
-    return clean_text(causes[-1])[:500] if causes else ""
+def find_last_error(log: Path, start: int = 0) -> str:
+    """Return the last line from `start` that names an error, shortened; the last line if none does.
+
+    Errors about the end of another rank count only if there are no others.
+    """
+    tail = _read_tail(log, start)
+    errors = fatal_events(tail) or _ERROR_LINE.findall(tail)
+    causes = [error for error in errors if not _CONSEQUENCE.search(error)]
+    candidates = causes or errors or tail.strip().splitlines()
+    return clean_text(candidates[-1])[:500] if candidates else ""
 
 
-def _tail(log: Path, start: int) -> str:
-    """The end of the log from `start`; "" if it cannot be read."""
+def _read_tail(log: Path, start: int) -> str:
+    """Return the end of the log, at most from `start`; "" if it cannot be read."""
     try:
         return read_end(log, _LOG_TAIL_BYTES, start=start).decode("utf-8", "replace")
     except OSError:
@@ -184,17 +200,19 @@ def _tail(log: Path, start: int) -> str:
 
 
 def kind_of(role: str) -> str:
-    """`trainer`, or `rollout` for every rollout server."""
+    """Return "trainer", or "rollout" for every rollout server."""
     return "trainer" if role == "trainer" else "rollout"
 
 
 class ProcessRunner:
-    """The `RoleRunner` of this machine: every start of the role is a process."""
+    """The `RoleRunner` of this machine: each start of the role is a process."""
 
     def __init__(self, spec: RoleSpec, run: str) -> None:
-        self.name, self.restarts = spec.name, spec.restarts
+        self.name = spec.name
+        self.max_restarts = spec.max_restarts
         self.waits_for_room = False
-        self._spec, self._run = spec, run
+        self._spec = spec
+        self._run = run
         self._process: RoleProcess | None = None
 
     @property
@@ -207,8 +225,8 @@ class ProcessRunner:
         self._process = await RoleProcess.start(self._spec, self._run)
 
     async def wait(self) -> RoleEnd:
-        """Wait until the process has ended, with its children."""
-        assert self._process is not None, "start comes first"
+        """Wait until the process and its children have ended."""
+        assert self._process is not None, "call start first"
         code = await self._process.wait()
         end = RoleEnd(code, self._process.explain(code))
         self._process = None
@@ -217,7 +235,7 @@ class ProcessRunner:
     def stop(self) -> None:
         """Send SIGTERM, if there is a process."""
         if self._process is not None:
-            self._process.ask_to_stop()
+            self._process.terminate()
 
     def kill(self) -> None:
         """Send SIGKILL, if there is a process."""
@@ -225,7 +243,7 @@ class ProcessRunner:
             self._process.kill()
 
     def stage(self) -> str:
-        """The stage of its start, according to its log."""
+        """Return the stage of its start, according to its log; "" without a process."""
         return "" if self._process is None else self._process.stage()
 
 
@@ -239,7 +257,7 @@ def supervise_processes(
     stop_timeout_s: float,
     progress: RunProgress | None = None,
 ) -> Supervisor:
-    """The supervisor of a run whose roles are processes of this machine. Nothing of them is left after `stop`."""
+    """Return the supervisor of a run whose roles are processes of this machine. `stop` leaves no process behind."""
     return Supervisor(
         [ProcessRunner(spec, run) for spec in specs],
         spares=[ProcessRunner(spec, run) for spec in spares],
@@ -252,32 +270,33 @@ def supervise_processes(
 
 
 class StartTimes:
-    """How long each kind of role took to start on this machine, remembered between runs."""
+    """Duration of the last start of each kind of role on this machine, in a file that all runs share."""
 
     def __init__(self, config: RunConfig, file: Path) -> None:
-        """`file` is shared by all runs; an unreadable file counts as missing."""
+        """An unreadable `file` counts as missing."""
         model = str(config.model.path or ("random" if config.model.random else "warmup"))
         self._keys = {"trainer": f"trainer {config.trainer.platform} {model}"}
         self._keys["rollout"] = f"rollout {config.rollout.limits.platform} {model}"
         self._file = file
 
     def usual_s(self, role: str) -> float | None:
-        """Seconds of the last start of such a role; None if unknown."""
+        """Return the seconds of the last start of this kind of role; None if unknown."""
         return self._read().get(self._keys[kind_of(role)])
 
-    def note(self, role: str, seconds: float) -> None:
-        """Remember how long a start took; a resumed run takes the publisher of its earlier invocation for the trainer's
-        at first, so less than _LEAST_START_S is none. A file that cannot be written is not worth an error."""
-        if seconds < _LEAST_START_S:
+    def record_start(self, role: str, seconds: float) -> None:
+        """Store the duration of a start."""
+        # In a resumed run, the publisher of the earlier invocation may still be on the board, so that the trainer
+        # looks ready immediately. Such a start is not a measurement.
+        if seconds < _MIN_START_S:
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the estimate is optional, so a read-only cache is not an error
             self._file.parent.mkdir(parents=True, exist_ok=True)
             times = self._read() | {self._keys[kind_of(role)]: round(seconds, 1)}
             write_atomic(self._file, json.dumps(times, indent=2))
 
     def _read(self) -> dict[str, float]:
         try:
-            found = json.loads(self._file.read_text())
+            times = json.loads(self._file.read_text())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return times if isinstance(times, dict) else {}

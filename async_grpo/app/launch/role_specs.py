@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
+from async_grpo.app.launch.role_process import RoleSpec, assign_cores, available_cores
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
@@ -28,7 +28,7 @@ from trainer.platform.base import visible
 from trainer.platform.cpu import check_torchvision
 
 EXIT_STOPPED = 75
-"""Exit code of `stoppable` (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of `make_stoppable` (EX_TEMPFAIL of sysexits.h)."""
 
 _STOPPABLE = """\
 stopped=0
@@ -60,7 +60,7 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
     (platform,) = kinds.values()
     ranks, *servers = (count for _, count in wanted.values())
     first = 0 if config.launch.share_devices != "off" else ranks
-    pool = _pool(config, platform, devices_needed(config), environment, there)
+    pool = _pool(config, platform, count_needed_devices(config), environment, there)
     starts = (0, *accumulate(servers, initial=first))
     return {
         role: {platform.visible_variable: ",".join(pool[start : start + count])}
@@ -81,7 +81,7 @@ def check_machine(config: RunConfig) -> None:
                 f"{platform.name} says how to mend it. Else start the run where devices are (--dry-run plans it "
                 f"here), or set trainer.platform and {config.rollout.limits.platform_key} to cpu"
             )
-    assign_devices(config, os.environ, devices_here(config))
+    assign_devices(config, os.environ, count_local_devices(config))
     _check_packages(next(iter(needed), "cpu"))
 
 
@@ -107,13 +107,13 @@ def devices_by_role(config: RunConfig) -> dict[str, tuple[Platform, int]]:
     return {"trainer": (trains, ranks), **servers}
 
 
-def devices_needed(config: RunConfig) -> int:
+def count_needed_devices(config: RunConfig) -> int:
     """Devices of all roles together; those that both sides share count once."""
     ranks, *servers = (count for _, count in devices_by_role(config).values())
     return ranks + sum(servers) if config.launch.share_devices == "off" else max(ranks, sum(servers))
 
 
-def devices_here(config: RunConfig) -> int | None:
+def count_local_devices(config: RunConfig) -> int | None:
     """Number of devices that the vendor's tool lists; None if it lists none: then the roles find out."""
     wanted = {platform.name: platform for platform, _ in devices_by_role(config).values()}
     return sum(len(platform.devices()) for platform in wanted.values()) or None
@@ -158,7 +158,7 @@ def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str
     }
 
 
-def stoppable(command: str) -> str:
+def make_stoppable(command: str) -> str:
     """A line for bash that runs a role and passes SIGTERM on; it ends with EXIT_STOPPED after SIGTERM, unless the
     configuration was at fault.
 
@@ -185,8 +185,8 @@ class RoleSpecs:
 
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> RoleSpecs:
     """Every role of a run on this machine, each with its own devices. Raises ConfigError."""
-    devices = assign_devices(config, os.environ, devices_here(config))
-    trainer_cores, rollout_cores = role_cores(config, cores_here())
+    devices = assign_devices(config, os.environ, count_local_devices(config))
+    trainer_cores, rollout_cores = assign_cores(config, available_cores())
     restarts = config.launch.restarts
     trainer = RoleSpec(
         "trainer",

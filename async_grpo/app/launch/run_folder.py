@@ -50,7 +50,7 @@ PATIENCE_S = 5.0
 """Seconds to wait for the server in `find_run`, at most: a person at a terminal waits for the answer."""
 _STATE = "run.json"
 _ID = "run.id"
-LEADER = "trainer-0"
+FIRST_TRAINER = "trainer-0"
 """Name of the trainer, or of its node 0 if it has several."""
 _LOCK = "run.lock"
 """The file that the process at work in the folder holds."""
@@ -135,26 +135,26 @@ class RunFolder:
         )
         return locked(self.path / _LOCK, busy)
 
-    def is_at_work(self) -> bool:
+    def has_live_process(self) -> bool:
         """Whether a process of this machine is at work here: `async-grpo run`, or a role started on its own."""
-        return any(map(is_locked, self.locks()))
+        return any(map(is_locked, self.lock_files()))
 
-    def locks(self) -> list[Path]:
+    def lock_files(self) -> list[Path]:
         """The lock files of this machine's processes."""
         return [self.path / _LOCK, *(self.path / "roles").glob("*.lock")]
 
-    def begin(self, role: str) -> None:
+    def register_role(self, role: str) -> None:
         """Hold the role's lock and record its start, for a role that was started on its own."""
-        self.hold(role)
+        self.lock_role(role)
         record_start(self.path / "roles" / f"{role}.jsonl")
 
-    def restarts(self) -> dict[str, int]:
+    def count_restarts(self) -> dict[str, int]:
         """Restarts of the roles that were started one by one: of the trainer, and of the servers that had any."""
         counts = {file.stem: restarts(file) for file in self._histories()}
-        trainer = counts.pop(LEADER, 0)
+        trainer = counts.pop(FIRST_TRAINER, 0)
         return {"trainer": trainer, **{role: count for role, count in counts.items() if count}}
 
-    def role_failure(self) -> str:
+    def find_role_failure(self) -> str:
         """Why a role has failed without which the run cannot go on: a node of the trainer, or the last of the rollout
         servers. "" if none has."""
         failures: dict[bool, list[str]] = {True: [], False: []}
@@ -167,7 +167,7 @@ class RunFolder:
     def _histories(self) -> list[Path]:
         return sorted((self.path / "roles").glob("*.jsonl"))
 
-    def hold(self, role: str) -> None:
+    def lock_role(self, role: str) -> None:
         """Lock a file for a role that was started on its own, until this process and the program that replaces it have
         ended. Of two processes that have the role, the first holds the lock."""
         (self.path / "roles").mkdir(exist_ok=True)
@@ -230,7 +230,7 @@ def write_config(folder: RunFolder, config: RunConfig, *, for_roles: RunConfig) 
     write_atomic(folder.roles_file, dump(for_roles))
 
 
-def write_role(folder: RunFolder, role: str, config: RunConfig) -> Path:
+def write_role_config(folder: RunFolder, role: str, config: RunConfig) -> Path:
     """Write the configuration that one role alone reads; returns the file."""
     file = folder.roles_file_of(role)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -396,7 +396,7 @@ def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None
 
     Raises ConfigError if no run or two runs are named, or if the named run was not started or does not run any more.
     """
-    if (folder := named_folder(config, overrides, run_dir)) is not None:
+    if (folder := find_named_folder(config, overrides, run_dir)) is not None:
         found = _config_in(folder)
     elif config is None:
         raise ConfigError("which run? Give its folder, such as runs/NAME, or the CONFIG (and -o) it was started with")
@@ -408,7 +408,7 @@ def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None
     return found.model_copy(update={"redis": redis})
 
 
-def named_folder(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunFolder | None:
+def find_named_folder(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunFolder | None:
     """The folder of a run, given in place of CONFIG or as --run-dir; None if a configuration file is given, or nothing.
 
     Raises ConfigError if the run is named twice.

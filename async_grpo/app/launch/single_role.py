@@ -21,11 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from async_grpo.app.launch.first_policy import made_in_s, prepare_model
+from async_grpo.app.launch.first_policy import prepare_model, read_warmup_s
 from async_grpo.app.launch.plan import RunPlan, plan_run
 from async_grpo.app.launch.role_specs import rank_argv, rollout_argv, trainer_argv, trainer_environment
 from async_grpo.app.launch.run_copy import fetch_run
-from async_grpo.app.launch.run_folder import LEADER, RunFolder, find_run, open_run, write_config, write_role
+from async_grpo.app.launch.run_folder import (
+    FIRST_TRAINER,
+    RunFolder,
+    find_run,
+    open_run,
+    write_config,
+    write_role_config,
+)
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import say_as
@@ -72,8 +79,8 @@ def join_run(run_dir: Path, name: str) -> int:
     """Become one more rollout server of a live run. Raises ConfigError if it is not live or has a server `name`."""
     model = asyncio.run(_prepare_to_join(find_run(None, [], run_dir), name))
     folder = RunFolder(run_dir)
-    file = write_role(folder, name, load(folder.roles_file))
-    folder.begin(name)
+    file = write_role_config(folder, name, load(folder.roles_file))
+    folder.register_role(name)
     return _become(rollout_argv(file, model, name))
 
 
@@ -92,7 +99,7 @@ def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> 
     """Become the trainer, or its node `node_rank`. Raises ConfigError without redis.url or for a wrong rank."""
     plan = _plan_role(path, overrides, "trainer")
     config = plan.config
-    place = placed(config, node_rank, os.environ)
+    place = find_placement(config, node_rank, os.environ)
     file, model = _make_ready(plan, f"trainer-{place.number}", place.address)
     environment = trainer_environment(config, os.environ)
     if place.local_rank is None:
@@ -100,7 +107,7 @@ def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> 
     return _become(rank_argv(file, model), environment | rank_environment(config, place, os.environ))
 
 
-def placed(config: RunConfig, given: int | None, environment: Mapping[str, str]) -> ProcessPlacement:
+def find_placement(config: RunConfig, given: int | None, environment: Mapping[str, str]) -> ProcessPlacement:
     """Which part of the trainer this process is.
 
     A node that is given and a configured address come before those of the environment. Raises ConfigError for a wrong
@@ -196,20 +203,20 @@ def _make_ready(plan: RunPlan, role: str, node_0: str | None = None) -> tuple[Pa
     began_s, say = time.monotonic(), say_as(role)
     config, local = plan.config, plan.inputs
     model = asyncio.run(prepare_model(local, say))
-    if role == LEADER:
+    if role == FIRST_TRAINER:
         fetch_run(config, say)
     folder = open_run(config)
-    if role == LEADER:
+    if role == FIRST_TRAINER:
         state = folder.read_state()
-        state.prepare_s = max(state.prepare_s, time.monotonic() - began_s, made_in_s(model))
+        state.prepare_s = max(state.prepare_s, time.monotonic() - began_s, read_warmup_s(model))
         folder.write_state(state)
     write_config(folder, config, for_roles=local)
     if node_0 is not None:
         where = local.trainer.rendezvous.model_copy(update={"address": node_0})
         trainer = local.trainer.model_copy(update={"rendezvous": where})
         local = local.model_copy(update={"trainer": trainer})
-    file = write_role(folder, role, local)
-    folder.begin(role)
+    file = write_role_config(folder, role, local)
+    folder.register_role(role)
     return file, model
 
 

@@ -1,21 +1,21 @@
 """Supervisor: starts the roles of a run, watches them, restarts them or gives up, and stops them in order.
 
-    watch():         starts every role (each waits by itself for what it needs) in a task of its own, which waits for
-                     its end. Returns when all have ended, or raises when the run cannot continue without one
+    watch():         start each role in its own task, which waits for the role's end. Returns when all roles have ended;
+                     raises if the run cannot continue without one. No start order: each role waits for its inputs
     start_spare(), retire_server():  add or remove one server; a removed server returns its groups to the buffer
     give_up_role():  stop a server that does not become ready; the run continues with the others
     stop():          SIGTERM to all roles (rollout servers store partials, the trainer saves a checkpoint), SIGKILL to
-                     those that are still there at the deadline
+                     those that still run at the deadline
 
-A role is starting until `mark_ready`, then running; after its end it is restarting, finished, stopped or failed:
+States of a role:
 
-    starting -> running -> restarting -> starting ...
-        |          |-> finished   it left, and the run needs it no more
-        |          |-> stopped    the supervisor asked for it
+    starting -> running -> restarting -> starting ...      starting -> running: `mark_ready`
+        |          |-> finished   it exited and is not needed any more
+        |          |-> stopped    it exited with an error while the supervisor was stopping the run
         +----------+-> failed     it ended too often, or was not ready in time
 
-A `RoleRunner` is where a role runs: a process of this machine (`ProcessRunner`) or actors of a Ray cluster
-(`RayRunner`). `decide` is the policy of restarts for both.
+A `RoleRunner` runs a role: as a process on this machine (`ProcessRunner`) or as actors of a Ray cluster (`RayRunner`).
+`decide_restart` is the restart policy for both.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from async_grpo.errors import EXIT_CONFIG, AsyncGrpoError, RoleFailed, WaitTimeo
 from async_grpo.utils.child_process import signal_name
 
 TRAINER = "trainer"
-"""The name of the trainer's role; all others are rollout servers."""
+"""Name of the trainer's role; all other roles are rollout servers."""
 ACTIVE = ("starting", "running", "restarting")
-"""States of a role that runs, or is about to."""
+"""States of a role that runs or is about to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,15 @@ class RoleEnd:
     """How a role has ended."""
 
     code: int
-    """Exit code; -N: killed by signal N."""
+    """Exit code; -N after signal N."""
     explanation: str
     is_moved: bool = False
-    """True if it was stopped because its machine leaves: it is started elsewhere, which costs no restart."""
+    """True if it was stopped because its machine is being drained. It is started elsewhere, and this does not count as
+    a restart."""
 
 
 class RoleRunner(Protocol):
-    """Runs one role, one start after the other."""
+    """Runs one role, and can start it again after it has ended."""
 
     @property
     def name(self) -> str:
@@ -57,13 +58,13 @@ class RoleRunner(Protocol):
         ...
 
     @property
-    def restarts(self) -> int:
-        """How often the role may be started again in this invocation after it has died."""
+    def max_restarts(self) -> int:
+        """Maximum restarts after failures in this invocation."""
         ...
 
     @property
     def waits_for_room(self) -> bool:
-        """True while `start` waits for a machine; `stop` then ends it without a start."""
+        """True while `start` waits for a machine. `stop` then cancels the start."""
         ...
 
     @property
@@ -72,15 +73,15 @@ class RoleRunner(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start the role; waits for room on a cluster. Raises WaitTimeout."""
+        """Start the role; on a cluster, wait for room first. Raises WaitTimeout."""
         ...
 
     async def wait(self) -> RoleEnd:
-        """Wait until the role has ended and nothing of it is left."""
+        """Wait until the role and all of its processes have ended."""
         ...
 
     def stop(self) -> None:
-        """Send SIGTERM: the role finishes what it must and ends."""
+        """Send SIGTERM: the role saves its work and exits."""
         ...
 
     def kill(self) -> None:
@@ -88,12 +89,13 @@ class RoleRunner(Protocol):
         ...
 
     def stage(self) -> str:
-        """The stage of its start; "" if unknown."""
+        """Return the stage of its start; "" if unknown."""
         ...
 
 
 class RunProgress:
-    """The supervisor's view of its run. This default has none: a role that ends with 0 is done."""
+    """Progress of the run, as the supervisor needs it. This default has no information: a role that exits with 0 is
+    done."""
 
     async def is_trained(self) -> bool:
         """True if the last step has been trained."""
@@ -104,33 +106,42 @@ class RunProgress:
         return False
 
     async def expire_leases(self, server: str) -> None:
-        """Return the groups of a dead rollout server to the others. Here they wait until its leases expire."""
+        """Return the groups of a dead rollout server to the buffer. By default they wait until its leases expire."""
 
 
 class RestartDecision(Enum):
-    """What follows the end of a role."""
+    """Action after the end of a role."""
 
     DONE = "done"
     RESTART = "restart"
     GIVE_UP = "give up"
 
 
-def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int, limit: int) -> RestartDecision:
-    """Decide what follows the end of a role.
+def decide_restart(
+    *, code: int, stopping: bool, over: bool, needed: bool, restarts: int, limit: int
+) -> RestartDecision:
+    """Decide whether a role that has ended is restarted.
 
-    stopping: the supervisor asked for this end. over: nothing is left for this role to do. needed: the run cannot
-    finish without this role. restarts: how often this invocation has restarted it; limit: how often it may.
+    Args:
+        code: Exit code of the role.
+        stopping: True if the supervisor has stopped it.
+        over: True if nothing is left for this role to do; any end is then final.
+        needed: True if the run cannot finish without this role.
+        restarts: Restarts so far in this invocation.
+        limit: Maximum restarts per invocation.
 
-    A role that exits with 0 left on purpose and comes back only if the run needs it. Once there is nothing left to do,
-    any end is final. A role that ends with EXIT_CONFIG would end the same way again.
+    Exit code 0 means that the role left on purpose: it is restarted only if the run still needs it. EXIT_CONFIG means
+    that it would fail the same way again.
     """
     if stopping or over or (code == 0 and not needed):
         return RestartDecision.DONE
-    return RestartDecision.RESTART if restarts < limit and code != EXIT_CONFIG else RestartDecision.GIVE_UP
+    if restarts < limit and code != EXIT_CONFIG:
+        return RestartDecision.RESTART
+    return RestartDecision.GIVE_UP
 
 
 class Supervisor:
-    """The roles of one run that this command keeps."""
+    """Starts, restarts and stops the roles of a run that belong to this command."""
 
     def __init__(
         self,
@@ -145,13 +156,15 @@ class Supervisor:
         end_leftovers: Callable[[], object] = lambda: None,
     ) -> None:
         """Args:
+        runners: Roles that `watch` starts.
         spares: Servers that are started on demand.
-        restarts: Restarts of earlier invocations, by role.
-        warn: Gets the deaths of roles.
+        restarts: Restarts in earlier invocations, by role.
+        warn: Receives a message for each role that has failed.
         stop_timeout_s: Seconds from SIGTERM to SIGKILL.
-        sees_whole_run: False if other commands keep servers of the same run and nobody calls `mark_ready`: then a
-            server that leaves is never needed, and one that starts counts as one that runs.
-        end_leftovers: Ends processes that roles have shared, once all roles have ended.
+        progress: Progress of the run, for decisions about restarts.
+        sees_whole_run: False if other commands run servers of the same run and nobody calls `mark_ready`. Then a
+            server that exits is never needed, and one that is starting counts as running.
+        end_leftovers: Called after all roles have ended, to end processes that they shared.
         """
         self._runners = {runner.name: runner for runner in (*runners, *spares)}
         self._first = [runner.name for runner in runners]
@@ -164,16 +177,19 @@ class Supervisor:
         self._stopping = False
         self._retired: set[str] = set()
         self.given_up: dict[str, str] = {}
-        """Rollout server that was given up -> the reason."""
+        """Rollout server that was given up -> reason."""
         self._tasks: asyncio.TaskGroup | None = None
         self._ends: dict[str, asyncio.Future[RoleEnd]] = {}
-        """Role that has been started -> its end."""
+        """Role that has been started -> future with its end."""
         self._started_s: dict[str, float] = {}
         self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._first}
 
     async def watch(self) -> None:
-        """Start every role and wait until all have ended. Raises RoleFailed, or WaitTimeout for a role without room,
-        when the run cannot continue without a role."""
+        """Start all roles and wait until they have ended.
+
+        Raises RoleFailed if the run cannot continue without a role that has failed; WaitTimeout if the cluster has no
+        room for such a role.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 self._tasks = group
@@ -182,26 +198,30 @@ class Supervisor:
         except* AsyncGrpoError as failures:
             raise failures.exceptions[0] from None
 
-    def start_spare(self) -> str:
-        """Start the first spare server that does not run; returns its name, "" if there is none or the run ends."""
-        free = [name for name in self._spares if not self.is_active(name) and name not in self.given_up]
-        if not free or self._tasks is None or self._is_ending():
-            return ""
-        name = free[0]
+    def start_spare(self) -> str | None:
+        """Start the first idle spare server and return its name; None if there is none or the run is ending."""
+        idle = [name for name in self._spares if not self.is_active(name) and name not in self.given_up]
+        if not idle or self._tasks is None or self._is_ending():
+            return None
+
+        name = idle[0]
         self._retired.discard(name)
-        self.states[name] = RoleState(name, "starting", self.states[name].restarts if name in self.states else 0)
+        restarts = self.states[name].restarts if name in self.states else 0
+        self.states[name] = RoleState(name, "starting", restarts)
         self._tasks.create_task(self._run_with_restarts(self._runners[name]), name=f"run {name}")
         return name
 
     def retire_server(self, name: str) -> None:
-        """Stop a spare server for now: it stores its partials, gives its groups back and is not restarted."""
+        """Stop a spare server: it stores its partials and returns its groups. `start_spare` may start it again."""
         if self._tasks is not None and not self._is_ending() and name in self._spares and self.is_active(name):
             self._retired.add(name)
             self._tasks.create_task(self._terminate(name), name=f"retire {name}")
 
     def give_up_role(self, name: str, why: str) -> None:
-        """Stop a rollout server for good; the run continues with the others. Raises RoleFailed, with the reason `why`,
-        for the trainer and for the last server."""
+        """Stop a rollout server permanently; the run continues with the others.
+
+        Raises RoleFailed with the reason `why` for the trainer and for the last server.
+        """
         self._continue_without(name, why, self._other_servers(name, ACTIVE))
         if self._tasks is not None and not self._stopping:
             self._tasks.create_task(self._terminate(name), name=f"give up {name}")
@@ -211,11 +231,11 @@ class Supervisor:
         return name in self._spares and name not in self._retired
 
     def is_active(self, name: str) -> bool:
-        """True if the role runs, or is about to."""
+        """True if the role runs or is about to run."""
         return name in self.states and self.states[name].state in ACTIVE
 
     def mark_ready(self, name: str) -> float | None:
-        """Record that the role is ready. The first time since its start, returns the seconds that the start took."""
+        """Record that the role is ready. Returns the seconds that its start took; None if it was ready before."""
         role = self.states[name]
         if role.state != "starting" or name not in self._ends:
             return None
@@ -223,14 +243,14 @@ class Supervisor:
         return time.monotonic() - self._started_s[name]
 
     def live_states(self, usual_s: Callable[[str], float | None]) -> list[RoleState]:
-        """The states of all roles, with stage and duration of the start for those that are starting."""
-        found = []
+        """Return the states of all roles, with stage and duration of the start for those that are starting."""
+        states = []
         for name, role in self.states.items():
             if role.state == "starting" and name in self._ends:
-                stage, age_s = self._runners[name].stage(), time.monotonic() - self._started_s[name]
-                role = replace(role, stage=stage, since_s=age_s, usual_s=usual_s(name))
-            found.append(role)
-        return found
+                age_s = time.monotonic() - self._started_s[name]
+                role = replace(role, stage=self._runners[name].stage(), since_s=age_s, usual_s=usual_s(name))
+            states.append(role)
+        return states
 
     def pid(self, name: str) -> int | None:
         """PID of the role's process; None if it does not run on this machine."""
@@ -238,14 +258,16 @@ class Supervisor:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """Restarts by role, those of earlier invocations of this run included."""
+        """Restarts by role, including earlier invocations of this run."""
         return {name: state.restarts for name, state in self.states.items()}
 
     async def stop(self) -> None:
-        """Send SIGTERM to every role, wait, kill those that stay, and end the processes that they left. Idempotent."""
+        """Send SIGTERM to all roles, SIGKILL to those that still run after the timeout, and end their leftover
+        processes. Idempotent."""
         self._stopping = True
         for runner in self._runners.values():
             runner.stop()
+
         ends = dict(self._ends)
         if ends:
             await asyncio.wait(ends.values(), timeout=self._stop_timeout_s)
@@ -253,16 +275,19 @@ class Supervisor:
                 if not end.done():
                     self._runners[name].kill()
             await asyncio.gather(*ends.values())
+
+        # Only now: a role that still runs may need the processes that it shares with others.
         await asyncio.to_thread(self._end_leftovers)
 
     def kill(self) -> None:
-        """Send SIGKILL to all roles now; `stop` then has nothing to wait for."""
+        """Send SIGKILL to all roles immediately. `stop` then returns without waiting."""
         for runner in self._runners.values():
             runner.kill()
 
     async def _run_with_restarts(self, runner: RoleRunner) -> None:
-        """Run the role, and start it again as long as `decide` allows it."""
-        name, used = runner.name, 0
+        """Run the role, and restart it as long as `decide_restart` allows it."""
+        name = runner.name
+        used = 0
         while not self._stopping and name not in self.given_up:
             try:
                 end = await self._run_once(runner)
@@ -272,40 +297,44 @@ class Supervisor:
                     raise
                 self._continue_without(name, str(error), others)
                 return
+
             if end.is_moved and self._is_wanted(name):
                 self._set_state(name, "restarting")
                 self._warn(f"{end.explanation}; it is started elsewhere")
                 continue
+
             if end.code and name != TRAINER and not self._stopping:
-                # It could not give its groups back, and until their leases expire no other server continues them.
+                # A server that died has not returned its groups. Without this, no other server would continue them
+                # until their leases expire.
                 await self._progress.expire_leases(name)
 
-            decision = decide(
+            decision = decide_restart(
                 code=end.code,
                 stopping=not self._is_wanted(name),
                 over=name != TRAINER and not self._stopping and await self._progress.is_generated(),
                 needed=end.code != 0 or await self._is_needed(name),
                 restarts=used,
-                limit=runner.restarts,
+                limit=runner.max_restarts,
             )
             if decision is RestartDecision.DONE:
                 self._finish(name, end)
                 return
             if decision is RestartDecision.GIVE_UP:
-                # A server that still starts reads the same configuration, and would end in the same way.
-                same_fault = end.code == EXIT_CONFIG and self._sees_whole_run
-                able = self._other_servers(name, ("running",) if same_fault else ACTIVE)
-                self._continue_without(name, f"{end.explanation}. {_why_no_more(end.code, used)}", able)
+                # After a configuration error only servers that already run count: one that is still starting reads
+                # the same configuration and would fail the same way.
+                counted = ("running",) if end.code == EXIT_CONFIG and self._sees_whole_run else ACTIVE
+                others = self._other_servers(name, counted)
+                self._continue_without(name, f"{end.explanation}. {_explain_no_restart(end.code, used)}", others)
                 return
 
             used += 1
             self.states[name] = RoleState(name, "restarting", self.states[name].restarts + 1)
             self._warn(
-                f"{end.explanation}; restart {used} of {runner.restarts}",
+                f"{end.explanation}; restart {used} of {runner.max_restarts}",
                 failed_role=name,
-                **_how_it_ended(end.code),
+                **_exit_fields(end.code),
                 restart=used,
-                restart_limit=runner.restarts,
+                restart_limit=runner.max_restarts,
             )
 
     async def _run_once(self, runner: RoleRunner) -> RoleEnd:
@@ -316,26 +345,30 @@ class Supervisor:
         self._ends[name] = asyncio.ensure_future(runner.wait())
         if name not in self.given_up:
             self._set_state(name, "starting")
-        if not self._is_wanted(name):  # stopped, retired or given up while it was being started
+        if not self._is_wanted(name):
+            # The role was stopped, retired or given up while it was starting, before there was a process to signal.
             runner.stop()
+
+        # Shielded, and removed only after the end: if this task is cancelled, the role still runs, and `stop` must
+        # find its end here to wait for it.
         end = await asyncio.shield(self._ends[name])
-        del self._ends[name]  # not reached when cancelled: `stop` then still waits for the role
+        del self._ends[name]
         return end
 
     def _finish(self, name: str, end: RoleEnd) -> None:
         if name not in self.given_up:
             self._set_state(name, "stopped" if end.code and self._stopping else "finished")
         if name == TRAINER:
-            # The run is over: servers that have no room yet would wait for it in vain.
+            # The run is over. Servers still waiting for room would wait in vain.
             for runner in self._runners.values():
                 if runner.waits_for_room:
                     runner.stop()
 
     async def _terminate(self, name: str) -> None:
-        """Send SIGTERM to a retired server, and SIGKILL if it stays."""
+        """Send SIGTERM to a server, then SIGKILL after the timeout."""
         end = self._ends.get(name)
         if end is None:
-            return  # it is between two starts; `_run_once` stops the next
+            return  # between two starts; `_run_once` stops the next one
         self._runners[name].stop()
         await asyncio.wait([end], timeout=self._stop_timeout_s)
         if not end.done():
@@ -354,7 +387,7 @@ class Supervisor:
         )
 
     def _other_servers(self, name: str, states: Sequence[str]) -> list[str]:
-        """The other rollout servers that are in one of these states."""
+        """Return the other rollout servers that are in one of these states."""
         return [role.name for role in self.states.values() if role.name not in (TRAINER, name) and role.state in states]
 
     def _is_wanted(self, name: str) -> bool:
@@ -364,7 +397,8 @@ class Supervisor:
         return self._stopping or not self.is_active(TRAINER)
 
     async def _is_needed(self, name: str) -> bool:
-        """The run needs its trainer until every step is trained, and a rollout server until the trainer has left."""
+        """True for the trainer until all steps are trained, and for the last rollout server until the trainer has
+        finished."""
         if not self._sees_whole_run:
             return False
         if name == TRAINER:
@@ -375,12 +409,14 @@ class Supervisor:
         self.states[name] = replace(self.states[name], state=state)
 
 
-def _how_it_ended(code: int) -> dict[str, Any]:
-    """How a role has ended, for a JSON log."""
-    return {"signal": signal_name(-code)} if code < 0 else {"exit_code": code}
+def _exit_fields(code: int) -> dict[str, Any]:
+    """Return the log fields that describe how a role has ended."""
+    if code < 0:
+        return {"signal": signal_name(-code)}
+    return {"exit_code": code}
 
 
-def _why_no_more(code: int, used: int) -> str:
+def _explain_no_restart(code: int, used: int) -> str:
     if code == EXIT_CONFIG:
-        return "It is not restarted, because it would fail again: correct what it names"
+        return "It is not restarted, because it would fail again. Correct the setting that it names"
     return f"It has been restarted {used} times in this invocation, which is the limit. See its log"

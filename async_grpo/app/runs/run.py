@@ -95,7 +95,7 @@ class Run:
 
     def status(self) -> RunStatus:
         """State of the run. A held lock means that it is live, so the answer is right however the run ended."""
-        if self.folder.is_at_work():
+        if self.folder.has_live_process():
             return RunStatus.LIVE
         state = self.state()
         if state.finished_steps and state.finished_steps >= int(self.settings().get("steps") or 0):

@@ -43,7 +43,7 @@ def stop_run(run: Run, *, now: bool, timeout_s: float, say: Callable[[str], None
     names = ", ".join(str(process) for process in holders)
     say(f"asked process {names} to end; the trainer saves a checkpoint")
     deadline = time.monotonic() + timeout_s
-    while run.folder.is_at_work():
+    while run.folder.has_live_process():
         if time.monotonic() > deadline:
             raise WaitTimeout(f"process {names} to end", timeout_s, "`--now` does not wait for unfinished work")
         time.sleep(_LOOK_EVERY_S)
@@ -53,7 +53,7 @@ def stop_run(run: Run, *, now: bool, timeout_s: float, say: Callable[[str], None
 def _holders(run: Run) -> list[int]:
     """The processes that have a lock of the folder open for writing, by number, without those that one of them has
     forked. Who only looks reads it."""
-    locks = {os.path.realpath(lock) for lock in run.folder.locks()}
+    locks = {os.path.realpath(lock) for lock in run.folder.lock_files()}
     found: dict[int, set[int]] = {}
     for process in psutil.process_iter():
         try:

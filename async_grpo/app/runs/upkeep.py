@@ -140,7 +140,7 @@ async def carry_out(removal: Removal) -> int:
     cannot be reached; nothing of the run is deleted then.
     """
     run = removal.run
-    if run.folder.is_at_work():
+    if run.folder.has_live_process():
         raise ConfigError(f"{run.path} has become live. Stop it first; nothing of it is deleted")
     keys = 0
     if removal.redis is not None and await knows_run(removal.redis, run.name):

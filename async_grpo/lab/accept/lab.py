@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.app.launch.first_policy import prepare_model
-from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, last_error
+from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, find_last_error
 from async_grpo.app.launch.role_specs import trainer_environment
 from async_grpo.config import RunConfig, dump, validate
 from async_grpo.config.trainer import VLLM_PLATFORMS
@@ -145,7 +145,7 @@ class Lab:
         child, _ = self._children[side]
         child.tell(json.dumps({"ask": what, **facts}).encode() + b"\n")
         line = await child.read(f"the {side} program to {what}", LONGEST_ANSWER_S)
-        answer = json.loads(line) if line else {"error": last_error(self._log(side)) or "it ended without a word"}
+        answer = json.loads(line) if line else {"error": find_last_error(self._log(side)) or "it ended without a word"}
         if "error" in answer:
             await self.end(side)
             raise RoleFailed(f"{what}: {answer['error']} (logs/{self._log(side).name})")

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from async_grpo.app.launch.inputs import fetch, pin
+from async_grpo.app.launch.inputs import fetch_inputs, pin_inputs
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig, validate
 from async_grpo.data.jsonl import ALSO_TRAINED_ON
@@ -121,7 +121,7 @@ async def evaluate(
     and rewards.
     """
     check_completion_length(config, policy)
-    config = await asyncio.to_thread(fetch, pin(config, planning=True), say, ("data.path",))
+    config = await asyncio.to_thread(fetch_inputs, pin_inputs(config, planning=True), say, ("data.path",))
     # The run held out only `eval.prompts` prompts. The source needs that number to leave out the ones it trained on.
     held_out_by_run = config.eval.prompts
     config = hold_out_prompts(config, plan.prompts)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.app.launch.first_policy import check_model, prepare_model
-from async_grpo.app.launch.inputs import pin
-from async_grpo.app.launch.run_folder import RunFolder, changed_keys, find_run, named_folder, run_name
+from async_grpo.app.launch.inputs import pin_inputs
+from async_grpo.app.launch.run_folder import RunFolder, changed_keys, find_named_folder, find_run, run_name
 from async_grpo.config import RunConfig, load
 from async_grpo.data import make_source
 from async_grpo.data.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def load_chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path |
 
     Raises ConfigError if no run or two runs are named, or if `run_dir` is not the folder of a run.
     """
-    folder = named_folder(path, overrides, run_dir)
+    folder = find_named_folder(path, overrides, run_dir)
     if folder is not None:
         if not folder.config_file.is_file():
             raise ConfigError(f"{folder.path} is not the folder of a run (it has no {folder.config_file.name})")
@@ -75,7 +75,7 @@ def load_chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path |
     if path is None:
         raise ConfigError("which run? Give its folder, such as runs/NAME, or the CONFIG (and -o) it was started with")
     config = load(path, overrides)
-    config = pin(config.model_copy(update={"name": run_name(config.name, overrides)}), planning=True)
+    config = pin_inputs(config.model_copy(update={"name": run_name(config.name, overrides)}), planning=True)
     return config, RunFolder(config.run_dir)
 
 

@@ -216,7 +216,7 @@ class SweepRunner:
             asyncio.get_running_loop().call_later(self._patience_s, self._kill)
         self.stopping = True
         for run in self._running.values():
-            run.role.ask_to_stop()
+            run.role.terminate()
 
     async def _fill(self) -> bool:
         """Start as many runs as there is room for; False if no run is left to wait for."""
@@ -230,14 +230,14 @@ class SweepRunner:
 
     async def _start(self, point: Point, environment: dict[str, str]) -> None:
         log = self._folder.log(point.name)
-        spec = RoleSpec(point.name, self._argv(point), log, restarts=0, env={**_WIDE, **environment})
+        spec = RoleSpec(point.name, self._argv(point), log, max_restarts=0, env={**_WIDE, **environment})
         role = await RoleProcess.start(spec, f"sweep {self._folder.path.name}")
         run = _Run(point, role, RowFollower(point.config.run_dir / "metrics.jsonl"), time.monotonic())
         run.look()
         run.begun_at = run.step
         self._running[asyncio.create_task(role.wait(), name=f"run {point.name}")] = run
         if self.stopping:  # asked for while it was being started
-            role.ask_to_stop()
+            role.terminate()
 
     def _note_end(self, task: asyncio.Task[int]) -> None:
         run = self._running.pop(task)

@@ -38,7 +38,7 @@ class KnownRun:
     def sign(self) -> tuple[Any, ...]:
         """A value that changes when the run writes, starts or ends."""
         stats = [(path.name, path.stat()) for pattern in SIGNS for path in self.run.path.glob(pattern)]
-        return (self.run.folder.is_at_work(), *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+        return (self.run.folder.has_live_process(), *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
 
     def brief(self, budget_s: float = READ_S) -> dict[str, Any]:
         """The figures of the run in the list. `read` is the share of its steps that has been read; while it is below 1,

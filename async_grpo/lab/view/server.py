@@ -129,4 +129,4 @@ def _sizes(run_dir: Path) -> dict[str, int]:
     """Size of each file that a live run writes, and 1 for `run.lock` while it is held, else 0."""
     found = [path for pattern in WRITTEN for path in run_dir.glob(pattern)]
     sizes = {str(path.relative_to(run_dir)): path.stat().st_size for path in found}
-    return {**sizes, "run.lock": int(RunFolder(run_dir).is_at_work())}
+    return {**sizes, "run.lock": int(RunFolder(run_dir).has_live_process())}

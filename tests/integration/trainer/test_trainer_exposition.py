@@ -193,7 +193,7 @@ def teach(exposed: MetricsServer) -> None:
     """Heartbeats of a server that makes 1,000 tokens a second with 8 samples, whatever its number."""
     for second in range(20):
         beat = ServerBeat(name="rollout-0", pid=1, version=0, running=8, tokens_per_s=1000.0, time_s=float(second))
-        exposed.demand.beats([beat])
+        exposed.demand.add_heartbeats([beat])
 
 
 def test_wanted_servers_are_shown_once_enough_was_measured(shown: tuple[MetricsServer, str], config: RunConfig) -> None:

@@ -13,7 +13,7 @@ from async_grpo.data.tokenizer import find_tokenizer
 from async_grpo.errors import ConfigError, DataError
 
 
-def data_files(data: DataConfig) -> dict[str, Path]:
+def list_data_files(data: DataConfig) -> dict[str, Path]:
     """Configuration key -> data file that the run reads."""
     if data.kind != "jsonl":
         return {}
@@ -31,7 +31,7 @@ def find_rejected_rows(config: RunConfig) -> Rejections:
     return Rejections()
 
 
-def prompt_lengths(config: RunConfig, policy: Path) -> PromptLengths | None:
+def count_prompt_lengths(config: RunConfig, policy: Path) -> PromptLengths | None:
     """Return the lengths of the prompts in tokens of this policy; None for data other than JSON lines.
 
     Raises DataError if every prompt is too long.
@@ -53,6 +53,6 @@ def check_data(config: RunConfig) -> None:
 def check_prompts(config: RunConfig, policy: Path) -> str:
     """Return the lengths of the prompts, in words. Raises ConfigError if every prompt is too long."""
     try:
-        return str(prompt_lengths(config, policy) or "not counted: they are not JSON lines")
+        return str(count_prompt_lengths(config, policy) or "not counted: they are not JSON lines")
     except DataError as error:
         raise ConfigError(str(error)) from None

@@ -1,6 +1,6 @@
 """Tries what users have written on the first rows of their data, before a run starts.
 
-    first_rows --answers, and a wrong one--> every reward function: one that raises for all of them judges nothing
+    read_first_rows --answers, and a wrong one--> every reward function: one that raises for all of them judges nothing
     first row  --scripted policy-----------> workflow: mistakes in its code show here, not after the engine's start
 
 A verifier may raise to say that it cannot judge, and a tool may be away for a moment: neither refuses a run by itself.
@@ -77,7 +77,7 @@ async def _try_verifiers(pool: RewardPool, names: Sequence[str], rows: Sequence[
             )
 
 
-def first_rows(config: RunConfig, count: int) -> list[RewardInput]:
+def read_first_rows(config: RunConfig, count: int) -> list[RewardInput]:
     """The first rows of the training data, each with its answer as completion; [] if the data are not here or cannot be
     read, which other checks report."""
     with contextlib.suppress(DataError, OSError):
@@ -119,7 +119,7 @@ def check_workflow(config: RunConfig, model: Path | None) -> None:
         return
     tokenizer = find_tokenizer(model, "model.path")
     workflow = make_workflow(config.rollout, tokenizer)
-    rows = first_rows(config, 1)
+    rows = read_first_rows(config, 1)
     if is_plugin(name) and rows:
         asyncio.run(_try_workflow(config, workflow, tokenizer, rows[0]))
 

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from async_grpo.app.launch.plan import load_run_config
-from async_grpo.app.launch.role_specs import EXIT_STOPPED, stoppable
+from async_grpo.app.launch.role_specs import EXIT_STOPPED, make_stoppable
 from async_grpo.config import RunConfig, dump
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
 from async_grpo.utils.text import short_digest
@@ -70,7 +70,7 @@ def resolve_for_cluster(path: Path, overrides: Sequence[str], steps: int | None)
     return load_run_config(path, told, steps)
 
 
-def objects(config: RunConfig) -> list[Object]:
+def make_objects(config: RunConfig) -> list[Object]:
     """What is applied, in this order. `config` is that of `resolve_for_cluster`."""
     name = object_name(config)
     site = config.launch.kubernetes
@@ -94,21 +94,24 @@ def objects(config: RunConfig) -> list[Object]:
     return found
 
 
-def apply(config: RunConfig) -> str:
-    """Have kubectl apply the objects; returns what it says. Raises DependencyError without it, ConfigError if it or the
-    cluster refuses."""
+def apply_objects(config: RunConfig) -> str:
+    """Apply the objects with kubectl and return its output.
+
+    Raises DependencyError without kubectl, ConfigError if kubectl or the cluster rejects them.
+    """
     if shutil.which("kubectl") is None:
         raise DependencyError(
-            "kubectl is not on the PATH. Install it, or print the objects by --dry-run and apply them"
+            "kubectl is not on the PATH. Install it, or print the objects with --dry-run and apply them yourself"
         )
     argv = ["kubectl", "apply", "--server-side", "-f", "-"]
-    ended = subprocess.run(argv, input=text(config), capture_output=True, text=True, timeout=_APPLY_S, check=False)
-    if ended.returncode:
+    manifest = dump_objects(config)
+    result = subprocess.run(argv, input=manifest, capture_output=True, text=True, timeout=_APPLY_S, check=False)
+    if result.returncode:
         raise ConfigError(
-            f"kubectl apply refused: {ended.stderr.strip()}. The trainer needs the JobSet operator, and an autoscaler "
-            "(launch.kubernetes.max_servers) KEDA"
+            f"kubectl apply failed: {result.stderr.strip()}. The trainer needs the JobSet operator, and autoscaling "
+            "(launch.kubernetes.max_servers) needs KEDA"
         )
-    return ended.stdout
+    return result.stdout
 
 
 class _Readable(yaml.SafeDumper):
@@ -124,9 +127,9 @@ class _Readable(yaml.SafeDumper):
 _Readable.add_representer(str, _Readable.represent_str)
 
 
-def text(config: RunConfig) -> str:
+def dump_objects(config: RunConfig) -> str:
     """The objects as YAML documents."""
-    return yaml.dump_all(objects(config), Dumper=_Readable, sort_keys=False, width=120, explicit_start=True)
+    return yaml.dump_all(make_objects(config), Dumper=_Readable, sort_keys=False, width=120, explicit_start=True)
 
 
 def object_name(config: RunConfig) -> str:
@@ -196,7 +199,7 @@ def _trainer(config: RunConfig, name: str) -> Object:
     container = _container(
         config,
         "trainer",
-        ["bash", "-c", stoppable(f"async-grpo trainer {CONFIG_FILE}")],
+        ["bash", "-c", make_stoppable(f"async-grpo trainer {CONFIG_FILE}")],
         platform=config.trainer.platform,
         devices=config.trainer.processes_per_node,
         resources=config.launch.kubernetes.trainer,

@@ -42,7 +42,7 @@ from async_grpo.utils.private_names import check_private_names
 from trainer.platform import select_platform
 
 NAMESPACE = "async-grpo"
-LOOK_EVERY_S = 2.0
+POLL_EVERY_S = 2.0
 GRACE_S = 20.0
 """Seconds beyond launch.stop_timeout_s that an actor has to report the end of its role."""
 LOST = 1
@@ -54,7 +54,7 @@ Bundles = list[dict[str, float]]
 """Ray resources of each node of a role."""
 
 
-def plan(config: RunConfig, servers: int) -> dict[str, Bundles]:
+def plan_bundles(config: RunConfig, servers: int) -> dict[str, Bundles]:
     """Role -> the bundles of its placement group. Raises ConfigError without redis.url."""
     check_reachable(config, one_machine=True)
     asked, trainer, limits = config.launch.ray, config.trainer, config.rollout.limits
@@ -71,7 +71,7 @@ def _devices(platform: str, count: int) -> dict[str, float]:
     return {} if resource is None else {resource: count}
 
 
-def launch(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> int:
+def launch_run(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> int:
     """Start or resume the run and wait for its end.
 
     `servers`: number of rollout servers, instead of `rollout.servers`. If the run has a trainer already, they are added
@@ -80,7 +80,7 @@ def launch(config: RunConfig, servers: int | None, say: Callable[[str], None]) -
     Returns 0, or 130 after SIGTERM or Ctrl-C. Raises ConfigError before anything is started, DependencyError without
     Ray, RoleFailed or WaitTimeout when the trainer, or every server, was given up.
     """
-    groups = plan(config, config.rollout.servers if servers is None else servers)
+    groups = plan_bundles(config, config.rollout.servers if servers is None else servers)
     with _connected(config) as ray:
         there = _actor(ray, config, f"{TRAINER}-0") is not None
         if there and not servers:
@@ -97,7 +97,7 @@ def launch(config: RunConfig, servers: int | None, say: Callable[[str], None]) -
         return asyncio.run(RayJob(config, ray, named, say).run())
 
 
-def remove(config: RunConfig, server: str) -> None:
+def remove_server(config: RunConfig, server: str) -> None:
     """Stop one rollout server, which gives its work back first. Raises ConfigError if it is not there."""
     with _connected(config) as ray:
         actor = _actor(ray, config, server)
@@ -115,7 +115,7 @@ class RayRunner:
     def __init__(self, config: RunConfig, ray: Any, name: str, bundles: Bundles, say: Callable[[str], None]) -> None:
         limits = config.launch.restarts
         self.name = name
-        self.restarts = limits.trainer if name == TRAINER else limits.rollout
+        self.max_restarts = limits.trainer if name == TRAINER else limits.rollout
         self.waits_for_room = False
         self.pid = None
         self.placed = asyncio.Event()
@@ -289,7 +289,7 @@ class RayJob:
         from ray._private.state import state
 
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
             leaving = set(await asyncio.to_thread(state.get_draining_nodes))
             for runner in self._runners.values():
                 if runner.nodes & leaving:

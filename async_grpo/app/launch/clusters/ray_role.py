@@ -31,7 +31,7 @@ class RayRole:
         """Send SIGTERM, wait, and send SIGKILL after `timeout_s`. A role that has not begun ends as soon as it does."""
         self.stopping.set()
         if self.process is not None:
-            self.process.ask_to_stop()
+            self.process.terminate()
         if not self._ended.wait(timeout_s) and self.process is not None:
             self.process.kill()
 
@@ -40,6 +40,6 @@ async def _run(role: RayRole, spec: RoleSpec, run: str) -> tuple[int, str]:
     """What `RayRole.run` does. Outside: Ray calls every method of a class with coroutines in its own loop."""
     role.process = process = await RoleProcess.start(spec, run)
     if role.stopping.is_set():
-        process.ask_to_stop()
+        process.terminate()
     code = await process.wait()
     return code, process.explain(code)

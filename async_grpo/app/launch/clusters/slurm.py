@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from async_grpo.app.launch.node_plan import check_reachable
-from async_grpo.app.launch.role_specs import EXIT_STOPPED, stoppable
+from async_grpo.app.launch.role_specs import EXIT_STOPPED, make_stoppable
 from async_grpo.app.launch.run_folder import open_run, write_config
 from async_grpo.config import RunConfig
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
@@ -77,7 +77,7 @@ fi
 """
 
 
-def jobs(config: RunConfig, servers: int, *, trainer: bool = True) -> dict[str, str]:
+def make_job_scripts(config: RunConfig, servers: int, *, trainer: bool = True) -> dict[str, str]:
     """Role -> its batch script, in the order in which they are submitted. Raises ConfigError for a run whose roles
     could not reach each other."""
     check_reachable(config)
@@ -122,7 +122,7 @@ def _show_npus(config: RunConfig, platform: Platform) -> str:
     return _SHOW_NPUS.format(gres=gres) if platform.name == "npu" and gres else ""
 
 
-def submit(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> None:
+def submit_run(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> None:
     """Submit the jobs of the run, or, if its trainer is queued or running already, an array of more servers.
 
     Raises ConfigError for a run that cannot be started like this, before anything is written or submitted, and
@@ -139,14 +139,16 @@ def submit(config: RunConfig, servers: int | None, say: Callable[[str], None]) -
             f"the trainer of {config.name} is job {there[0]} already. Pass --servers N to add N rollout servers, or "
             f"stop the run first: {_stop(config)}"
         )
-    scripts = jobs(config, config.rollout.servers if servers is None else servers, trainer=not there)
+    scripts = make_job_scripts(config, config.rollout.servers if servers is None else servers, trainer=not there)
     folder = open_run(config)
     write_config(folder, config, for_roles=config)
     _folder(config).mkdir(exist_ok=True)
     submitted = {"trainer": there[0]} if there else {}
     for role, script in scripts.items():
         file = write_atomic(_folder(config) / f"{role}.sbatch", script)
-        submitted[role] = _slurm("sbatch", "--parsable", *dependency(role, submitted), str(file)).split(";")[0].strip()
+        submitted[role] = (
+            _slurm("sbatch", "--parsable", *dependency_options(role, submitted), str(file)).split(";")[0].strip()
+        )
         say(f"{role}: job {submitted[role]} ({file})")
     say(f"logs: {_folder(config)}; queue: squeue --me; a server less: scancel JOB_TASK; stop the run: {_stop(config)}")
 
@@ -156,7 +158,7 @@ def _stop(config: RunConfig) -> str:
     return f"scancel --me --name={_job(config, 'trainer')},{_job(config, 'rollout')}"
 
 
-def dependency(role: str, submitted: Mapping[str, str]) -> list[str]:
+def dependency_options(role: str, submitted: Mapping[str, str]) -> list[str]:
     """The option of sbatch that lets a job wait: servers until the trainer's has begun, the report until its end."""
     kind = {"rollout": "after", "report": "afterok"}.get(role)
     return [f"--dependency={kind}:{submitted['trainer']}"] if kind else []
@@ -186,7 +188,7 @@ def _script(
         config=shlex.quote(str(_run_dir(config) / "config.yaml")),
         folder=shlex.quote(str(folder)),
         name="rollout-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID" if array else role,
-        task=shlex.quote(stoppable(task)),
+        task=shlex.quote(make_stoppable(task)),
         stopped=EXIT_STOPPED,
         fault=EXIT_CONFIG,
         restarts=restarts,

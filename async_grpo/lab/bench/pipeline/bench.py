@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from async_grpo.app.launch.role_process import cores_here
+from async_grpo.app.launch.role_process import available_cores
 from async_grpo.errors import ConfigError
 from async_grpo.lab.bench.measure import Measurement, Picture, final_load
 from async_grpo.lab.bench.pipeline.observe import (
@@ -118,7 +118,7 @@ async def measure(
     """
     configure_logging("bench")
     chosen = checked_options(quick=quick, **options)
-    split = split_cores(cores_here(), chosen.cores)
+    split = split_cores(available_cores(), chosen.cores)
     beside = speed_beside(split)
     with _folder(out, lambda line: progress.console.print(line, markup=False, soft_wrap=True)) as folder:
         shape = TINY if chosen.quick else POLICY

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from async_grpo.app.cli.main import app
 from async_grpo.app.launch import first_policy, single_role
 from async_grpo.app.launch.first_policy import prepare_model
-from async_grpo.app.launch.inputs import fetch, pin
+from async_grpo.app.launch.inputs import fetch_inputs, pin_inputs
 from async_grpo.app.launch.plan import load_run_config, plan_run
 from async_grpo.app.launch.plan_table import plan_table
 from async_grpo.app.launch.run_folder import RunFolder, open_run, write_config
@@ -108,7 +108,7 @@ def test_a_bare_machine_takes_the_commits_of_the_copy(hub: HubServer, config_fil
 
     move_on(hub)
     bare = load_run_config(config_file, [store]).model_copy(update={"runs_dir": tmp_path / "another machine"})
-    assert pin(bare).model.path == config.model.path
+    assert pin_inputs(bare).model.path == config.model.path
 
 
 async def test_the_first_policy_is_the_downloaded_one(hub: HubServer, config_file: Path) -> None:
@@ -123,10 +123,10 @@ def test_everything_starts_without_the_hub_after_the_first_time(
 ) -> None:
     from huggingface_hub import constants
 
-    first = fetch(resolve(config_file, []), print)
+    first = fetch_inputs(resolve(config_file, []), print)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
-    assert fetch(resolve(config_file, []), print) == first
+    assert fetch_inputs(resolve(config_file, []), print) == first
     assert hub.requests == []
 
 
@@ -139,7 +139,7 @@ def resolve(file: Path, overrides: Sequence[str], steps: int | None = None) -> R
 
 def begun(config: RunConfig) -> RunFolder:
     folder = open_run(config)
-    write_config(folder, config, for_roles=fetch(config, print))
+    write_config(folder, config, for_roles=fetch_inputs(config, print))
     return folder
 
 
@@ -158,7 +158,7 @@ def test_a_reference_by_id_is_pinned_fetched_and_checked(
     ).output.replace("\n", "")
     config = resolve(config_file, REFERENCE)
     assert str(config.trainer.reference.path) == f"acme/ref@{FIRST}"
-    reference = fetch(config, print).trainer.reference.path
+    reference = fetch_inputs(config, print).trainer.reference.path
     assert reference is not None and (reference / "model.safetensors").is_file()
     make_random_model(SHAPE.model_copy(update={"hidden_size": 32}), ["1 + 1"], tmp_path / "small", 1)
     with pytest.raises(ConfigError, match=r"trainer\.reference\.path .*small"):
@@ -227,7 +227,7 @@ async def test_a_model_made_for_data_of_a_hub_is_found_again(
     settings = yaml.safe_load(config_file.read_text()) | {"model": {"random": SHAPE.model_dump()}}
     config_file.write_text(yaml.safe_dump(settings))
     config = resolve(config_file, [])
-    assert await prepare_model(config, print) == await prepare_model(fetch(config, print), print)
+    assert await prepare_model(config, print) == await prepare_model(fetch_inputs(config, print), print)
 
 
 def test_a_sweep_keeps_its_commits(hub: HubServer, config_file: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_sweep_keeps_its_commits(hub: HubServer, config_file: Path) -> None:
 
 
 def test_what_is_in_the_cache_is_checked_before_a_start(hub: HubServer, config_file: Path) -> None:
-    fetch(resolve(config_file, []), print)
+    fetch_inputs(resolve(config_file, []), print)
     assert "not here yet" not in invoke("run", config_file, "--dry-run").output
     row = next(check for check in checks_of_run(load(config_file)) if "first_row" in repr(check))()
     assert "prompt 'What is 0 + 0?', answer '0'" in row.found

@@ -109,11 +109,11 @@ async def test_a_server_that_cannot_be_ready_during_a_replay_has_its_time_again_
         watched.monitor._supervisor.states["rollout-0"] = RoleState("rollout-0", "starting", 0)
         for version in range(4):
             await board.report_replay(ReplayProgress(epoch=2, version=version, target=9))
-            await watched.monitor.look()
+            await watched.monitor.poll()
             await asyncio.sleep(0.25)
         await asyncio.sleep(0.25)
         with pytest.raises(RoleFailed, match=r"rollout-0 .*0\.4 s"):
-            await watched.monitor.look()
+            await watched.monitor.poll()
     await board.aclose()
 
 
@@ -124,8 +124,8 @@ async def test_new_warnings_of_the_trainer_are_shown_once(tmp_path: Path) -> Non
         rows.write({"kind": "warning", "step": 0, "time_s": time.time() - 60, "message": "of an earlier invocation"})
         async with watching(config) as watched:
             rows.write({"kind": "warning", "step": 0, "time_s": time.time(), "message": "cannot listen"})
-            await watched.monitor.look()
-            await watched.monitor.look()
+            await watched.monitor.poll()
+            await watched.monitor.poll()
         rows.close()
     assert watched.said == ["trainer: cannot listen"]
 
@@ -194,7 +194,7 @@ async def test_the_loop_goes_on_while_a_server_that_died_starts_slowly(
             assert server.pid is not None
             first = server.pid
             os.kill(first, signal.SIGKILL)
-            keeping, longest_s, last_s = asyncio.create_task(watched.monitor.keep_server()), 0.0, time.monotonic()
+            keeping, longest_s, last_s = asyncio.create_task(watched.monitor.keep_server_alive()), 0.0, time.monotonic()
             while server.pid == first or not answers(server):
                 await asyncio.sleep(0.01)
                 longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
@@ -210,7 +210,7 @@ async def test_a_full_disk_is_named_and_the_server_goes_on_when_there_is_space(d
         async with watching(config_of(disk, server.start(), timeout_s=30.0), server) as watched:
             filler = leave_free(disk, 6)
             await asyncio.to_thread(fill_up, server.url)
-            keeping = asyncio.create_task(watched.monitor.keep_server())
+            keeping = asyncio.create_task(watched.monitor.keep_server_alive())
             await watched.until(lambda: watched.said or keeping.done(), "what is wrong")
             assert f"disk full at {disk / 'server'}, " in watched.said[0]
             assert " MB free; the run waits 30 s for space" in watched.said[0]
@@ -238,7 +238,7 @@ async def test_a_disk_that_stays_full_ends_the_run_by_name(disk: Path, fsync: st
             assert fsync == "always" or server.alive()
             with pytest.raises(ServerLost, match=rf"disk full at {disk}/server, \d\.\d MB free, for 1 s.* resumes"):
                 async with asyncio.timeout(60):
-                    await watched.monitor.keep_server()
+                    await watched.monitor.keep_server_alive()
     finally:
         server.stop()
 

@@ -210,7 +210,7 @@ async def test_a_role_that_refuses_its_configuration_is_not_restarted(
 ) -> None:
     said: list[str] = []
     files = ["--config", str(tmp_path / "gone.yaml"), "--model", str(tmp_path)]
-    role = RoleSpec("trainer", [sys.executable, "-m", module, *files, *more], tmp_path / "role.log", restarts=3)
+    role = RoleSpec("trainer", [sys.executable, "-m", module, *files, *more], tmp_path / "role.log", max_restarts=3)
     with pytest.raises(RoleFailed, match=r"exit code 78: ConfigError"):
         await supervisor(tmp_path, role, said=said).watch()
     assert said == []
@@ -277,7 +277,7 @@ async def test_a_run_goes_on_with_the_servers_that_it_has(tmp_path: Path) -> Non
     keeper.give_up_role("rollout-1", "rollout-1 has not been ready for 1 s")
     await until_failed("rollout-1")
     assert set(keeper.given_up) == {"rollout-1", "rollout-2"}
-    assert keeper.start_spare() == "", "a spare that was given up would fail again"
+    assert keeper.start_spare() is None, "a spare that was given up would fail again"
     assert len(said) == 2 and not watching.done()
     for name in ("rollout-0", "trainer"):  # the last server, and the trainer
         with pytest.raises(RoleFailed, match=f"{name} has not"):
@@ -379,7 +379,7 @@ async def test_spare_servers_start_leave_and_start_again_and_stop_with_the_other
         warn=warn_by(said.append),
         stop_timeout_s=0.5,
     )
-    assert keeper.start_spare() == ""  # nothing runs yet
+    assert keeper.start_spare() is None  # nothing runs yet
     watching = asyncio.create_task(keeper.watch())
 
     async def until(name: str, *, runs: bool) -> None:
@@ -389,7 +389,7 @@ async def test_spare_servers_start_leave_and_start_again_and_stop_with_the_other
 
     await until("trainer", runs=True)
     assert set(keeper.states) == {"trainer"}
-    assert [keeper.start_spare() for _ in range(3)] == ["one", "two", ""]
+    assert [keeper.start_spare() for _ in range(3)] == ["one", "two", None]
     await first_line(tmp_path / "two.log")
     for name in ("one", "two"):  # one obeys, the other is killed at the deadline
         await until(name, runs=True)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
 from async_grpo.app.launch import plan as run_plan
-from async_grpo.app.launch.memory_plan import device_plan
+from async_grpo.app.launch.memory_plan import plan_devices
 from async_grpo.config import RunConfig, load
 from async_grpo.utils.text import GIB
 from trainer.platform import base
@@ -126,11 +126,11 @@ ON_DEVICES = sorted(path.stem for path in CONFIGS.glob("qwen*.yaml"))
 
 @pytest.mark.parametrize("name", ON_DEVICES)
 def test_a_shipped_layout_fits_and_one_of_fewer_pipeline_stages_would_not(name: str) -> None:
-    planned = device_plan(read(name))
+    planned = plan_devices(read(name))
     assert planned is not None and planned.trainer_gib is not None and planned.engine_gib is not None
     planned.check()
     if read(name).trainer.pipeline_parallel > 1:
-        flatter = device_plan(load(CONFIGS / f"{name}.yaml", ["trainer.pipeline_parallel=1"]))
+        flatter = plan_devices(load(CONFIGS / f"{name}.yaml", ["trainer.pipeline_parallel=1"]))
         assert flatter is not None and flatter.trainer is not None
         assert flatter.trainer.total > planned.trainer_gib * GIB
 

@@ -27,32 +27,32 @@ def test_restarts_follow_deaths_and_not_ends(folder: RunFolder) -> None:
     write(folder, "trainer-0", "start", "error", "start", "end", "start", "start", "error")
     write(folder, "rollout-a", "start", "start", "start", "end")
     write(folder, "rollout-b", "start", "end")
-    assert folder.restarts() == {"trainer": 2, "rollout-a": 2}
-    assert RunFolder(folder.path / "none").restarts() == {"trainer": 0}
+    assert folder.count_restarts() == {"trainer": 2, "rollout-a": 2}
+    assert RunFolder(folder.path / "none").count_restarts() == {"trainer": 0}
 
 
 def test_the_run_fails_with_its_trainer_or_with_its_last_server(folder: RunFolder) -> None:
     write(folder, "trainer-0", "start", "end")
     write(folder, "rollout-a", "start")
     write(folder, "rollout-b", "start", "end")
-    assert folder.role_failure() == ""
+    assert folder.find_role_failure() == ""
     write(folder, "rollout-b", "start", "error")
-    assert folder.role_failure() == "rollout-b: TrainingError: loss is nan"
+    assert folder.find_role_failure() == "rollout-b: TrainingError: loss is nan"
     write(folder, "trainer-0", "start")
-    assert folder.role_failure().startswith("trainer-0 ended")
+    assert folder.find_role_failure().startswith("trainer-0 ended")
 
 
 def test_a_role_at_work_has_not_failed(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_GRPO_ROLE_HISTORY", "")  # put back afterwards
-    folder.begin("trainer-0")
-    assert folder.role_failure() == ""
+    folder.register_role("trainer-0")
+    assert folder.find_role_failure() == ""
 
 
 def test_the_last_words_of_a_role_are_kept_without_secrets(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder.path / "roles" / "trainer-0.jsonl"
     monkeypatch.setenv("ASYNC_GRPO_ROLE_HISTORY", str(file))
     report_fatal(TrainingError("loss is nan; password=hunter2"))
-    assert folder.role_failure().startswith("trainer-0: TrainingError: loss is nan; password=")
+    assert folder.find_role_failure().startswith("trainer-0: TrainingError: loss is nan; password=")
     assert "hunter2" not in file.read_text()
 
 

@@ -15,8 +15,8 @@ from async_grpo.telemetry.servers_wanted import (
     Rates,
     ServerDemand,
     StepWork,
-    fitted,
-    lag_of,
+    fit_token_times,
+    generation_lag,
     servers_wanted,
     step_period,
 )
@@ -73,13 +73,13 @@ def test_a_trainer_that_streams_hides_its_work_behind_the_generation() -> None:
 )
 def test_the_lag_follows_the_window_and_the_selector(policy: dict[str, Any], lag: int) -> None:
     window = StalenessWindow(policy.pop("max_staleness"), 8, 80)
-    assert lag_of(ReplayPolicy(window, **policy)) == lag
+    assert generation_lag(ReplayPolicy(window, **policy)) == lag
 
 
 def test_speeds_that_a_load_cannot_explain_do_not_depend_on_it() -> None:
-    assert fitted([(4, 0.02), (8, 0.01)]) == (0.015, 0.0)
-    assert fitted([(4, 0.01), (8, 0.03)]) == (0.0, pytest.approx(0.02 / 6))
-    assert fitted([(8, 0.02), (8, 0.02)]) == (0.01, 0.00125)  # told by another number of servers
+    assert fit_token_times([(4, 0.02), (8, 0.01)]) == (0.015, 0.0)
+    assert fit_token_times([(4, 0.01), (8, 0.03)]) == (0.0, pytest.approx(0.02 / 6))
+    assert fit_token_times([(8, 0.02), (8, 0.02)]) == (0.01, 0.00125)  # told by another number of servers
 
 
 def beat(time_s: float, running: int) -> ServerBeat:
@@ -95,26 +95,26 @@ def test_speeds_are_learned_from_heartbeats_and_the_work_from_rows() -> None:
     learned = demand()
     for second in range(24 * BLOCK_BEATS):
         for _ in range(2):  # a heartbeat that is read twice counts once
-            learned.beats([beat(float(second), 4 + 4 * (second // (4 * BLOCK_BEATS) % 3))])
+            learned.add_heartbeats([beat(float(second), 4 + 4 * (second // (4 * BLOCK_BEATS) % 3))])
     row = {"step_s": 5.0, "wait_s": 4.0, "completion_tokens_mean": 100.0, "completion_tokens_max": 180, "staleness": 0}
-    assert learned.wanted() is None  # no step is known
+    assert learned.estimate_servers() is None  # no step is known
     for step in range(3):
-        learned.step(row | {"step": step})
-    learned.step(row | {"replayed": True, "step_s": 500.0})
-    learned.step({"step_s": 1.0, "wait_s": 0.5})  # a step without a batch
+        learned.add_step(row | {"step": step})
+    learned.add_step(row | {"replayed": True, "step_s": 500.0})
+    learned.add_step({"step_s": 1.0, "wait_s": 0.5})  # a step without a batch
     found = learned.rates()
     assert found is not None
     assert (found.token_s, found.load_s) == (pytest.approx(0.01, rel=0.2), pytest.approx(0.001, rel=0.2))
     assert found.steps == [StepWork(1.0, 6400.0, 180)] * 3
     assert found.lag == 0  # effective S
-    assert learned.wanted(most=2) == 2
+    assert learned.estimate_servers(most=2) == 2
 
 
 def test_servers_that_do_nothing_say_nothing() -> None:
     learned = demand()
     for second in range(40):
-        learned.beats([beat(float(second), 8 if second % 8 == 0 else 0)])  # bursts shorter than a heartbeat
+        learned.add_heartbeats([beat(float(second), 8 if second % 8 == 0 else 0)])  # bursts shorter than a heartbeat
     row = {"step_s": 5.0, "wait_s": 4.0, "completion_tokens_mean": 100.0, "completion_tokens_max": 180}
     for _ in range(5):
-        learned.step(row)
+        learned.add_step(row)
     assert learned.rates() is None

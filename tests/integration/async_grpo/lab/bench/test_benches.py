@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.role_process import cores_here
+from async_grpo.app.launch.role_process import available_cores
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.weights.folder.objects import open_location
 from async_grpo.weights.shared_memory import SHARED_MEMORY
@@ -189,7 +189,7 @@ def test_bench_trainer_trains_on_the_prompts_of_a_file_and_names_a_missing_one(t
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(len(cores_here()) < 2, reason="each side needs a core of its own")
+@pytest.mark.skipif(len(available_cores()) < 2, reason="each side needs a core of its own")
 def test_bench_pipeline_compares_every_staleness_with_the_synchronous_loop(tmp_path: Path) -> None:
     plot = tmp_path / "pipeline.png"
     done = bench("pipeline", tmp_path, "--plot", str(plot), timeout_s=1700)

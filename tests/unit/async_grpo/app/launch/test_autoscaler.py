@@ -1,4 +1,4 @@
-"""The hysteresis of the autoscaler."""
+"""Hysteresis of the autoscaler."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from async_grpo.config import validate
 from async_grpo.errors import ConfigError
 
 
-def targets(wanted: list[int], running: int, *, least: int = 1, most: int = 4, after_s: float = 3.0) -> list[int]:
-    """The targets of each second; the servers follow them."""
-    demand, found = SteadyDemand(least, most, after_s), []
-    for second, count in enumerate(wanted):
-        if (target := demand.target(float(second), count, running)) != running:
+def simulate_targets(demands: list[int], running: int) -> list[int]:
+    """Return the target of each second, with 1 to 4 servers that are always at the target."""
+    steady = SteadyDemand(min_servers=1, max_servers=4, after_s=3.0)
+    targets = []
+    for second, demand in enumerate(demands):
+        target = steady.update_target(float(second), demand, running)
+        if target != running:
             running = target
-            demand.forget()
-        found.append(running)
-    return found
+            steady.reset()
+        targets.append(running)
+    return targets
 
 
 @pytest.mark.parametrize(
-    ("wanted", "running", "found"),
+    ("demands", "running", "expected"),
     [
         ([3, 3, 3, 3, 3], 1, [1, 1, 1, 3, 3]),
         ([3, 1, 3, 1, 3, 1, 3], 1, [1] * 7),  # it must last
         ([1, 3, 1, 3, 1, 3, 1], 3, [3] * 7),
-        ([3, 2, 3, 4, 4], 1, [1, 1, 1, 2, 2]),  # the fewest of that time
+        ([3, 2, 3, 4, 4], 1, [1, 1, 1, 2, 2]),  # the minimum of the period
         ([1, 1, 1, 1], 3, [3, 3, 3, 1]),
-        ([1, 2, 1, 1], 4, [4, 4, 4, 2]),  # the most of that time
+        ([1, 2, 1, 1], 4, [4, 4, 4, 2]),  # the maximum of the period
         ([9, 9, 9, 9], 1, [1, 1, 1, 4]),  # within bounds
         ([0, 0, 0, 0], 2, [2, 2, 2, 1]),
     ],
 )
-def test_what_was_wanted_all_the_time_is_done(wanted: list[int], running: int, found: list[int]) -> None:
-    assert targets(wanted, running) == found
+def test_servers_change_only_after_a_steady_demand(demands: list[int], running: int, expected: list[int]) -> None:
+    assert simulate_targets(demands, running) == expected
 
 
-def test_the_most_are_no_fewer_than_the_fewest() -> None:
+def test_max_servers_below_the_configured_servers_is_refused() -> None:
     run = {"name": "a", "model": {"random": {}}, "rollout": {"servers": 2}}
     assert validate(run, "test").most_servers == 2
     assert validate(run | {"launch": {"autoscale": {"max_servers": 5}}}, "test").most_servers == 5

@@ -22,7 +22,7 @@ def test_a_run_with_its_own_server_needs_nobody_who_waits(tmp_path: Path) -> Non
 
 
 async def test_a_trainer_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.app.launch.follow.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("async_grpo.app.launch.follow.POLL_EVERY_S", 0.0)
     settings = SETTINGS | {"runs_dir": tmp_path, "launch": {"ready_timeout_s": 0.01}}
     with pytest.raises(RoleFailed, match=r"small.*redis://127\.0\.0\.1:1.*launch\.ready_timeout_s"):
         await RunFollower(RunConfig.model_validate(settings), print).follow()
@@ -31,7 +31,7 @@ async def test_a_trainer_that_does_not_come_is_named(tmp_path: Path, monkeypatch
 async def test_a_run_that_waits_in_vain_for_its_trainer_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("async_grpo.app.launch.follow.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("async_grpo.app.launch.follow.POLL_EVERY_S", 0.0)
     config = RunConfig.model_validate(SETTINGS | {"runs_dir": tmp_path, "launch": {"ready_timeout_s": 0.01}})
     write_config(open_run(config), config, for_roles=config)
     with pytest.raises(RoleFailed):

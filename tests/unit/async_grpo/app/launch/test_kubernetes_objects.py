@@ -14,8 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from async_grpo.app.launch.clusters.kubernetes import apply, objects, resolve_for_cluster, text
-from async_grpo.app.launch.role_specs import stoppable
+from async_grpo.app.launch.clusters.kubernetes import apply_objects, dump_objects, make_objects, resolve_for_cluster
+from async_grpo.app.launch.role_specs import make_stoppable
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError, DependencyError
 from trainer.metrics_server import TrainerCollector
@@ -84,7 +84,7 @@ def faults(found: dict[str, Any]) -> list[str]:
 
 
 def faulty(name: str, *, of_operators: bool) -> dict[str, list[str]]:
-    rendered = list(yaml.safe_load_all(text(config(name))))
+    rendered = list(yaml.safe_load_all(dump_objects(config(name))))
     assert {each["kind"] for each in rendered} == {*API_KINDS, *OPERATORS}
     checked = [each for each in rendered if (each["kind"] in OPERATORS) == of_operators]
     return {each["metadata"]["name"]: faults(each) for each in checked if faults(each)}
@@ -112,7 +112,7 @@ def test_the_schemas_notice_a_misspelt_field(kind: str) -> None:
 
 
 def kinds(config: RunConfig) -> dict[str, dict[str, Any]]:
-    return {each["kind"]: each for each in objects(config)}
+    return {each["kind"]: each for each in make_objects(config)}
 
 
 def test_pods_read_the_run_with_the_addresses_of_the_cluster(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_server_of_the_users_own_is_not_started_again() -> None:
 
 def test_no_secret_is_in_the_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_GRPO_REDIS_PASSWORD", "xyzzy-plugh")
-    assert "xyzzy-plugh" not in text(config())
+    assert "xyzzy-plugh" not in dump_objects(config())
 
 
 def test_what_the_cluster_refuses_is_passed_on_with_what_it_may_lack(
@@ -222,18 +222,18 @@ def test_what_the_cluster_refuses_is_passed_on_with_what_it_may_lack(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(DependencyError, match="kubectl"):
-        apply(config())
+        apply_objects(config())
     (tmp_path / "kubectl").write_text('#!/bin/bash\nread -r; echo "no matches for kind JobSet" >&2; exit 1\n')
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(ConfigError, match="JobSet operator"):
-        apply(config())
+        apply_objects(config())
 
 
 @pytest.mark.parametrize(("at_the_end", "code"), [("exit 0", 75), ("exit 1", 75), ("exit 78", 78)])
 def test_a_role_that_was_stopped_is_told_from_one_that_is_done(tmp_path: Path, at_the_end: str, code: int) -> None:
     ready = tmp_path / "ready"
-    line = stoppable(f"bash -c \"trap '{at_the_end}' TERM; touch {ready}; sleep 9 & wait\"")
+    line = make_stoppable(f"bash -c \"trap '{at_the_end}' TERM; touch {ready}; sleep 9 & wait\"")
     stop = f"until [ -e {ready} ]; do sleep 0.02; done; kill -TERM $$"
     line = line.replace("& role=$!", f"& role=$!; {stop}")
     assert subprocess.run(["bash", "-c", line], timeout=30).returncode == code
@@ -241,7 +241,7 @@ def test_a_role_that_was_stopped_is_told_from_one_that_is_done(tmp_path: Path, a
 
 @pytest.mark.parametrize("code", [0, 1, 78])
 def test_a_role_that_was_not_stopped_ends_with_its_own_code(code: int) -> None:
-    assert subprocess.run(["bash", "-c", stoppable(f"bash -c 'exit {code}'")], timeout=5).returncode == code
+    assert subprocess.run(["bash", "-c", make_stoppable(f"bash -c 'exit {code}'")], timeout=5).returncode == code
 
 
 def test_the_autoscaler_follows_the_trainers_gauge() -> None:
@@ -256,7 +256,7 @@ def test_the_autoscaler_follows_the_trainers_gauge() -> None:
 
 def test_a_rollout_server_is_not_restarted_while_its_engine_may_still_load() -> None:
     found = config("qwen2.5_7b_gsm8k_cuda", "launch.ready_timeout_s=1800")
-    (server,) = [each for each in objects(found) if each["kind"] == "Deployment"]
+    (server,) = [each for each in make_objects(found) if each["kind"] == "Deployment"]
     (container,) = server["spec"]["template"]["spec"]["containers"]
     for name in ("startupProbe", "livenessProbe"):
         probe = container[name]

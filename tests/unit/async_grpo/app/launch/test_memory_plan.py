@@ -16,9 +16,9 @@ from async_grpo.app.launch.memory_plan import (
     GRAPH_BYTES,
     DevicePlan,
     HostPlan,
-    device_plan,
     engine_memory,
-    host_plans,
+    plan_devices,
+    plan_hosts,
 )
 from async_grpo.app.launch.memory_plan import RESERVED_BYTES as ENGINE_RESERVED
 from async_grpo.config import RunConfig, validate
@@ -265,7 +265,7 @@ def test_the_work_space_is_a_step_of_all_requests_with_its_graphs() -> None:
 def plan(trainer_gib: float | None, engine_gib: float | None, **trainer: int) -> DevicePlan:
     """The plan of a 7B model on devices of those sizes."""
     model = {"path": "models/none", "architecture": "qwen2.5-7b", "precision": "bfloat16"}
-    found = device_plan(
+    found = plan_devices(
         run_config({"device_memory_gib": trainer_gib, **trainer}, {"device_memory_gib": engine_gib}, model=model)
     )
     assert found is not None
@@ -338,8 +338,8 @@ def test_a_shared_device_that_is_too_small_is_refused_by_the_phase_that_does_not
 
 def test_a_side_on_the_cpu_has_no_device_plan() -> None:
     model = {"path": "any", "architecture": "qwen2.5-7b"}
-    assert device_plan(validate({"name": "cpu", "model": model}, "test")) is None
-    half = device_plan(validate({"name": "half", "model": model, "trainer": {"platform": "cuda"}}, "test"))
+    assert plan_devices(validate({"name": "cpu", "model": model}, "test")) is None
+    half = plan_devices(validate({"name": "half", "model": model, "trainer": {"platform": "cuda"}}, "test"))
     assert half is not None and half.engine is None
 
 
@@ -384,7 +384,7 @@ def smi_that_lists(count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def host_of(devices: int, **changes: Any) -> HostPlan:
     """The host plan of a trainer on one device fewer, and one engine."""
     trainer = {"processes": devices - 1, "nodes": changes.pop("nodes", 1), "rendezvous": {"address": "10.0.0.5"}}
-    return host_plans(run_config(trainer, **changes), QWEN_7B)[0]
+    return plan_hosts(run_config(trainer, **changes), QWEN_7B)[0]
 
 
 def test_this_machine_is_compared_only_if_it_has_the_devices_of_the_run(
@@ -421,12 +421,12 @@ def test_the_memory_that_the_configuration_states_is_compared_anywhere() -> None
 def test_every_machine_has_the_host_memory_of_its_roles() -> None:
     trainer = {"processes": 16, "nodes": 2, "rendezvous": {"address": "10.0.0.5"}, "optimizer": {"offload": True}}
     config = run_config(trainer, redis={"url": "redis://10.0.0.5:6379"}, launch={"devices_per_node": 8})
-    first, second, third = host_plans(config, QWEN_7B)
+    first, second, third = plan_hosts(config, QWEN_7B)
     copy = 2 * QWEN_7B.parameters
     assert (first.stores, second.stores, third.stores) == (2 * copy, 0, 2 * copy)
     assert first.trainer == second.trainer == trainer_host_memory(config, QWEN_7B)
     assert third.trainer.total == 0
     assert [plan.engines for plan in (first, second, third)] == [0, 0, PROCESS_BYTES]
     assert [plan.row()[0] for plan in (first, second, third)] == [f"host memory, node {node}" for node in range(3)]
-    together = host_plans(run_config({"optimizer": {"offload": True}}), QWEN_7B)
+    together = plan_hosts(run_config({"optimizer": {"offload": True}}), QWEN_7B)
     assert [(plan.stores, plan.row()[0]) for plan in together] == [(4 * copy, "host memory")]

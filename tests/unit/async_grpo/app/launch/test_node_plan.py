@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from async_grpo.app.launch.node_plan import needs_more_nodes, placement_rows, plan_nodes
+from async_grpo.app.launch.node_plan import explain_excess_devices, placement_rows, plan_nodes
 from async_grpo.app.launch.plan import RunPlan
 from async_grpo.app.launch.plan_table import plan_table
 from async_grpo.config import RunConfig, validate
@@ -37,7 +37,7 @@ def printed(config: RunConfig, width: int) -> str:
 
 def test_more_devices_than_a_node_has_are_reported_with_the_machines_that_they_take() -> None:
     too_many = npus(16, 1, width=2)
-    assert needs_more_nodes(too_many).startswith("18 devices are planned, but a node has 16")
+    assert explain_excess_devices(too_many).startswith("18 devices are planned, but a node has 16")
     rows = dict(placement_rows(too_many))
     assert "too many devices" in rows
     assert rows["devices, node 1"] == "rollout-0: 0,1"
@@ -45,8 +45,8 @@ def test_more_devices_than_a_node_has_are_reported_with_the_machines_that_they_t
 
 
 def test_a_run_that_fits_on_its_node_is_not_reported() -> None:
-    assert not needs_more_nodes(npus(8, 2))
-    assert not needs_more_nodes(npus(16, 1, width=2, devices_per_node=18))
+    assert not explain_excess_devices(npus(8, 2))
+    assert not explain_excess_devices(npus(16, 1, width=2, devices_per_node=18))
     assert dict(placement_rows(npus(8, 2))) == {
         "devices": "trainer: 0,1,2,3,4,5,6,7; rollout-0: 8,9,10,11; rollout-1: 12,13,14,15"
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.clusters.ray import launch, plan
+from async_grpo.app.launch.clusters.ray import launch_run, plan_bundles
 from async_grpo.app.launch.clusters.ray_role import RayRole
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.config import RunConfig, validate
@@ -34,7 +34,7 @@ def test_every_node_of_the_trainer_and_every_server_is_a_bundle_with_its_devices
     trainer = {"platform": trains, "nodes": 2, "processes": 16}
     rollout = {"servers": 2, "vllm": {"platform": generates, "tensor_parallel": 2}}
     asked = {"launch": {"ray": {"trainer": {"CPU": 32}, "rollout": {"CPU": 8}}}}
-    assert plan(config(trainer=trainer, rollout=rollout, **asked), 2) == {
+    assert plan_bundles(config(trainer=trainer, rollout=rollout, **asked), 2) == {
         "trainer": [{resource: 8, "CPU": 32}] * 2,
         "rollout-0": [{resource: 2, "CPU": 8}],
         "rollout-1": [{resource: 2, "CPU": 8}],
@@ -43,16 +43,16 @@ def test_every_node_of_the_trainer_and_every_server_is_a_bundle_with_its_devices
 
 def test_what_the_site_asks_for_replaces_the_count_of_the_configuration() -> None:
     asked = {"launch": {"ray": {"trainer": {"CPU": 1, "NPU": 0, "ascend": 4}}}}
-    found = plan(config(trainer={"platform": "npu", "processes": 4}, **asked), 0)
+    found = plan_bundles(config(trainer={"platform": "npu", "processes": 4}, **asked), 0)
     assert found["trainer"] == [{"CPU": 1, "NPU": 0, "ascend": 4}]
 
 
 def test_a_run_that_no_cluster_is_named_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=r"launch\.ray\.address"):
-        launch(config(), None, print)
+        launch_run(config(), None, print)
     with pytest.raises(ConfigError, match=r"redis\.url"):
-        launch(config(redis={}), None, print)
+        launch_run(config(redis={}), None, print)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""What follows the death of a role."""
+"""Restart policy."""
 
 from __future__ import annotations
 
 import pytest
 
-from async_grpo.app.launch.supervisor import RestartDecision, decide
+from async_grpo.app.launch.supervisor import RestartDecision, decide_restart
 from async_grpo.errors import EXIT_CONFIG
 
 
@@ -20,10 +20,12 @@ from async_grpo.errors import EXIT_CONFIG
         ({"code": -9, "stopping": True, "needed": True, "restarts": 2}, RestartDecision.DONE),
     ],
 )
-def test_the_policy(case: dict[str, int], decision: RestartDecision) -> None:
-    assert decide(**case, over=False, limit=2) is decision
+def test_restart_decisions(case: dict[str, int], decision: RestartDecision) -> None:
+    assert decide_restart(**case, over=False, limit=2) is decision
 
 
 @pytest.mark.parametrize("code", [0, 1, -9])
-def test_a_role_with_nothing_left_to_do_is_done_however_it_ends_and_costs_no_restart(code: int) -> None:
-    assert decide(code=code, stopping=False, over=True, needed=True, restarts=2, limit=2) is RestartDecision.DONE
+def test_a_role_with_nothing_left_to_do_is_not_restarted(code: int) -> None:
+    assert (
+        decide_restart(code=code, stopping=False, over=True, needed=True, restarts=2, limit=2) is RestartDecision.DONE
+    )

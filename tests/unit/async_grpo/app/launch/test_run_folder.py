@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from async_grpo.app.launch.first_policy import made_in_s
+from async_grpo.app.launch.first_policy import read_warmup_s
 from async_grpo.app.launch.run_folder import RunFolder, RunState, choose_checkpoint, open_run, run_name, write_config
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CheckpointDamaged, ConfigError
@@ -159,9 +159,9 @@ def test_a_run_of_an_earlier_release_is_resumed_although_keys_and_defaults_have_
 
 
 def test_a_cached_policy_took_what_its_warm_up_says(tmp_path: Path) -> None:
-    assert made_in_s(tmp_path) == 0.0
+    assert read_warmup_s(tmp_path) == 0.0
     (tmp_path / "warmup.json").write_text('{"seed": 1, "elapsed_s": 76.5}')
-    assert made_in_s(tmp_path) == 76.5
+    assert read_warmup_s(tmp_path) == 76.5
 
 
 def test_a_whole_checkpoint_can_be_chosen_to_resume_from(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
-from async_grpo.app.launch.clusters.slurm import jobs, submit
-from async_grpo.app.launch.single_role import ProcessPlacement, placed, rank_environment
+from async_grpo.app.launch.clusters.slurm import make_job_scripts, submit_run
+from async_grpo.app.launch.single_role import ProcessPlacement, find_placement, rank_environment
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError, DependencyError
 
@@ -39,19 +39,19 @@ def two_nodes(**rendezvous: Any) -> RunConfig:
 )
 def test_roles_that_could_not_reach_each_other_are_not_submitted(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        jobs(config(**changes), 2)
+        make_job_scripts(config(**changes), 2)
 
 
 def test_nothing_is_written_where_slurm_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(DependencyError, match="sbatch"):
-        submit(config(), None, print)
+        submit_run(config(), None, print)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_options_of_a_site_come_last_so_that_they_win() -> None:
-    scripts = jobs(config(launch={"slurm": {"rollout": ["--partition=spot", "--array=0-9%4"]}}), 2)
+    scripts = make_job_scripts(config(launch={"slurm": {"rollout": ["--partition=spot", "--array=0-9%4"]}}), 2)
     options = re.findall("#SBATCH (.*)", scripts["rollout"])
     assert options[-3:] == ["--array=0-1", "--partition=spot", "--array=0-9%4"]
 
@@ -86,7 +86,9 @@ def ends(tmp_path: Path, role: str, *codes: int, srun: str = "exit $CODE") -> tu
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    script = jobs(config(runs_dir=str(tmp_path / "runs"), launch={"restarts": {"trainer": 1, "rollout": 1}}), 1)[role]
+    script = make_job_scripts(
+        config(runs_dir=str(tmp_path / "runs"), launch={"restarts": {"trainer": 1, "rollout": 1}}), 1
+    )[role]
     environment = {
         **os.environ,
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -121,7 +123,7 @@ def test_a_trainer_that_fails_too_often_takes_its_servers_with_it(tmp_path: Path
 
 def test_a_run_of_the_same_name_in_another_folder_has_other_jobs() -> None:
     def names(folder: str) -> set[str]:
-        scripts = jobs(config(runs_dir=folder), 2)
+        scripts = make_job_scripts(config(runs_dir=folder), 2)
         return {name for script in scripts.values() for name in re.findall(r"--(?:job-)?name=(\S+)", script)}
 
     assert names("/home/ada/runs") == names("/home/ada/runs")
@@ -133,8 +135,10 @@ def test_a_fault_of_the_configuration_is_not_tried_again(tmp_path: Path) -> None
 
 
 def test_srun_says_which_node_this_is_and_where_node_0_is() -> None:
-    assert placed(two_nodes(), None, SRUN) == ProcessPlacement(1, "10.0.0.5")
-    assert placed(two_nodes(address="10.9.9.9"), 0, SRUN) == ProcessPlacement(0, "10.9.9.9"), "the user knows better"
+    assert find_placement(two_nodes(), None, SRUN) == ProcessPlacement(1, "10.0.0.5")
+    assert find_placement(two_nodes(address="10.9.9.9"), 0, SRUN) == ProcessPlacement(0, "10.9.9.9"), (
+        "the user knows better"
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,11 +147,11 @@ def test_srun_says_which_node_this_is_and_where_node_0_is() -> None:
 )
 def test_other_starters_say_it_in_variables_of_their_own(variables: tuple[str, ...]) -> None:
     environment = dict(zip(variables, ("1", "2", "10.0.0.5"), strict=True))
-    assert placed(two_nodes(), None, environment) == ProcessPlacement(1, "10.0.0.5")
+    assert find_placement(two_nodes(), None, environment) == ProcessPlacement(1, "10.0.0.5")
     three = config(trainer={"nodes": 3, "processes": 3, "rendezvous": {"address": "10.0.0.5"}})
-    assert placed(three, 2, environment).number == 2, "whoever says it all needs no environment"
+    assert find_placement(three, 2, environment).number == 2, "whoever says it all needs no environment"
     with pytest.raises(ConfigError, match=rf"2 .*{variables[1]}.*trainer\.nodes is 3"):
-        placed(three, None, environment)
+        find_placement(three, None, environment)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_other_starters_say_it_in_variables_of_their_own(variables: tuple[str, .
 def test_who_starts_a_process_for_each_rank_has_placed_the_ranks(variables: tuple[str, ...]) -> None:
     environment = dict(zip(variables, ("3", "4", "127.0.0.9", "1"), strict=True))
     four = config(trainer={"nodes": 2, "processes": 4})
-    place = placed(four, None, environment)
+    place = find_placement(four, None, environment)
     assert place == ProcessPlacement(3, "127.0.0.9", local_rank=1)
     assert rank_environment(four, place, {}) == {
         "RANK": "3",
@@ -173,15 +177,17 @@ def test_who_starts_a_process_for_each_rank_has_placed_the_ranks(variables: tupl
     }
     assert rank_environment(four, place, {"MASTER_PORT": "7"})["MASTER_PORT"] == "7"
     alone = config(trainer={"processes": 4})
-    assert placed(alone, None, environment) == place, "the ranks of a single node too"
-    assert placed(alone, None, {**environment, variables[1]: "1", variables[0]: "0"}) == ProcessPlacement(0), "a node"
+    assert find_placement(alone, None, environment) == place, "the ranks of a single node too"
+    assert find_placement(alone, None, {**environment, variables[1]: "1", variables[0]: "0"}) == ProcessPlacement(0), (
+        "a node"
+    )
 
 
 def test_nodes_that_could_not_meet_are_refused_before_they_wait() -> None:
     with pytest.raises(ConfigError, match=r"srun .*\b2\b.*trainer\.nodes is 3"):
-        placed(config(trainer={"nodes": 3, "processes": 3}), None, SRUN)
+        find_placement(config(trainer={"nodes": 3, "processes": 3}), None, SRUN)
     with pytest.raises(ConfigError, match=r"trainer\.rendezvous\.address is not set"):
-        placed(two_nodes(), 1, {})
+        find_placement(two_nodes(), 1, {})
 
 
 def on_npus(**slurm: str) -> RunConfig:
@@ -193,12 +199,12 @@ def on_npus(**slurm: str) -> RunConfig:
 
 
 def test_jobs_on_ascend_request_npus_by_the_name_that_the_site_has_for_them() -> None:
-    scripts = jobs(on_npus(), 2)
+    scripts = make_job_scripts(on_npus(), 2)
     assert "#SBATCH --gres=npu:8\n" in scripts["trainer"]
     assert "#SBATCH --gres=npu:4\n" in scripts["rollout"]
     assert "--gres" not in scripts["report"]
-    assert "#SBATCH --gres=ascend910:4\n" in jobs(on_npus(npu_gres="ascend910"), 2)["rollout"]
-    assert "--gres" not in jobs(on_npus(npu_gres=""), 2)["rollout"]
+    assert "#SBATCH --gres=ascend910:4\n" in make_job_scripts(on_npus(npu_gres="ascend910"), 2)["rollout"]
+    assert "--gres" not in make_job_scripts(on_npus(npu_gres=""), 2)["rollout"]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,7 @@ def test_jobs_on_ascend_request_npus_by_the_name_that_the_site_has_for_them() ->
     ],
 )
 def test_a_server_sees_the_npus_that_slurm_has_granted_and_no_others(tmp_path: Path, granted: str, seen: str) -> None:
-    script = jobs(on_npus(), 2)["rollout"]
+    script = make_job_scripts(on_npus(), 2)["rollout"]
     start = script.index("# Slurm sets no variable")
     lines = script[start : script.index("# A file for each task")]
     scontrol = tmp_path / "scontrol"

@@ -1,4 +1,4 @@
-"""What a person is told while the roles of a run start, and when one has died."""
+"""Messages while the roles of a run start, and after one has died."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ended(tmp_path: Path, name: str, program: str) -> tuple[str, str]:
         ("rollout-1", "http  address=x\nthe engine runs  requests_at_once=208", "checking its log-probabilities"),
     ],
 )
-def test_the_log_of_a_role_tells_how_far_its_start_is(tmp_path: Path, role: str, printed: str, stage: str) -> None:
+def test_the_log_of_a_role_shows_the_stage_of_its_start(tmp_path: Path, role: str, printed: str, stage: str) -> None:
     assert ended(tmp_path, role, f"print({printed!r})")[0] == stage
 
 
@@ -49,25 +49,25 @@ def test_the_log_of_a_role_tells_how_far_its_start_is(tmp_path: Path, role: str,
             "was killed by SIGABRT: no memory left for",
         ),
         ("print('gave up\\x1b[2J'); raise SystemExit(3)", "ended with exit code 3: gave up[2J ("),
-        ("import os; print('at work', flush=True); os.kill(os.getpid(), 9)", "by SIGKILL: the kernel does that where"),
+        ("import os; print('at work', flush=True); os.kill(os.getpid(), 9)", "by SIGKILL: the kernel does this when"),
     ],
 )
-def test_the_reason_for_an_end_is_said_even_where_no_error_is_named(tmp_path: Path, program: str, said: str) -> None:
+def test_the_reason_for_an_exit_is_the_last_line_without_an_error(tmp_path: Path, program: str, said: str) -> None:
     assert said in ended(tmp_path, "trainer", program)[1]
 
 
-def test_the_last_start_of_such_a_role_is_remembered_and_a_damaged_file_is_not_an_error(tmp_path: Path) -> None:
+def test_start_times_are_stored_by_kind_of_role_and_a_damaged_file_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "cache" / "starts.json"
-    StartTimes(CONFIG, file).note("rollout-3", 14.04)
+    StartTimes(CONFIG, file).record_start("rollout-3", 14.04)
     other = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"path": Path("/m")})})
-    StartTimes(CONFIG, file).note("rollout-0", 0.2)
+    StartTimes(CONFIG, file).record_start("rollout-0", 0.2)
     assert StartTimes(CONFIG, file).usual_s("rollout-0") == 14.0
     assert (StartTimes(CONFIG, file).usual_s("trainer"), StartTimes(other, file).usual_s("rollout-0")) == (None, None)
     file.write_text("{")
     assert StartTimes(CONFIG, file).usual_s("rollout-0") is None
 
 
-def test_the_making_of_a_policy_says_how_long_it_may_still_take() -> None:
+def test_progress_of_a_generated_policy_includes_the_time_left() -> None:
     line = json.dumps({"step": 100, "loss": 0.5, "elapsed_s": 20.0})
     assert _progress(line, 400).endswith("(step 100 of at most 400: 60 s left)")
     assert _progress("no JSON\n", 400) == "no JSON"

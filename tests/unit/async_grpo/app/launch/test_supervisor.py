@@ -19,7 +19,7 @@ class ScriptedRunner:
     """A `RoleRunner` whose starts end as `ends` lists; after the last of them it runs until it is stopped."""
 
     def __init__(self, name: str, *ends: RoleEnd, restarts: int = 0) -> None:
-        self.name, self.restarts = name, restarts
+        self.name, self.max_restarts = name, restarts
         self.waits_for_room, self.pid = False, None
         self.starts = 0
         self.stopped = asyncio.Event()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.checks.data import prompt_lengths
-from async_grpo.app.launch.checks.trials import check_rewards, check_workflow, first_rows
+from async_grpo.app.launch.checks.data import count_prompt_lengths
+from async_grpo.app.launch.checks.trials import check_rewards, check_workflow, read_first_rows
 from async_grpo.app.launch.memory_plan import check_shared_memory
 from async_grpo.app.launch.plan import RunPlan
 from async_grpo.app.launch.plan_table import plan_table
@@ -109,17 +109,17 @@ def test_without_a_tokenizer_a_workflow_is_imported(model: Path) -> None:
 def test_a_reward_that_raises_for_every_row_is_refused(model: Path) -> None:
     made = config(rewards={"functions": [{"name": "users_own:raises"}]})
     with pytest.raises(ConfigError, match="no number in the completion"):
-        check_rewards(made.rewards, first_rows(made, 3))
+        check_rewards(made.rewards, read_first_rows(made, 3))
     picky = config(rewards={"functions": [{"name": "users_own:raises_for_the_unknown"}]})
-    check_rewards(picky.rewards, first_rows(picky, 3))
+    check_rewards(picky.rewards, read_first_rows(picky, 3))
 
 
 def test_prompts_that_are_all_too_long_in_tokens_are_refused(model: Path) -> None:
-    lengths = prompt_lengths(config(), model)
+    lengths = count_prompt_lengths(config(), model)
     assert lengths is not None and (lengths.rows, lengths.too_long) == (16, 0)
     short = config(data={"kind": "jsonl", "path": "rows.jsonl", "max_prompt_tokens": 3})
     with pytest.raises(DataError, match="prompt too long"):
-        prompt_lengths(short, model)
+        count_prompt_lengths(short, model)
 
 
 @pytest.mark.parametrize(

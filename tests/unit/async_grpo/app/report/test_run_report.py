@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.results import headline
+from async_grpo.app.launch.results import format_headline
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.app.report.run_report import samples_section, write_report
 from async_grpo.app.report.summary import summarize
@@ -202,7 +202,7 @@ def test_the_report_says_which_engines_gave_captured_graphs_up_and_why(tmp_path:
     summary = summarize(config(), [], [], [], {}, {}, 1.0, servers=[rows])
     assert summary["engine_notes"] == {"rollout-1": "rollout-1 runs without captured graphs"}
     assert "rollout-1 runs without captured graphs" in write_report(tmp_path, summary).read_text()
-    assert "without captured graphs: rollout-1" in headline({**summary, "steps": 1}, RunFolder(tmp_path))
+    assert "without captured graphs: rollout-1" in format_headline({**summary, "steps": 1}, RunFolder(tmp_path))
 
 
 def test_the_counters_balance_and_restarts_go_by_role(summary: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ def test_a_run_that_trained_nothing_says_so_and_claims_nothing(tmp_path: Path) -
     assert "Not measured: no step trained a completion of its own version" in report
     summary = summarize(config(), [], [], [], {"admitted": 0, "released": {}}, {}, 3.0)
     assert (summary["generated_tokens"], summary["balanced"]) == (0, None)
-    assert headline(summary, RunFolder(tmp_path)) == (
+    assert format_headline(summary, RunFolder(tmp_path)) == (
         f"nothing was trained: no step was finished\nreport: {tmp_path / 'report.md'}"
     )
     assert "accounted for" not in write_report(tmp_path, summary).read_text()
@@ -303,13 +303,13 @@ def test_the_first_line_is_the_reward_where_answers_are_graded_or_nothing_was_he
     rows = [{"step": 1, "reward_mean": 0.25}, {"step": 2, "reward_mean": 1.5}]
     found = summarize(config(), rows, [], [graded(0, 0.4, 0.1), graded(2, 1.25, 0.5)], {}, {}, 1.0)
     assert "| **held-out reward, sampled** | **0.400 → 1.250** |" in write_report(tmp_path, found).read_text()
-    assert "held-out reward (sampled) 0.400 -> 1.250" in headline(found, RunFolder(tmp_path))
+    assert "held-out reward (sampled) 0.400 -> 1.250" in format_headline(found, RunFolder(tmp_path))
     found = summarize(config(), rows, [], [graded(0, 0.4, 0.4)], {}, {}, 1.0)
-    assert "held-out accuracy (sampled) 40.0%\n" in headline(found, RunFolder(tmp_path))
+    assert "held-out accuracy (sampled) 40.0%\n" in format_headline(found, RunFolder(tmp_path))
     found = summarize(config(), rows, [], [], {}, {}, 1.0)
     text = write_report(tmp_path, found).read_text()
     assert "| **training reward, first and last tenth** | **0.250 → 1.500** |" in text and "held-out" not in text
-    assert "training reward 0.250 -> 1.500" in headline(found, RunFolder(tmp_path))
+    assert "training reward 0.250 -> 1.500" in format_headline(found, RunFolder(tmp_path))
 
 
 def test_model_output_stays_inside_its_block(run_dir: Path, summary: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def test_a_run_is_live_while_a_role_that_was_started_alone_is(folder: RunFolder)
     (folder.path / "roles").mkdir()
     role = os.fork()
     if role == 0:
-        folder.hold("trainer-0")
+        folder.lock_role("trainer-0")
         os.execvp("sleep", ["sleep", "60"])
     try:
         for _ in range(1000):

@@ -57,7 +57,7 @@ def stop(folder: Path, said: list[str] | None = None, **options: bool | float) -
 
 def test_the_process_that_holds_the_run_is_asked_to_end_and_who_looks_at_it_is_not(folder: Path, start: Start) -> None:
     holder = start(HOLDER, str(folder), "1")
-    (lock,) = [path for path in Run.open(folder).folder.locks() if path.exists()]
+    (lock,) = [path for path in Run.open(folder).folder.lock_files() if path.exists()]
     reader = start(READER, str(lock))
     said: list[str] = []
     assert stop(folder, said) is RunStatus.INTERRUPTED

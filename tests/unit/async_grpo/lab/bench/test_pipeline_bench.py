@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from async_grpo.app.launch.role_process import cores_here
+from async_grpo.app.launch.role_process import available_cores
 from async_grpo.data.jsonl import JsonlSource
 from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
 from async_grpo.lab.bench.measure import Machine
@@ -361,9 +361,9 @@ def test_the_runs_stay_where_they_are_asked_for_and_where_one_failed(tmp_path: P
 
 
 def test_two_cores_at_work_are_compared_with_one() -> None:
-    here = cores_here()
+    here = available_cores()
     assert speed_beside(CoreSplit((), ())) is None
     if here:
         speed = speed_beside(CoreSplit((here[0],), (here[-1],)))
         assert speed is not None and math.isfinite(speed) and speed > 0
-        assert cores_here() == here
+        assert available_cores() == here

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.app.launch.memory_plan import device_plan
+from async_grpo.app.launch.memory_plan import plan_devices
 from async_grpo.app.launch.plan import plan_run
 from async_grpo.config import RunConfig
 from async_grpo.lab.simulate.devices import estimate
@@ -47,7 +47,7 @@ def stated(name: str, pattern: re.Pattern[str]) -> re.Match[str]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_memory_in_the_comment_is_that_of_the_plan(name: str) -> None:
-    said, plan = stated(name, MEMORY), device_plan(planned(name))
+    said, plan = stated(name, MEMORY), plan_devices(planned(name))
     assert plan is not None and plan.trainer is not None and plan.engine is not None and plan.engine_gib is not None
     assert float(said["trainer"]) == near(plan.trainer.total / GIB)
     assert float(said["engine"]) == near(plan.engine.awake(plan.engine_gib * GIB) / GIB)
