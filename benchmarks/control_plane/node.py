@@ -2,8 +2,8 @@
 
     bench --open, serve, observe, stop, bare--> VirtualServers --NodeReport--> bench
 
-A server is a real `RolloutServer` with connections, heartbeat, leases and weight watcher of its own. The servers of a
-process are those of one machine: they share a receiver of weights. What is not real: `replay`.
+Each server is a real `RolloutServer` with separate connections, heartbeat, leases and weight watcher. A process stands
+for one machine: its servers share a weight receiver. The parts that are not real are in `replay`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.control_plane.replay import (
     ReplayPlan,
     ReplaySource,
     ReplayWorkflow,
-    bare_groups,
+    count_bare_groups,
     replay_config,
 )
 from buffer.base import ReplayBuffer, RunBoard
@@ -47,45 +47,47 @@ OPENED_AT_ONCE = 8
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """What the servers of a process saw during an observation."""
+    """Measurements of a process's servers during an observation."""
 
     admit_s: list[float]
-    """Seconds of every call of `admit_groups`."""
+    """Seconds per call of `admit_groups`."""
     insert_s: list[float]
-    """Seconds of every insert."""
+    """Seconds per insert."""
     applied: list[tuple[int, float]]
-    """Versions that the engines took, with the time of the monotonic clock."""
+    """Versions that the engines applied, with the time of the monotonic clock."""
     late_s: list[float]
-    """By how much every heartbeat came later than a second after the one before."""
+    """Seconds by which each heartbeat was late, relative to the previous one."""
     cpu_s: float
     """CPU seconds of this process."""
 
 
 class TimedCalls:
-    """An object whose calls are timed: the seconds of those named are appended to the lists given for them."""
+    """Wraps an object and records the duration of some of its methods, in one list per method name."""
 
-    def __init__(self, target: Any, **lists: list[float]) -> None:
+    def __init__(self, target: Any, **durations_s: list[float]) -> None:
         self._target = target
-        self._lists = lists
+        self._durations_s = durations_s
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._target, name)
-        return _timed(found, self._lists[name]) if name in self._lists else found
+        attribute = getattr(self._target, name)
+        if name not in self._durations_s:
+            return attribute
+        return _record_duration(attribute, self._durations_s[name])
 
 
-def _timed(call: Callable[..., Awaitable[Any]], seconds: list[float]) -> Callable[..., Awaitable[Any]]:
-    async def timed(*args: Any, **kwargs: Any) -> Any:
+def _record_duration(call: Callable[..., Awaitable[Any]], durations_s: list[float]) -> Callable[..., Awaitable[Any]]:
+    async def timed_call(*args: Any, **kwargs: Any) -> Any:
         started_s = time.monotonic()
         try:
             return await call(*args, **kwargs)
         finally:
-            seconds.append(time.monotonic() - started_s)
+            durations_s.append(time.monotonic() - started_s)
 
-    return timed
+    return timed_call
 
 
 class TimedBoard(TimedCalls):
-    """A board that notes how late each heartbeat of its server is."""
+    """A run board that records how late each heartbeat of its server is."""
 
     def __init__(self, board: RunBoard, late_s: list[float]) -> None:
         super().__init__(board)
@@ -93,7 +95,7 @@ class TimedBoard(TimedCalls):
         self._last_s: float | None = None
 
     async def announce_server(self, *args: Any, **kwargs: Any) -> None:
-        """Pass the heartbeat on, then note when it had arrived."""
+        """Forward the heartbeat, then record how late it arrived."""
         await self._target.announce_server(*args, **kwargs)
         now_s = time.monotonic()
         if self._last_s is not None:
@@ -102,7 +104,7 @@ class TimedBoard(TimedCalls):
 
 
 class VirtualServers:
-    """The virtual servers of this process."""
+    """The virtual servers of this process. Every method `answer_X` answers request X of the bench."""
 
     def __init__(self) -> None:
         self._servers: list[tuple[AsyncExitStack, RolloutServer]] = []
@@ -112,21 +114,22 @@ class VirtualServers:
         self._late_s: list[float] = []
 
     async def answer_open(self, plan: dict[str, Any], node: int, servers: int) -> int:
-        """Open so many servers, a few at a time; returns when all have their first weights."""
-        told = msgspec.convert(plan, ReplayPlan)
-        config, turns = replay_config(told), asyncio.Semaphore(OPENED_AT_ONCE)
+        """Open `servers` servers, a few at a time. Returns when all have their first weights."""
+        replay_plan = msgspec.convert(plan, ReplayPlan)
+        config = replay_config(replay_plan)
+        opening = asyncio.Semaphore(OPENED_AT_ONCE)
 
-        async def start(name: str) -> None:
-            async with turns:
-                await self._open(told, config, name, node)
+        async def open_server(name: str) -> None:
+            async with opening:
+                await self._open_server(replay_plan, config, name, node)
 
-        async with asyncio.TaskGroup() as starting:
+        async with asyncio.TaskGroup() as group:
             for number in range(servers):
-                starting.create_task(start(f"rollout-{node}-{number}"))
+                group.create_task(open_server(f"rollout-{node}-{number}"))
         return servers
 
     async def answer_serve(self) -> int:
-        """Let all of them serve, one after another for SPREAD_S, so that they do not act at the same moments."""
+        """Start all servers, spread over SPREAD_S, so that their periodic calls do not coincide."""
         for stack, server in self._servers:
             await asyncio.sleep(SPREAD_S / len(self._servers))
             serving = asyncio.create_task(server.serve())
@@ -134,30 +137,34 @@ class VirtualServers:
         return len(self._servers)
 
     async def answer_observe(self, seconds: float) -> Any:
-        """Note for so long what happens."""
-        for noted in (self._admit_s, self._insert_s, self._late_s):
-            noted.clear()
-        since_s, cpu_s = time.monotonic(), time.process_time()
+        """Record statistics for `seconds` seconds."""
+        for recorded in (self._admit_s, self._insert_s, self._late_s):
+            recorded.clear()
+        started_s = time.monotonic()
+        cpu_before_s = time.process_time()
         await asyncio.sleep(seconds)
-        applied = [one for engine in self._engines for one in engine.applied if one[1] >= since_s]
-        spent_s = time.process_time() - cpu_s
-        return msgspec.to_builtins(NodeReport(self._admit_s, self._insert_s, applied, self._late_s, spent_s))
+
+        applied: list[tuple[int, float]] = []
+        for engine in self._engines:
+            applied += [(version, applied_s) for version, applied_s in engine.applied if applied_s >= started_s]
+        cpu_s = time.process_time() - cpu_before_s
+        return msgspec.to_builtins(NodeReport(self._admit_s, self._insert_s, applied, self._late_s, cpu_s))
 
     async def answer_bare(self, plan: dict[str, Any], servers: int, warm_s: float, seconds: float) -> int:
-        """Groups of so many engines alone."""
-        return await bare_groups(msgspec.convert(plan, ReplayPlan), servers, warm_s, seconds)
+        """Return the number of groups of `servers` engines alone."""
+        return await count_bare_groups(msgspec.convert(plan, ReplayPlan), servers, warm_s, seconds)
 
     async def answer_stop(self) -> None:
-        """End all servers at the same time; what they hold is given back."""
+        """Stop all servers together. They give their leases back."""
         await asyncio.gather(*(stack.aclose() for stack, _ in self._servers))
         self._servers.clear()
         self._engines.clear()
 
     async def close(self) -> None:
-        """End what still runs."""
+        """Stop the servers that are still running."""
         await self.answer_stop()
 
-    async def _open(self, plan: ReplayPlan, config: RunConfig, name: str, node: int) -> None:
+    async def _open_server(self, plan: ReplayPlan, config: RunConfig, name: str, node: int) -> None:
         stack = AsyncExitStack()
         state = await buffer.open_run(config)
         stack.push_async_callback(state.aclose)

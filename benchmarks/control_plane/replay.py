@@ -1,10 +1,10 @@
-"""What virtual rollout servers replay, and the parts of them that are not real: engine, workflow and verdicts.
+"""The replayed parts of virtual rollout servers: engine, workflow and rewards.
 
-    ReplayPlan --> replay_config     the run of all servers
-               --> ReplayEngine      every completion takes the time of its length; nothing is computed
-               --> bare_groups       the same engines alone, without buffer, board and weights: the ideal
+    ReplayPlan --> replay_config       configuration of the run of all servers
+               --> ReplayEngine        every completion takes the time of its length; nothing is computed
+               --> count_bare_groups   the same engines alone, without buffer, board and weights: the ideal
 
-Lengths come from a list that a run has recorded or that was drawn; a request's seed says which one it gets.
+Lengths come from a list that was recorded in a run or drawn. A request's seed selects its length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -29,24 +28,24 @@ from rollout_server.workflows.session import SampleSession
 TOKENS_AT_ONCE = 64
 PROMPT = list(range(64))
 SPREAD_S = 6.0
-"""The servers of a process begin one after another for so long: longer than all that they repeat."""
+"""Seconds over which the servers of a process start, so that their periodic calls do not coincide."""
 ENDLESS = 1_000_000
-"""Steps of the run, which the bench ends long before."""
+"""Steps of the run; the bench stops it long before."""
 
 
 class ReplayPlan(msgspec.Struct, frozen=True):
-    """One round of the bench, as it is told to the processes of the servers."""
+    """One round of the bench, sent to the processes of the servers."""
 
     run: str
     folder: str
     url: str
-    """Of the server that holds the buffer."""
+    """URL of the Valkey server with the buffer."""
     servers: int
-    """Also the groups of a step, so that a step takes about as long whatever their number."""
+    """Number of servers, and of groups per step, so that the duration of a step does not depend on it."""
     lengths: list[int]
-    """Tokens of completions, to be drawn from."""
+    """Lengths of completions in tokens, to draw from."""
     token_s: float
-    """Seconds of one token with all slots busy."""
+    """Seconds per token with all slots busy."""
     slots: int = 16
     group_size: int = 8
     seed: int = 1
@@ -58,13 +57,16 @@ class ReplayPlan(msgspec.Struct, frozen=True):
 
     @property
     def groups_per_s(self) -> float:
-        """Groups a second if no slot of any server were ever free."""
+        """Groups per second if all slots of all servers are always busy."""
         return self.servers * self.slots / self.group_size / self.completion_s
 
 
 def replay_config(plan: ReplayPlan) -> RunConfig:
-    """The run that all servers of the plan belong to. The window has room for what finishes while the
-    longest completion of a step is made, so that it never keeps a slot free."""
+    """Configuration of the run of all servers.
+
+    The staleness window has room for all groups that finish while the longest completion of a step is generated, so
+    that it never leaves a slot free.
+    """
     longest = len(PROMPT) + max(plan.lengths)
     return RunConfig.model_validate(
         {
@@ -86,7 +88,7 @@ def replay_config(plan: ReplayPlan) -> RunConfig:
 
 
 class ReplayEngine(ScriptedEngine):
-    """An engine that takes the recorded time for every completion, and notes when each version was applied."""
+    """An engine that takes the recorded time for every completion, and records when each version was applied."""
 
     def __init__(self, plan: ReplayPlan) -> None:
         longest = range(max(plan.lengths))
@@ -97,10 +99,10 @@ class ReplayEngine(ScriptedEngine):
             chunk_tokens=TOKENS_AT_ONCE,
         )
         self.applied: list[tuple[int, float]] = []
-        """Version, and `time.monotonic()` when the engine had it."""
+        """Versions, with the `time.monotonic()` at which they were applied."""
 
     async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> UpdateTimes:
-        """Take the version at once."""
+        """Apply the version immediately."""
         times = await super().update_weights(weights, interruption=interruption)
         self.applied.append((weights.version, time.monotonic()))
         return times
@@ -119,47 +121,50 @@ class ReplaySource:
 
 
 class ReplayWorkflow:
-    """One completion, without a text."""
+    """A workflow with one completion and no text."""
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
-        """The sample of the task."""
+        """Generate the sample."""
         await session.turn()
         return session.sample("")
 
 
 class EqualVerdicts:
-    """Stands for a reward pool: every completion gets the reward 1 at once."""
+    """Stands for a reward pool: every completion immediately gets the reward 1."""
 
     async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
-        """One result per item."""
+        """Return one result per item."""
         return [RewardResult({"replayed": 1.0}, 1.0) for _ in items]
 
 
-async def bare_groups(plan: ReplayPlan, servers: int, warm_s: float, seconds: float) -> int:
-    """How many groups so many engines finish in `seconds`, after `warm_s`, when nothing but their slots limits them."""
+async def count_bare_groups(plan: ReplayPlan, servers: int, warm_s: float, seconds: float) -> int:
+    """Number of groups that engines limited only by their slots finish within `seconds`, after `warm_s`."""
     ended_s: list[float] = []
     async with asyncio.TaskGroup() as tasks:
         engines = []
         for number in range(servers):
-            engines.append(tasks.create_task(_bare_server(plan, number, ended_s)))
+            engines.append(tasks.create_task(_run_bare_engine(plan, number, ended_s)))
             await asyncio.sleep(min(SPREAD_S, warm_s) / servers)
-        begin_s = time.monotonic() + warm_s
+        started_s = time.monotonic() + warm_s
         await asyncio.sleep(warm_s + seconds)
         for engine in engines:
             engine.cancel()
-    return sum(begin_s <= moment_s < begin_s + seconds for moment_s in ended_s)
+    return sum(started_s <= group_ended_s < started_s + seconds for group_ended_s in ended_s)
 
 
-async def _bare_server(plan: ReplayPlan, number: int, ended_s: list[float]) -> None:
-    engine, slots, made = ReplayEngine(plan), SampleSlots(plan.slots), 0
+async def _run_bare_engine(plan: ReplayPlan, number: int, ended_s: list[float]) -> None:
+    """Generate groups until cancelled, and append the time at which each ends to `ended_s`."""
+    engine = ReplayEngine(plan)
+    slots = SampleSlots(plan.slots)
+    group_count = 0
 
-    async def sample(seed: int) -> None:
+    async def generate_sample(seed: int) -> None:
         async with slots.running():
             await engine.generate(GenerationRequest(str(seed), PROMPT, max_tokens=max(plan.lengths), seed=seed))
         slots.finish()
 
-    async def group(first: int) -> None:
-        await asyncio.gather(*(sample(first + index) for index in range(plan.group_size)))
+    async def generate_group(first_seed: int) -> None:
+        await asyncio.gather(*(generate_sample(first_seed + index) for index in range(plan.group_size)))
         ended_s.append(time.monotonic())
 
     await engine.start()
@@ -168,11 +173,13 @@ async def _bare_server(plan: ReplayPlan, number: int, ended_s: list[float]) -> N
             await slots.room()
             for _ in range(slots.groups_wanted(plan.group_size)):
                 slots.commit(plan.group_size)
-                tasks.create_task(group((number * ENDLESS + made) * plan.group_size))
-                made += 1
+                tasks.create_task(generate_group((number * ENDLESS + group_count) * plan.group_size))
+                group_count += 1
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie; 0 if there are none."""
-    ordered: list[Any] = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Return the value below which `fraction` of the values lie; 0 without values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]

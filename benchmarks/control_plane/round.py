@@ -1,4 +1,4 @@
-"""One round: the trainer's end in this process, servers in others, observed for a while; then the engines alone."""
+"""One round: a trainer without a model in this process and servers in others, observed; then the engines alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -34,12 +34,12 @@ WHO = "the servers of the bench"
 NODES = 4
 OPEN_TIMEOUT_S, TAKE_TIMEOUT_S, MARGIN_S = 300.0, 240.0, 60.0
 WARM_COMPLETIONS, WARM_S = 3, 2.0
-"""How long the servers come into stride: so many completions of mean length, and so many seconds."""
+"""Warm-up before the observation: a number of completions of mean length, plus seconds."""
 _TINY = np.zeros(1024, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Counters:
     """Counters of the run and its Valkey at one moment."""
 
     at_s: float
@@ -49,21 +49,21 @@ class Look:
     trainer_cpu_s: float
     connections: int
     servers: int
-    """Servers whose heartbeat the board has."""
+    """Servers with a current heartbeat on the run board."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What was seen between two looks."""
+    """Measurements of one round."""
 
     plan: ReplayPlan
-    before: Look
-    after: Look
+    before: Counters
+    after: Counters
     reports: Sequence[NodeReport]
     published_s: Mapping[int, float]
-    """When each version was published, by the monotonic clock."""
+    """Publication time of each version, by the monotonic clock."""
     bare_per_s: float
-    """Groups a second of the same engines alone."""
+    """Groups per second of the same engines alone."""
 
     @property
     def seconds(self) -> float:
@@ -72,22 +72,26 @@ class RoundResult:
 
     @property
     def groups_per_s(self) -> float:
-        """Groups inserted in a second."""
+        """Groups inserted per second."""
         return (self.after.inserted - self.before.inserted) / self.seconds
 
     @property
     def applied_s(self) -> list[float]:
-        """Seconds from the publication of a version until an engine had it, of all versions and engines."""
-        found = (one for report in self.reports for one in report.applied)
-        return [at_s - self.published_s[version] for version, at_s in found if version in self.published_s]
+        """Seconds from publishing a version until an engine applied it, for all versions and engines."""
+        delays_s: list[float] = []
+        for report in self.reports:
+            for version, applied_s in report.applied:
+                if version in self.published_s:
+                    delays_s.append(applied_s - self.published_s[version])
+        return delays_s
 
-    def noted(self, what: str) -> list[float]:
-        """The values of a field of all reports."""
-        return [value for report in self.reports for value in getattr(report, what)]
+    def collect(self, field: str) -> list[float]:
+        """Return the values of a list field of all reports."""
+        return [value for report in self.reports for value in getattr(report, field)]
 
 
 class ModelessTrainer:
-    """The trainer's end of a run: takes a batch as soon as there is one, and publishes the next version at once."""
+    """A trainer without a model: takes a batch as soon as there is one, and immediately publishes the next version."""
 
     def __init__(
         self, state: ReplayBuffer, board: RunBoard, link: RetryingClient, sender: ZmqWeightSender, epoch: int
@@ -100,31 +104,32 @@ class ModelessTrainer:
         self._epoch = epoch
         self._processes = [psutil.Process(), psutil.Process(sender.process_id)]
 
-    async def begin(self) -> None:
-        """Publish version 0. All evaluations of the run are there already, so that no server makes any."""
+    async def start(self) -> None:
+        """Publish version 0."""
+        # Store all evaluations of the run in advance, so that no server spends time on one.
         for version in (0, ENDLESS):
             await self._board.put_evaluation(Evaluation(version=version, prompts=0, samples=0, sampled_accuracy=0.0))
         await self._publish(0)
         await self._board.set_publisher(self._sender.address)
 
     async def run(self) -> None:
-        """Take, publish, release, as long as groups come. Raises WaitTimeout if they stay away."""
+        """Take, publish and release batches until cancelled. Raises WaitTimeout if no groups arrive."""
         for version in range(ENDLESS):
             batch = await self._state.take_batch(epoch=self._epoch, version=version, timeout_s=TAKE_TIMEOUT_S)
             await self._publish(version + 1)
             await self._state.release_batch(batch)
             await self._state.commit_checkpoint(epoch=self._epoch, version=version + 1)
 
-    async def look(self) -> Look:
-        """The counters now."""
-        about = await self._link.call(self._link.client.info)
-        return Look(
+    async def read_counters(self) -> Counters:
+        """Read all counters."""
+        info = await self._link.call(self._link.client.info)
+        return Counters(
             at_s=time.monotonic(),
             inserted=(await self._state.stats()).inserted,
-            commands=about["total_commands_processed"],
-            redis_cpu_s=about["used_cpu_user"] + about["used_cpu_sys"],
+            commands=info["total_commands_processed"],
+            redis_cpu_s=info["used_cpu_user"] + info["used_cpu_sys"],
             trainer_cpu_s=sum(sum(process.cpu_times()[:2]) for process in self._processes),
-            connections=about["connected_clients"],
+            connections=info["connected_clients"],
             servers=len(await self._board.live_servers()),
         )
 
@@ -134,38 +139,47 @@ class ModelessTrainer:
         await self._state.publish_version(epoch=self._epoch, version=version)
 
 
-async def play_round(plan: ReplayPlan, seconds: float) -> RoundResult:
-    """Start the servers, let them come into stride and observe them; then the engines alone. Raises RoleFailed,
-    WaitTimeout, BufferFault."""
+async def run_round(plan: ReplayPlan, seconds: float) -> RoundResult:
+    """Start the servers, warm up, observe them for `seconds`; then run the engines alone.
+
+    Raises RoleFailed, WaitTimeout, BufferFault.
+    """
     warm_s = WARM_COMPLETIONS * plan.completion_s + WARM_S
-    told = msgspec.to_builtins(plan)
-    shares = [len(part) for part in np.array_split(range(plan.servers), NODES) if len(part)]
-    path = Path(plan.folder) / "servers.log"
-    with path.open("w") as log, _with_the_reason(path):
-        async with _nodes(len(shares), log) as nodes:
-            async with _trainer(plan) as trainer:
-                about = {"ask": "open", "plan": told}
-                opened = [{**about, "node": number, "servers": share} for number, share in enumerate(shares)]
-                await ask_all(WHO, nodes, opened, OPEN_TIMEOUT_S)
+    packed_plan = msgspec.to_builtins(plan)
+    servers_per_node = [len(part) for part in np.array_split(range(plan.servers), NODES) if len(part)]
+
+    log_path = Path(plan.folder) / "servers.log"
+    with log_path.open("w") as log, _add_last_log_line(log_path):
+        async with _start_nodes(len(servers_per_node), log) as nodes:
+            async with _start_trainer(plan) as trainer:
+                opens: list[dict[str, Any]] = []
+                for node, servers in enumerate(servers_per_node):
+                    opens.append({"ask": "open", "plan": packed_plan, "node": node, "servers": servers})
+                await ask_all(WHO, nodes, opens, OPEN_TIMEOUT_S)
                 await ask_all(WHO, nodes, [{"ask": "serve"}] * len(nodes), MARGIN_S)
                 await asyncio.sleep(warm_s)
-                before = await trainer.look()
-                observed = await ask_all(
-                    WHO, nodes, [{"ask": "observe", "seconds": seconds}] * len(nodes), seconds + MARGIN_S
-                )
-                after = await trainer.look()
+
+                before = await trainer.read_counters()
+                observe = {"ask": "observe", "seconds": seconds}
+                observed = await ask_all(WHO, nodes, [observe] * len(nodes), seconds + MARGIN_S)
+                after = await trainer.read_counters()
                 await ask_all(WHO, nodes, [{"ask": "stop"}] * len(nodes), MARGIN_S)
-            about = {"ask": "bare", "plan": told, "warm_s": warm_s, "seconds": seconds}
-            bare = await ask_all(
-                WHO, nodes, [{**about, "servers": share} for share in shares], warm_s + seconds + MARGIN_S
-            )
-    reports = [msgspec.convert(one, NodeReport) for one in observed]
-    return RoundResult(plan, before, after, reports, trainer.published_s, sum(bare) / seconds)
+
+            # The engines alone run after the trainer has stopped, on the same processes and cores.
+            bares: list[dict[str, Any]] = []
+            for servers in servers_per_node:
+                bares.append(
+                    {"ask": "bare", "plan": packed_plan, "warm_s": warm_s, "seconds": seconds, "servers": servers}
+                )
+            bare_groups = await ask_all(WHO, nodes, bares, warm_s + seconds + MARGIN_S)
+
+    reports = [msgspec.convert(report, NodeReport) for report in observed]
+    return RoundResult(plan, before, after, reports, trainer.published_s, sum(bare_groups) / seconds)
 
 
 @contextmanager
-def _with_the_reason(log: Path) -> Iterator[None]:
-    """Add what a process wrote last to the error that it has ended."""
+def _add_last_log_line(log: Path) -> Iterator[None]:
+    """Add the last error in the log to the RoleFailed of a process that has ended."""
     try:
         yield
     except RoleFailed as error:
@@ -173,14 +187,14 @@ def _with_the_reason(log: Path) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _nodes(count: int, log: IO[str]) -> AsyncIterator[list[LineChild]]:
+async def _start_nodes(count: int, log: IO[str]) -> AsyncIterator[list[LineChild]]:
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(LineChild(MODULE, stderr=log)) for _ in range(count)]
 
 
 @asynccontextmanager
-async def _trainer(plan: ReplayPlan) -> AsyncIterator[ModelessTrainer]:
-    """The trainer's end, at work for the length of the block."""
+async def _start_trainer(plan: ReplayPlan) -> AsyncIterator[ModelessTrainer]:
+    """Run a trainer for the length of the block."""
     config = replay_config(plan)
     layout = make_layout([("weight", "float32", list(_TINY.shape))])
     async with AsyncExitStack() as stack:
@@ -195,9 +209,9 @@ async def _trainer(plan: ReplayPlan) -> AsyncIterator[ModelessTrainer]:
         sender = ZmqWeightSender(layout, config.local_name, epoch, config.weights)
         stack.callback(sender.close)
         trainer = ModelessTrainer(state, board, link, sender, epoch)
-        await trainer.begin()
-        working = asyncio.create_task(trainer.run())
-        stack.push_async_callback(cancel_and_wait, working)
+        await trainer.start()
+        task = asyncio.create_task(trainer.run())
+        stack.push_async_callback(cancel_and_wait, task)
         yield trainer
-        if working.done():
-            working.result()
+        if task.done():
+            task.result()  # raise its error
