@@ -1,11 +1,11 @@
-"""Converts checkpoints from one format into the other, in one process on the CPU.
+"""Converts checkpoints between formats, in one process on the CPU.
 
-    Hugging Face folder --(to_megatron)--> Megatron distributed checkpoint, which ranks in any layout load
+    Hugging Face folder --(to_megatron)--> Megatron distributed checkpoint, which ranks in any layout can load
     Megatron distributed checkpoint of this project or of a run --(to_hugging_face)--> Hugging Face folder
     checkpoint of a run that trains adapters (model.lora) --(to_hugging_face)--> PEFT folder, or merged weights
 
-The weights are in memory once; tensors are read, and shards of a Hugging Face folder written, one after another. Every
-bit stays as it is. A target is complete or absent.
+The weights are in memory once: tensors are read, and shards of a Hugging Face folder written, one after another. No bit
+changes. A target is complete or absent.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from trainer.model.lora import Adapters
 
 Progress = Callable[[int, int], None]
-"""(tensors done, tensors in all)."""
+"""Called with (tensors done, total tensors)."""
 
 _KINDS = {"F32": "float32", "BF16": "bfloat16"}
 
 _WRITTEN_TIMEOUT_S = 60.0
-"""Seconds to wait for a file that has been written already."""
+"""Seconds to wait for files that this process has written itself."""
 
 
 def is_megatron(folder: Path) -> bool:
-    """Whether it is a Megatron distributed checkpoint; anything else may be a Hugging Face folder."""
+    """True for a Megatron distributed checkpoint; any other folder may be a Hugging Face one."""
     return (folder / ".metadata").is_file()
 
 
 def to_megatron(source: Path, target: Path, progress: Progress) -> None:
     """Convert a Hugging Face folder. Raises ConfigError for a model that cannot be built, DataError for bad files."""
     _check_free(target)
-    with _alone() as platform:
+    with _single_rank() as platform:
         from trainer.model.checks import check_architecture
         from trainer.model.hf_folder import SafetensorsFolder, copy_settings, read_config
         from trainer.model.hf_weights import load_hf
@@ -55,11 +55,11 @@ def to_megatron(source: Path, target: Path, progress: Progress) -> None:
         hf = read_config(source)
         check_architecture(hf, TrainerConfig())
         tensors = SafetensorsFolder(source, _counting(progress, sum(1 for _ in model_tensors(hf, 1))))
-        model, dtype = _build(hf, platform, _precision(source, tensors.kinds()))
+        model, dtype = _build(hf, platform, _tensor_precision(source, tensors.kinds()))
         load_hf(model, hf, tensors)
         with whole_folder(target) as draft:
             copy_settings(source, draft)
-            _write(draft, model, hf, dtype)
+            _write_checkpoint(draft, model, hf, dtype)
             _check_free(target)
 
 
@@ -78,13 +78,13 @@ def to_hugging_face(
     (`merge`). Raises CheckpointError, before anything is written, if it is damaged or of another model than `settings`.
     """
     _check_free(target)
-    with _alone() as platform:
+    with _single_rank() as platform:
         from async_grpo.weights.lora import make_peft_config, write_peft_folder
         from trainer.model.hf_folder import write_folder
         from trainer.model.lora import export_trained, export_whole, stage_adapters
         from trainer.model.weight_map import model_tensors
 
-        model, hf, adapters = _read(checkpoint, settings, platform, lora)
+        model, hf, adapters = _load_checkpoint(checkpoint, settings, platform, lora)
         if adapters is None or merge:
             count = _counting(progress, sum(1 for _ in model_tensors(hf, 1)))
             write_folder(target, settings, _counted(export_whole(model, hf, adapters), count))
@@ -94,13 +94,13 @@ def to_hugging_face(
             write_peft_folder(target, make_peft_config(adapters.config, str(settings)), trained)
 
 
-def _read(
+def _load_checkpoint(
     checkpoint: Path, settings: Path, platform: Platform, lora: LoraConfig | None
 ) -> tuple[GPTModel, PretrainedConfig, Adapters | None]:
-    """The model with the weights of a checkpoint; `settings` has those that adapters belong to."""
+    """Build the model and load the weights of a checkpoint; `settings` has the base weights of adapters."""
     from megatron.core import dist_checkpointing
 
-    from trainer.checkpoint.manifest import changed, check_fits, read_manifest, unreadable
+    from trainer.checkpoint.manifest import check_fits, damaged_checkpoint, find_changed_files, read_manifest
     from trainer.checkpoint.state import metadata, traits_of
     from trainer.model.hf_folder import SafetensorsFolder, read_config
     from trainer.model.hf_weights import load_hf
@@ -110,8 +110,9 @@ def _read(
     model, dtype = _build(hf, platform, str(manifest.model["precision"]))
     adapters = Adapters.of(lora, settings)
     check_fits(checkpoint, manifest, version=manifest.version, model=traits_of(hf, dtype, adapters))
-    if damaged := changed(checkpoint, manifest, manifest.files):
-        raise unreadable(checkpoint, f"{', '.join(damaged)} does not hold what was written")
+    damaged = find_changed_files(checkpoint, manifest, manifest.files)
+    if damaged:
+        raise damaged_checkpoint(checkpoint, f"{', '.join(damaged)} does not hold what was written")
     if adapters is not None:
         load_hf(model, hf, SafetensorsFolder(settings))
         attach_adapters(model, hf, adapters.config, seed=0)
@@ -123,13 +124,13 @@ def _read(
 def _check_free(target: Path) -> None:
     if target.exists():
         raise ConfigError(
-            f"{target} is there already, and nothing is overwritten. Give another target, or remove that one first"
+            f"{target} exists already and would be overwritten. Choose another target, or remove that one first"
         )
 
 
 @contextmanager
-def _alone() -> Iterator[Platform]:
-    """Start a world of one rank on the CPU. This process can do nothing else afterwards."""
+def _single_rank() -> Iterator[Platform]:
+    """Run the block as the only rank, on the CPU. Megatron's global state makes this process useless afterwards."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     platform = select_platform("cpu")
     config = TrainerConfig(threads=os.cpu_count() or 1)
@@ -148,7 +149,7 @@ def _build(hf: PretrainedConfig, platform: Platform, precision: str) -> tuple[GP
     return build_model(hf, platform, dtype, TrainerConfig()), dtype
 
 
-def _precision(source: Path, kinds: set[str]) -> str:
+def _tensor_precision(source: Path, kinds: set[str]) -> str:
     if len(kinds) != 1 or not kinds <= _KINDS.keys():
         raise ConfigError(
             f"{source} holds tensors of type {' and '.join(sorted(kinds))}; a Megatron checkpoint is all F32 or all "
@@ -157,9 +158,9 @@ def _precision(source: Path, kinds: set[str]) -> str:
     return _KINDS[kinds.pop()]
 
 
-def _write(folder: Path, model: GPTModel, hf: PretrainedConfig, dtype: torch.dtype) -> None:
+def _write_checkpoint(folder: Path, model: GPTModel, hf: PretrainedConfig, dtype: torch.dtype) -> None:
     """Write the checkpoint of a run at version 0, without an optimizer."""
-    from trainer.checkpoint.manifest import CheckpointManifest, seal
+    from trainer.checkpoint.manifest import CheckpointManifest, complete_folder
     from trainer.checkpoint.snapshot import RankSnapshot
     from trainer.checkpoint.state import layout_of_ranks, metadata, traits_of
 
@@ -168,7 +169,7 @@ def _write(folder: Path, model: GPTModel, hf: PretrainedConfig, dtype: torch.dty
     part = snapshot.write()
     snapshot.finish([part])
     manifest = CheckpointManifest(version=0, epoch=0, model=traits_of(hf, dtype), layout=layout_of_ranks())
-    seal(folder, manifest, part.files)
+    complete_folder(folder, manifest, part.files)
 
 
 def _counting(progress: Progress, total: int) -> Callable[[], None]:

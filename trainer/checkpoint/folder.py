@@ -2,23 +2,23 @@
 
     checkpoints/00000010/      Megatron distributed checkpoint of policy version 10, with its manifest
     checkpoints/latest         the version to resume from
-    checkpoints/best           the version that was evaluated best, with keep_best
+    checkpoints/best           the version with the best evaluation, with keep_best
     checkpoints/hf-00000010/   Hugging Face export of version 10, with export_every_steps
     checkpoints/hf/            Hugging Face export of the last version
 
-    write: all ranks copy their part into memory --> each rank's thread writes its file into a draft
-           --> rank 0's thread waits for these files, writes index and manifest, renames, marks `latest`
-    prune: then it deletes what nothing keeps; what cannot be deleted is a warning
+    write: all ranks copy their part in memory --> each rank's thread writes its file into a draft folder
+           --> rank 0's thread waits for these files, writes index and manifest, renames the draft, updates `latest`
+    prune: rank 0's thread then deletes old checkpoints; a failure is a warning
     copy:  another thread of rank 0 copies the checkpoint to `store`; a failure is a warning, and the next checkpoint is
-           copied in its place
+           copied instead
 
-Only a checkpoint that cannot be written ends the run. The buffer may forget what a checkpoint holds once it is safe: on
-disk and, with a store, copied.
+Only a checkpoint that cannot be written ends the run. The buffer may forget the groups that a checkpoint contains once
+the checkpoint is safe: on disk and, with a store, copied.
 
-The threads meet in files, never in collective calls, so training and writing cannot wait for each other. A draft is
-renamed when everything in it is on disk, and only then named by `latest`: a trainer killed at any moment leaves a
-checkpoint to resume from. The stored state does not depend on the layout of the ranks. Which checkpoints are deleted
-and which is the best are pure functions (`to_delete`, `protected`, `ranked`).
+Threads of different ranks communicate by files, never in collective calls, so training and writing cannot block each
+other. A draft is renamed when everything in it is on disk, and `latest` is updated after that: a trainer killed at any
+moment leaves a checkpoint to resume from. The stored state does not depend on the layout of the ranks. Pure functions
+decide which checkpoints are deleted and which is the best (`to_delete`, `protected`, `ranked`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -40,30 +41,43 @@ from async_grpo.config.trainer import CheckpointConfig
 from async_grpo.errors import CheckpointDamaged, CheckpointError
 from async_grpo.utils.files import sync, write_atomic
 from async_grpo.wire.board import Evaluation
-from trainer.checkpoint.manifest import CheckpointManifest, changed, check_fits, read_manifest, seal, unreadable
-from trainer.checkpoint.snapshot import BackgroundJob, RankSnapshot, draft_of, drafts, read_part, write_part
-from trainer.checkpoint.state import fill, layout_of_ranks, live_tensors, metadata, state_of, traits_of
+from trainer.checkpoint.manifest import (
+    CheckpointManifest,
+    check_fits,
+    complete_folder,
+    damaged_checkpoint,
+    find_changed_files,
+    read_manifest,
+)
+from trainer.checkpoint.snapshot import BackgroundJob, RankSnapshot, draft_path, list_drafts, read_part, write_part
+from trainer.checkpoint.state import layout_of_ranks, live_tensors, load_into_policy, metadata, state_of, traits_of
 from trainer.checkpoint.store import CHOSEN, RunStore, StoredCheckpoint
 from trainer.model.hf_folder import write_folder
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.ranks.distributed import broadcast_bytes, broadcast_ints, is_rank_zero, max_over_ranks
 
-_LATEST, _BEST = "latest", "best"
+_LATEST = "latest"
+_BEST = "best"
 _REFERENCE = "reference"
 
-_RUNNING, _FAILED, _DONE = 0, 1, 2
-"""Of a copy, as rank 0 tells the others."""
-
 _SLACK_S = 10.0
-"""Seconds to wait for a thread beyond what the thread itself may wait."""
+"""Seconds to wait for a thread beyond the longest wait of the thread itself."""
+
+
+class CopyState(IntEnum):
+    """State of a copy, as rank 0 broadcasts it."""
+
+    RUNNING = 0
+    FAILED = 1
+    DONE = 2
 
 
 def to_delete(versions: Collection[int], *, saved: int, keep: int, protected: Collection[int] = ()) -> list[int]:
-    """The versions to delete, in order: all but `saved`, the newest `keep` - 1 below it and the `protected` ones.
+    """Return the versions to delete: all but `saved`, the newest `keep` - 1 below it and the `protected` ones.
 
-    Versions above `saved` were renamed but never named by `latest`: their trainer was killed in
-    between, and the one that followed resumed below them. They go even if protected.
+    A version above `saved` was renamed, but its trainer was killed before it updated `latest`, and the next trainer
+    resumed from an older version. It is deleted even if protected.
 
     >>> to_delete([2, 4, 6, 8], saved=6, keep=2)
     [2, 8]
@@ -77,10 +91,11 @@ def to_delete(versions: Collection[int], *, saved: int, keep: int, protected: Co
 
 
 def ranked(versions: Collection[int], accuracies: Mapping[int, float], *, span: int) -> list[int]:
-    """The versions that have an evaluation, best first; of equals the newer first.
+    """Return the versions that have an evaluation, best first; of equals the newer first.
 
-    A server that was busy evaluates a later version than it was to: an evaluation counts for the
-    newest checkpoint at or before it that is less than `span` versions older, the first one first.
+    A busy server evaluates a later version than the one that was due. An evaluation therefore counts for the newest
+    checkpoint at or before its version that is less than `span` versions older; the first evaluation of a checkpoint
+    wins.
 
     >>> ranked([10, 20, 30], {10: 0.5, 21: 0.7, 35: 0.6}, span=10)
     [20, 30, 10]
@@ -96,7 +111,9 @@ def ranked(versions: Collection[int], accuracies: Mapping[int, float], *, span: 
 def protected(
     versions: Collection[int], accuracies: Mapping[int, float], *, span: int, keep: int, keep_best: int
 ) -> list[int]:
-    """The `keep_best` best versions, and as many older than the newest `keep` whose evaluation may still come.
+    """Return the `keep_best` best versions, and as many old ones whose evaluation may still come.
+
+    Old ones are those that the newest `keep` do not include.
 
     >>> protected([10, 20, 30, 40, 50], {10: 0.9, 20: 0.1}, span=10, keep=1, keep_best=1)
     [10, 40]
@@ -118,71 +135,83 @@ class CheckpointFolder:
     reference: Reference | None = None
     """Reference model that is saved and loaded with the policy."""
     store: RunStore | None = None
-    """Where every checkpoint is copied, and the files of the run with it."""
+    """Store to which every checkpoint and the files of the run are copied."""
     warn: Callable[[int, str], None] = lambda version, message: None
-    """Reports what a person should look at, with the version that it is about."""
+    """Reports a warning about a version to the user."""
     uncopied_version: int | None = field(default=None, init=False)
-    """The newest version that is on disk and not in the store; None if there is none, or no store."""
+    """Newest version that is on disk and not in the store; None if there is none, or no store."""
     _saving: BackgroundJob | None = field(default=None, init=False)
     _copying: BackgroundJob | None = field(default=None, init=False)
     _exporting: BackgroundJob | None = field(default=None, init=False)
-    _late: bool = field(default=False, init=False)
-    """True if the copy in progress has been waited for in vain."""
+    _copy_is_late: bool = field(default=False, init=False)
+    """True after a wait for the copy in progress has timed out: it is not waited for again."""
     _evaluations: Sequence[Evaluation] = field(default=(), init=False)
-    """Those by which the newest checkpoint is kept, for its copy."""
-    _unpruned: list[str] = field(default_factory=list, init=False)
-    """Warnings of the thread that prunes."""
+    """Evaluations passed with the newest checkpoint; its copy is pruned by them too."""
+    _prune_warnings: list[str] = field(default_factory=list, init=False)
+    """Warnings of the threads, which the training thread reports."""
 
     def newest(self) -> int | None:
-        """The version to resume from; None before the first checkpoint. Raises CheckpointError."""
-        found = self._marked(_LATEST) if is_rank_zero() else None
-        (version,) = broadcast_ints([-1 if found is None else found] if is_rank_zero() else None, 1)
+        """Return the version to resume from; None before the first checkpoint. Raises CheckpointError."""
+        marked = self._read_marker(_LATEST) if is_rank_zero() else None
+        (version,) = broadcast_ints([-1 if marked is None else marked] if is_rank_zero() else None, 1)
         return version if version >= 0 else None
 
     def save(self, policy: Policy, version: int, epoch: int, evaluations: Sequence[Evaluation] = ()) -> None:
-        """Begin to write `version`; `poll_saved` returns it when it is safe, and raises if it could not be written.
+        """Start to write `version`; `poll_saved` returns it when it is safe, and raises if it could not be written.
 
-        The one before it must be on disk. Once this one is, checkpoints that neither their age nor (on rank 0) their
-        evaluation keeps are deleted, and this one is copied.
+        The previous checkpoint must be on disk. Once this one is, old checkpoints are deleted (rank 0's `evaluations`
+        decide which are kept as the best), and this one is copied.
         """
         assert self._saving is None, "a checkpoint is still being written: poll_saved(wait=True) first"
-        draft = draft_of(self.path, epoch, version)
+        draft = draft_path(self.path, epoch, version)
         if is_rank_zero():
-            for left_over, writer in drafts(self.path):
-                if writer <= epoch:
-                    shutil.rmtree(left_over, ignore_errors=True)  # an older trainer may be adding files to it
+            for old_draft, writer_epoch in list_drafts(self.path):
+                if writer_epoch <= epoch:
+                    # Ignore errors: an older trainer may still be adding files to it.
+                    shutil.rmtree(old_draft, ignore_errors=True)
             draft.mkdir(parents=True)
         dist.barrier()
-        state, written = state_of(policy) | self._reference_state(), threading.Event()
+
+        # Optimizer state that is offloaded to the host is lent instead of copied; updates wait for `written`.
+        state = state_of(policy) | self._reference_state()
+        written = threading.Event()
         lent = [] if policy.offload is None else policy.offload.lend_homes(written, self.config.timeout_s)
         snapshot = RankSnapshot(state, draft, live_tensors(policy), lent)
-        model, layout = traits_of(policy.hf, policy.dtype, policy.adapters), layout_of_ranks()
-        manifest = CheckpointManifest(version=version, epoch=epoch, model=model, layout=layout)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        manifest = CheckpointManifest(
+            version=version,
+            epoch=epoch,
+            model=traits_of(policy.hf, policy.dtype, policy.adapters),
+            layout=layout_of_ranks(),
+        )
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
 
         def write() -> None:
             try:
                 try:
                     write_part(snapshot, draft, rank)
                 finally:
-                    written.set()  # also after a failure, whose reason must not be hidden by an update that waits
+                    # Also after a failure: otherwise the next update would time out and hide its reason.
+                    written.set()
                 if rank == 0:
-                    parts = [read_part(draft, each, self.config.timeout_s) for each in range(ranks)]
+                    parts = [read_part(draft, number, self.config.timeout_s) for number in range(ranks)]
                     snapshot.finish(parts)
-                    seal(draft, manifest, {name: file for part in parts for name, file in part.files.items()})
-                    self._put_in_place(draft, manifest)
+                    known_files = {name: file for part in parts for name, file in part.files.items()}
+                    complete_folder(draft, manifest, known_files)
+                    self._publish_draft(draft, manifest)
                     self._prune(version, evaluations)
             except OSError:
-                self._check_not_overtaken(epoch)  # by one that has removed the draft: then that is the reason
+                # If a newer trainer has removed the draft, report that as the reason.
+                self._check_not_overtaken(epoch)
                 raise
 
         self._evaluations = evaluations
         self._saving = BackgroundJob("checkpoint", version, write)
 
     def start_copy(self, version: int | None = None) -> None:
-        """Begin to copy `version`, or else the newest uncopied_version one, to the store, unless a copy is in progress.
+        """Start to copy a version to the store, unless a copy is in progress. Default: the newest uncopied one.
 
-        A trainer that resumes calls it with its version: one that was killed may have left it only here.
+        A trainer that resumes calls it with its version, which an earlier trainer may have left uncopied.
         """
         if self.store is None:
             return
@@ -191,15 +220,19 @@ class CheckpointFolder:
         if self.uncopied_version is None or self._copying is not None:
             return
         copied = self.uncopied_version
-        work = (lambda: self._copy(copied)) if is_rank_zero() else (lambda: None)
-        self._copying, self._late = BackgroundJob("copy", copied, work), False
+
+        def copy() -> None:
+            if is_rank_zero():
+                self._copy(copied)
+
+        self._copying = BackgroundJob("copy", copied, copy)
+        self._copy_is_late = False
 
     def poll_saved(self, *, wait: bool) -> int | None:
-        """The newest version that has become safe since the last call, if any; with `wait`, wait for what is in
-        progress.
+        """Return the newest version that has become safe since the last call, or None.
 
-        Raises CheckpointError on all ranks if writing failed; `latest` then names the one before it. A copy that failed
-        leaves its version in `uncopied_version`.
+        `wait`: wait for the write and the copy in progress. Raises CheckpointError on all ranks if writing failed;
+        `latest` is unchanged then. A copy that failed leaves its version in `uncopied_version`.
         """
         written = self._poll_written(wait=wait)
         if self.store is None:
@@ -217,48 +250,49 @@ class CheckpointFolder:
         if not self._is_done(saving, wait=wait):
             self._saving = saving
             return None
-        self._report_unpruned(saving.version)
+        self._report_prune_warnings(saving.version)
         return saving.version
 
     def _poll_copied(self, *, wait: bool) -> int | None:
-        """The version of the copy in progress, if it is complete by now."""
+        """Return the version of the copy in progress if it is complete, else None."""
         copying = self._copying
         if copying is None:
             return None
-        outcome = self._copy_outcome(copying, wait=wait and not self._late)
-        if outcome == _RUNNING:
-            if wait and not self._late:
-                self._late = True
+        state = self._copy_state(copying, wait=wait and not self._copy_is_late)
+        if state == CopyState.RUNNING:
+            if wait and not self._copy_is_late:
+                self._copy_is_late = True
                 self.warn(copying.version, self._copy_warning(copying.version, "it takes longer than timeout_s"))
             return None
         self._copying = None
-        if outcome == _FAILED:
-            self.warn(copying.version, self._copy_warning(copying.version, copying.failure))
+        if state == CopyState.FAILED:
+            reason = copying.failure or "rank 0 reports a failure"
+            self.warn(copying.version, self._copy_warning(copying.version, reason))
             return None
-        self._report_unpruned(copying.version)
+        self._report_prune_warnings(copying.version)
         if self.uncopied_version == copying.version:
             self.uncopied_version = None
-        self.start_copy()  # of one that has been written meanwhile
+        self.start_copy()  # a newer checkpoint may have been written meanwhile
         return copying.version
 
-    def _copy_outcome(self, copying: BackgroundJob, *, wait: bool) -> int:
-        """What has become of the copy by now, for all ranks: it is rank 0's."""
-        outcome = _RUNNING
-        if copying.ended(self.config.timeout_s if wait else 0.0):
-            outcome = _FAILED if copying.failure else _DONE
-        (shared,) = broadcast_ints([outcome] if is_rank_zero() else None, 1)
-        return shared
+    def _copy_state(self, copying: BackgroundJob, *, wait: bool) -> CopyState:
+        """Return the state of rank 0's copy, on all ranks."""
+        state = CopyState.RUNNING
+        if copying.wait(self.config.timeout_s if wait else 0.0):
+            state = CopyState.DONE if copying.failure is None else CopyState.FAILED
+        (of_rank_zero,) = broadcast_ints([state] if is_rank_zero() else None, 1)
+        return CopyState(of_rank_zero)
 
     def _copy_warning(self, version: int, reason: str) -> str:
         assert self.store is not None
         return (
-            f"the checkpoint of version {version} is not in {self.store.url}: {reason}. It is whole in "
-            f"{self._folder(version)}; the copy is tried again with the next checkpoint, or when the run resumes, and "
-            "the buffer keeps its groups until then. Check the store and its credentials"
+            f"the checkpoint of version {version} is not in {self.store.url}: {reason}. It is complete in "
+            f"{self._folder(version)}. The copy is retried with the next checkpoint, or when the run resumes; until "
+            "then the buffer keeps its groups. Check the store and its credentials"
         )
 
     def load_newest(self, policy: Policy) -> tuple[int, str | None]:
-        """Load the newest checkpoint or, where that is damaged, the newest whole one before it.
+        """Load the newest checkpoint or, if it is damaged, the newest intact one before it.
 
         Returns its version and a description of the damage, None if there is none. Version 0 is the first policy, which
         is loaded already. Raises CheckpointError.
@@ -267,7 +301,7 @@ class CheckpointFolder:
         if newest is None:
             return 0, None
         damage: CheckpointDamaged | None = None
-        for version in self._not_above(newest):
+        for version in self._versions_up_to(newest):
             try:
                 self.load(policy, version)
             except CheckpointDamaged as error:
@@ -276,30 +310,33 @@ class CheckpointFolder:
                 return version, None if damage is None else str(damage)
         assert damage is not None
         if damage.partly_loaded:
-            raise damage
+            raise damage  # the policy in memory is no longer the first one
         return 0, str(damage)
 
-    def _not_above(self, newest: int) -> list[int]:
-        """The versions up to `newest` that have a folder, the newest first. `newest` may have lost its own."""
-        found = [newest, *sorted((v for v in self._versions() if v < newest), reverse=True)] if is_rank_zero() else []
-        (count,) = broadcast_ints([len(found)] if is_rank_zero() else None, 1)
-        return broadcast_ints(found if is_rank_zero() else None, count)
+    def _versions_up_to(self, newest: int) -> list[int]:
+        """Return `newest`, whose folder may be missing, and the older versions that have one, the newest first."""
+        versions = []
+        if is_rank_zero():
+            older = [version for version in self._versions() if version < newest]
+            versions = [newest, *sorted(older, reverse=True)]
+        (count,) = broadcast_ints([len(versions)] if is_rank_zero() else None, 1)
+        return broadcast_ints(versions if is_rank_zero() else None, count)
 
     def is_chosen(self, version: int) -> bool:
-        """True if a person chose to resume from `version`, whatever the buffer has forgotten."""
-        chosen = is_rank_zero() and self._marked(CHOSEN) == version
-        (shared,) = broadcast_ints([int(chosen)] if is_rank_zero() else None, 1)
-        return bool(shared)
+        """True if the user chose to resume from `version`, even if the buffer has forgotten its groups."""
+        chosen = is_rank_zero() and self._read_marker(CHOSEN) == version
+        (of_rank_zero,) = broadcast_ints([int(chosen)] if is_rank_zero() else None, 1)
+        return bool(of_rank_zero)
 
     def clear_choice(self) -> None:
-        """A person's choice holds for one resumption."""
+        """Delete the user's choice, which is valid for one resumption."""
         if is_rank_zero():
             (self.path / CHOSEN).unlink(missing_ok=True)
 
     def load(self, policy: Policy, version: int) -> None:
         """Load weights, optimizer and random state of `version`.
 
-        Raises CheckpointError for a damaged one, or one of another model, before anything is loaded.
+        Raises CheckpointDamaged, or CheckpointError for another model, before anything is loaded.
         """
         folder = self._folder(version)
         manifest = read_manifest(folder)
@@ -308,45 +345,44 @@ class CheckpointFolder:
         wanted = state_of(policy, written_by=manifest.layout) | self._reference_state()
         try:
             loaded = dist_checkpointing.load(wanted, str(folder))
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
-            raise unreadable(folder, f"reading it failed: {error}", partly_loaded=True) from error
-        fill(policy, loaded)
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
+            raise damaged_checkpoint(folder, f"reading it failed: {error}", partly_loaded=True) from error
+        load_into_policy(policy, loaded)
         if self.reference is not None and _REFERENCE in loaded:
             self.reference.load_state_dict(loaded[_REFERENCE])
 
     def _reference_state(self) -> dict[str, Any]:
-        """The state of a reference model that changes; {} for one that never does."""
+        """Return the state of the reference model; {} if there is none or it never changes."""
         state = {} if self.reference is None else self.reference.state_dict(metadata())
         return {_REFERENCE: state} if state else {}
 
     def mark_best(self, evaluations: Sequence[Evaluation]) -> None:
-        """Mark the best checkpoint by the present evaluations, and delete those that nothing protects any more."""
+        """Update `best` with these evaluations, and delete checkpoints that are no longer protected by theirs."""
         if not is_rank_zero() or self.config.keep_best == 0:
             return
-        saved = self._marked(_LATEST)
+        saved = self._read_marker(_LATEST)
         if saved is not None:
             self._prune(saved, evaluations)
-            self._report_unpruned(saved)
+            self._report_prune_warnings(saved)
 
     def export_final(self, policy: Policy, source: Path) -> Path:
-        """Write the present weights as checkpoints/hf, with configuration and tokenizer from `source`, and return the
-        folder."""
-        tensors = _copies(policy)
+        """Export the current weights to checkpoints/hf, with configuration and tokenizer of `source`. Returns it."""
+        tensors = _gather_weights(policy)
         target = self.path / "hf"
         if is_rank_zero():
             write_folder(target, source, tensors.items())
         return target
 
     def start_export(self, policy: Policy, source: Path, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
-        """Begin to write the present weights as an export of `version`; waits for the export before it."""
+        """Start to export the current weights as `version`; waits for the previous export first."""
         self.wait_for_export()
-        tensors = _copies(policy)
+        tensors = _gather_weights(policy)
 
         def write() -> None:
             if tensors:
                 write_folder(self._export_folder(version), source, tensors.items())
                 span = self.config.export_every_steps
-                for old in self._unkept(self._versions("hf-"), version, span, _accuracies(evaluations)):
+                for old in self._versions_to_delete(self._versions("hf-"), version, span, _accuracies(evaluations)):
                     self._remove(self._export_folder(old))
 
         self._exporting = BackgroundJob("export", version, write)
@@ -360,28 +396,32 @@ class CheckpointFolder:
             self._is_done(exporting, wait=True)
 
     def _is_done(self, job: BackgroundJob, *, wait: bool) -> bool:
-        """Whether rank 0's job is done, on all ranks.
+        """Return on all ranks if rank 0's job is done.
 
-        Raises CheckpointError if it failed, or with `wait` if it is late.
+        Raises CheckpointError if it failed, or if `wait` timed out.
         """
-        ended = job.ended(self.config.timeout_s + _SLACK_S if wait else 0.0)
+        ended = job.wait(self.config.timeout_s + _SLACK_S if wait else 0.0)
         failure = job.failure
         if wait and not ended:
-            failure = f"it was not done after trainer.checkpoint.timeout_s ({self.config.timeout_s:g} s)"
-        done, failed = broadcast_ints([int(ended), int(failure != "")] if is_rank_zero() else None, 2)
+            failure = f"it took longer than trainer.checkpoint.timeout_s ({self.config.timeout_s:g} s)"
+        done, failed = broadcast_ints([int(ended), int(failure is not None)] if is_rank_zero() else None, 2)
         if failed:
-            reason = broadcast_bytes(failure.encode() if is_rank_zero() else None).decode()
+            reason = broadcast_bytes((failure or "").encode() if is_rank_zero() else None).decode()
             raise CheckpointError(
-                f"{job.what} could not be written to {self.path}: {reason}. What was written before it is intact: make "
-                "room or mend the disk or the store, and the same command resumes"
+                f"{job.title} could not be written to {self.path}: {reason}. Earlier checkpoints are intact: free "
+                "space or fix the disk, and start the same command again to resume"
             )
         return bool(done)
 
-    def _put_in_place(self, draft: Path, manifest: CheckpointManifest) -> None:
-        """Rename the draft, and let `latest` name it. Another trainer may do the same at any moment, and so every
-        step can be taken back: the one of the newer epoch wins."""
+    def _publish_draft(self, draft: Path, manifest: CheckpointManifest) -> None:
+        """Rename the draft to its final name and update `latest`.
+
+        A newer trainer may do the same at any moment. There is no lock (the folder may be on NFS), so each step is
+        checked afterwards and undone if the other trainer has a newer epoch.
+        """
         self._check_not_overtaken(manifest.epoch)
-        target, replaced = self._folder(manifest.version), draft.with_name(f"{draft.name}-replaced")
+        target = self._folder(manifest.version)
+        replaced = draft.with_name(f"{draft.name}-replaced")
         if target.exists():
             target.rename(replaced)
             if _epoch_of(replaced) > manifest.epoch:
@@ -389,82 +429,94 @@ class CheckpointFolder:
                 self._check_not_overtaken(manifest.epoch)
         draft.rename(target)
         shutil.rmtree(replaced, ignore_errors=True)
+
+        # The rename must be on disk before `latest` is, or a power failure could leave `latest` without its folder.
         sync(self.path)
-        self._mark(_LATEST, manifest.version)
+        self._write_marker(_LATEST, manifest.version)
         epochs = {version: _epoch_of(self._folder(version)) for version in self._versions()}
         newest = max(epochs, key=lambda version: (epochs[version], version))
         if epochs[newest] > manifest.epoch:
-            self._mark(_LATEST, newest)
+            self._write_marker(_LATEST, newest)
         self._check_not_overtaken(manifest.epoch)
 
-    def _mark(self, name: str, version: int) -> None:
+    def _write_marker(self, name: str, version: int) -> None:
         write_atomic(self.path / name, f"{version}\n", synced=True)
 
     def _check_not_overtaken(self, epoch: int) -> None:
-        """Raise CheckpointError if a newer trainer has taken over: its checkpoint comes first."""
-        saved = [_epoch_of(self._folder(version)) for version in self._versions()]
-        newest = max([*saved, *(writer for _, writer in drafts(self.path))], default=0)
+        """Raise CheckpointError if a newer trainer has taken over: its checkpoints must not be replaced."""
+        epochs = [_epoch_of(self._folder(version)) for version in self._versions()]
+        epochs += [writer_epoch for _, writer_epoch in list_drafts(self.path)]
+        newest = max(epochs, default=0)
         if newest > epoch:
             raise CheckpointError(f"a newer trainer (epoch {newest}) has taken over from this one ({epoch})")
 
     def _prune(self, saved: int, evaluations: Sequence[Evaluation]) -> None:
-        accuracies, span = _accuracies(evaluations), self.config.every_steps
-        copied = None if self._copying is None else self._copying.version
-        for version in self._unkept(self._versions(), saved, span, accuracies):
-            if version != copied:  # it goes with the next checkpoint
+        accuracies = _accuracies(evaluations)
+        span = self.config.every_steps
+        being_copied = None if self._copying is None else self._copying.version
+        for version in self._versions_to_delete(self._versions(), saved, span, accuracies):
+            if version != being_copied:  # that one is deleted after the next checkpoint
                 self._remove(self._folder(version))
         best = ranked(self._versions(), accuracies, span=span)
         if self.config.keep_best and best:
-            self._mark(_BEST, best[0])
+            self._write_marker(_BEST, best[0])
 
     def _remove(self, folder: Path) -> None:
-        """Delete an old folder. That it cannot be deleted, as on NFS while a file in it is open, ends no run."""
+        """Delete an old folder. A failure, such as an open file on NFS, is a warning."""
         try:
             shutil.rmtree(folder)
         except OSError as error:
-            self._unpruned.append(f"{folder} could not be deleted ({error}) and takes up room. Delete it by hand")
+            self._prune_warnings.append(
+                f"{folder} could not be deleted ({error}) and takes up space. Delete it by hand"
+            )
 
-    def _report_unpruned(self, version: int) -> None:
-        while self._unpruned:
-            self.warn(version, self._unpruned.pop(0))
+    def _report_prune_warnings(self, version: int) -> None:
+        while self._prune_warnings:
+            self.warn(version, self._prune_warnings.pop(0))
 
     def _copy(self, version: int) -> None:
-        """Copy a checkpoint and the files of the run to the store, and delete there what nothing keeps."""
+        """Copy a checkpoint and the files of the run to the store, and prune the store."""
         assert self.store is not None
-        held, newest = StoredCheckpoint.of(self._folder(version)), self.store.newest()
-        if newest is not None and newest.epoch > held.epoch:
+        local = StoredCheckpoint.of(self._folder(version))
+        newest = self.store.newest()
+        if newest is not None and newest.epoch > local.epoch:
             raise CheckpointError(f"{self.store.url} has a checkpoint of a newer trainer (epoch {newest.epoch})")
         self.store.push_files(self.path.parent)
-        if newest is not None and newest > held:
-            return  # that of a trainer whose folder here is damaged: it is replaced only by a newer one
-        if newest != held:
+        if newest is not None and newest > local:
+            # This trainer resumed from an older checkpoint than the store has, because the newest one was damaged here.
+            # Only a newer checkpoint may replace it in the store.
+            return
+        if newest != local:
             self.store.push_checkpoint(self._folder(version), self.path.parent)
         try:
-            stored = {found.version for found in self.store.checkpoints()}
-            unkept = self._unkept(sorted(stored), version, self.config.every_steps, _accuracies(self._evaluations))
-            self.store.prune(held, stored.difference(unkept))
+            stored = {checkpoint.version for checkpoint in self.store.checkpoints()}
+            accuracies = _accuracies(self._evaluations)
+            old = self._versions_to_delete(sorted(stored), version, self.config.every_steps, accuracies)
+            self.store.prune(local, stored.difference(old))
         except OSError as error:
-            self._unpruned.append(f"old checkpoints in {self.store.url} could not be deleted: {error}")
+            self._prune_warnings.append(f"old checkpoints in {self.store.url} could not be deleted: {error}")
 
-    def _unkept(self, versions: list[int], saved: int, span: int, accuracies: dict[int, float]) -> list[int]:
-        keep, keep_best = self.config.keep, self.config.keep_best
-        mine = [version for version in versions if version <= saved]
-        good = protected(mine, accuracies, span=span, keep=keep, keep_best=keep_best)
-        return to_delete(versions, saved=saved, keep=keep, protected=good)
+    def _versions_to_delete(
+        self, versions: list[int], saved: int, span: int, accuracies: dict[int, float]
+    ) -> list[int]:
+        keep = self.config.keep
+        up_to_saved = [version for version in versions if version <= saved]
+        best = protected(up_to_saved, accuracies, span=span, keep=keep, keep_best=self.config.keep_best)
+        return to_delete(versions, saved=saved, keep=keep, protected=best)
 
     def _versions(self, prefix: str = "") -> list[int]:
         names = [path.name.removeprefix(prefix) for path in self.path.glob(f"{prefix}*") if path.is_dir()]
         return [int(name) for name in names if name.isdigit()]
 
-    def _marked(self, name: str) -> int | None:
+    def _read_marker(self, name: str) -> int | None:
         marker = self.path / name
         if not marker.exists():
             return None
         text = marker.read_text().strip()
         if not text.isdigit():
             raise CheckpointError(
-                f"{marker} should hold the version to resume from, but holds {text[:40]!r}. Write the number of the "
-                "newest folder beside it there"
+                f"{marker} should contain the version to resume from, but contains {text[:40]!r}. Write the number of "
+                "the newest folder next to it into this file"
             )
         return int(text)
 
@@ -476,16 +528,16 @@ class CheckpointFolder:
 
 
 def _accuracies(evaluations: Sequence[Evaluation]) -> dict[int, float]:
-    return {found.version: found.sampled_accuracy for found in evaluations}
+    return {evaluation.version: evaluation.sampled_accuracy for evaluation in evaluations}
 
 
-def _copies(policy: Policy) -> dict[str, Tensor]:
-    """The present weights on rank 0, {} on the others."""
+def _gather_weights(policy: Policy) -> dict[str, Tensor]:
+    """Return copies of the current weights on rank 0, {} on the others."""
     return {name: tensor.clone() for name, tensor in policy.export() if is_rank_zero()}
 
 
 def _epoch_of(folder: Path) -> int:
-    """The epoch of a complete checkpoint; 0 for anything else."""
+    """Return the epoch of a complete checkpoint; 0 for any other folder."""
     try:
         return read_manifest(folder).epoch
     except CheckpointError:
@@ -493,8 +545,9 @@ def _epoch_of(folder: Path) -> int:
 
 
 def _check_bytes(folder: Path, manifest: CheckpointManifest) -> None:
-    """Compare every file with the manifest, each on one rank. Raises CheckpointError on all ranks if one differs."""
-    wrong = changed(folder, manifest, sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
-    if max_over_ranks(torch.tensor([len(wrong)])).item():
-        names = ", ".join(wrong) or "a file that another rank has read"
-        raise unreadable(folder, f"{names} does not hold what was written")
+    """Compare every file with the manifest, each on one rank. Raises CheckpointDamaged on all ranks if one differs."""
+    own_files = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+    changed = find_changed_files(folder, manifest, own_files)
+    if max_over_ranks(torch.tensor([len(changed)])).item():
+        names = ", ".join(changed) or "a file that another rank has read"
+        raise damaged_checkpoint(folder, f"{names} does not hold what was written")

@@ -1,21 +1,21 @@
-"""This rank's part of a checkpoint: copied in memory by all ranks together, then written by each rank alone.
+"""This rank's part of a checkpoint: copied in memory by all ranks together, then written by each rank separately.
 
-    RankSnapshot   (all ranks together)   who writes what; copies of the tensors that training goes on changing
-    write_part     (each rank's thread)   its file, on disk when this returns, and what lies where in it
-    read_part      (rank 0's thread)      waits for the part of another rank
-    finish         (rank 0's thread)      the index over the files of all ranks
+    RankSnapshot   (all ranks together)   plans which rank writes what; copies the tensors that training changes
+    write_part     (each rank's thread)   writes the rank's file and the list of its shards to disk
+    read_part      (rank 0's thread)      waits for the list of another rank
+    finish         (rank 0's thread)      writes the index over the files of all ranks
 
-The threads of the ranks meet in the draft folder, `draft-EPOCH-VERSION`, by one file each:
+The threads of the ranks communicate by files in the draft folder, `draft-EPOCH-VERSION`, one per rank:
 
-    part-00001.json      rank 1 has written its file; what lies where in it
-    part-00001.failed    rank 1 cannot, and why
+    part-00001.json      rank 1 has written its file: list of its shards
+    part-00001.failed    rank 1 has failed: the reason
 
 A thread makes no collective calls, so it cannot interfere with those of the step. It is a daemon thread: a trainer that
 ends with an error does not wait for a half-written file.
 
-The files are in Megatron's `torch_dist` format. Megatron's own background writer is not used: it forks workers around
-a manager process that stays, which takes seconds for a small first checkpoint, and a SIGTERM to the process group would
-end it during the last one.
+The files are in Megatron's `torch_dist` format. `SaveStrategy` splits torch's `save_state_dict` (plan, then write) in
+two, with its private parts. Megatron's own background writer is not used: it forks workers and keeps a manager process,
+which takes seconds for a small first checkpoint, and a SIGTERM to the process group would kill it in the last one.
 """
 
 from __future__ import annotations
@@ -41,37 +41,38 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from async_grpo.errors import WaitTimeout
 from async_grpo.utils.files import write_atomic
-from trainer.checkpoint.manifest import File, describe
+from trainer.checkpoint.manifest import FileDigest, hash_file
 from trainer.checkpoint.state import metadata
 
-_LOOK_EVERY_S = 0.02
+_POLL_EVERY_S = 0.02
 
 
 class BackgroundJob:
-    """Writes something of `version`, such as a checkpoint, on a thread that starts at once."""
+    """Runs `work`, such as writing a checkpoint of `version`, in a background thread that starts immediately."""
 
     def __init__(self, kind: str, version: int, work: Callable[[], None]) -> None:
-        self.what, self.version = f"the {kind} of version {version}", version
-        self.failure = ""
-        """Why the job failed; "" if it did not (yet)."""
+        self.title = f"the {kind} of version {version}"
+        self.version = version
+        self.failure: str | None = None
+        """Why the job failed; None if it did not, or has not ended."""
         self._work = work
         self._thread = threading.Thread(target=self._run, name=f"{kind}-{version}", daemon=True)
         self._thread.start()
 
-    def ended(self, timeout_s: float) -> bool:
-        """Whether the job has ended, within `timeout_s`."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the job at most `timeout_s`. Returns True if it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # kept for `failure`; errors of torch's checkpoints are no Exceptions
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             self.failure = f"{type(error).__name__}: {error}"
 
 
-class Written(msgspec.Struct, frozen=True):
-    """Where one shard lies."""
+class ShardLocation(msgspec.Struct, frozen=True):
+    """Location of one shard in a rank's file; the fields of torch's WriteResult."""
 
     name: str
     offsets: list[int] | None
@@ -83,45 +84,49 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class RankShards(msgspec.Struct, frozen=True):
-    """The shards and files that one rank has written."""
+    """Shards and files that one rank has written."""
 
-    shards: list[Written]
-    files: dict[str, File]
+    shards: list[ShardLocation]
+    files: dict[str, FileDigest]
 
 
 class RankSnapshot:
-    """This rank's part of a checkpoint in `folder`, which exists. All ranks construct it together."""
+    """This rank's part of a checkpoint in `folder`, which must exist. All ranks construct it together."""
 
     def __init__(
         self, state: dict[str, Any], folder: Path, live: Collection[Tensor], lent: Collection[Tensor] = ()
     ) -> None:
-        """`live` are the tensors that the next step changes: what shares memory with them is copied, but for those
-        that are `lent` until they are written."""
+        """Plan the checkpoint and copy what the next step would change.
+
+        `live`: tensors that the next step changes; state that shares memory with them is copied. `lent`: live tensors
+        that stay unchanged until they are written, so they need no copy.
+        """
         self._folder = folder
         self._strategy = SaveStrategy({_memory(tensor) for tensor in live} - {_memory(tensor) for tensor in lent})
-        # Without it the first data-parallel rank alone would copy and write the weights, which all of them have.
+        # All data-parallel ranks have the weights. Without this wrapper the first would write all of them.
         shared = FullyParallelSaveStrategyWrapper(
             self._strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
         dist_checkpointing.save(state, str(folder), shared, content_metadata=metadata())
 
     def write(self) -> RankShards:
-        """Write this rank's file (none, if other ranks have all of its state too)."""
-        shards = [_written(result) for result in self._strategy.write()]
-        return RankShards(shards, {name: describe(self._folder / name) for name in {shard.file for shard in shards}})
+        """Write this rank's file (none if other ranks write all of its state)."""
+        shards = [_to_location(result) for result in self._strategy.write()]
+        names = {shard.file for shard in shards}
+        return RankShards(shards, {name: hash_file(self._folder / name) for name in names})
 
     def finish(self, parts: list[RankShards]) -> None:
         """Write the index over the parts of all ranks. Rank 0 only."""
-        results = [[_result(shard) for shard in part.shards] for part in parts]
+        results = [[_to_write_result(shard) for shard in part.shards] for part in parts]
         self._strategy.writer.finish(self._strategy.index, results)
 
 
 class SaveStrategy(megatron_strategies.TorchDistSaveShardedStrategy):
-    """Does what torch's `save` does before it writes; `write` then writes."""
+    """`save` makes the plan of torch's `save_state_dict` and copies the tensors; `write` writes them later."""
 
     writer: torch_checkpoint.FileSystemWriter
     index: Metadata
-    """Rank 0 has it."""
+    """Set on rank 0 only."""
 
     def __init__(self, live: set[int]) -> None:
         super().__init__("torch_dist", 1)
@@ -155,26 +160,28 @@ class SaveStrategy(megatron_strategies.TorchDistSaveShardedStrategy):
 
 
 class SavePlanner(megatron_strategies.MCoreSavePlanner):
-    """Copies the tensors of a plan, and hands each copy out once."""
+    """Copies the tensors of a plan, and returns each copy once, so that its memory is freed as it is written."""
 
     def __init__(self, live: set[int]) -> None:
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._live = live
-        self._held: dict[MetadataIndex, Any] = {}
+        self._copies: dict[MetadataIndex, Any] = {}
 
     def copy(self, plan: SavePlan) -> None:
-        """Copy the tensors of the plan; afterwards training may go on."""
-        self._held = {item.index: self._own(super(SavePlanner, self).resolve_data(item)) for item in plan.items}
+        """Copy the tensors of the plan. Training may change the originals afterwards."""
+        self._copies = {}
+        for item in plan.items:
+            self._copies[item.index] = self._copy_if_live(super().resolve_data(item))
         self.state_dict: dict[str, Any] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        return self._held.pop(write_item.index)
+        return self._copies.pop(write_item.index)
 
-    def _own(self, data: Any) -> Any:
+    def _copy_if_live(self, data: Any) -> Any:
         if not isinstance(data, Tensor):
-            return data  # serialised already
+            return data  # already serialised
         if data.is_cpu and _memory(data) not in self._live:
-            return data.detach()  # made for this checkpoint, or lent to it
+            return data.detach()  # created for this checkpoint, or lent
         return data.detach().to("cpu", copy=True)
 
 
@@ -182,66 +189,68 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _written(result: WriteResult) -> Written:
-    index, place = result.index, result.storage_data
+def _to_location(result: WriteResult) -> ShardLocation:
+    index = result.index
+    place = result.storage_data
     offsets = list(index.offset) if index.offset is not None else None
-    return Written(
+    return ShardLocation(
         index.fqn, offsets, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length
     )
 
 
-def _result(one: Written) -> WriteResult:
-    offsets = torch.Size(one.offsets) if one.offsets is not None else None
-    place = _StorageInfo(one.file, one.start, one.length)
-    return WriteResult(MetadataIndex(one.name, offsets, one.index), one.bytes, place)
+def _to_write_result(shard: ShardLocation) -> WriteResult:
+    offsets = torch.Size(shard.offsets) if shard.offsets is not None else None
+    place = _StorageInfo(shard.file, shard.start, shard.length)
+    return WriteResult(MetadataIndex(shard.name, offsets, shard.index), shard.bytes, place)
 
 
-def draft_of(folder: Path, epoch: int, version: int) -> Path:
-    """The draft of one trainer: each has its own, because an earlier one that seemed dead may still be writing."""
+def draft_path(folder: Path, epoch: int, version: int) -> Path:
+    """Draft folder of a version. Each trainer has its own, because an earlier one that seemed dead may still write."""
     return folder / f"draft-{epoch:08d}-{version:08d}"
 
 
-def drafts(folder: Path) -> list[tuple[Path, int]]:
-    """The drafts in the folder with the epochs of their writers; 0 for a name without an epoch."""
-    found = []
+def list_drafts(folder: Path) -> list[tuple[Path, int]]:
+    """Return the drafts in the folder with the epochs of their writers; 0 for a name without an epoch."""
+    drafts = []
     for path in folder.glob("draft-*"):
         _, epoch, *version = path.name.split("-")
-        found.append((path, int(epoch) if version and epoch.isdigit() else 0))
-    return found
+        drafts.append((path, int(epoch) if version and epoch.isdigit() else 0))
+    return drafts
 
 
 def write_part(snapshot: RankSnapshot, draft: Path, rank: int) -> None:
-    """Write this rank's file and its part, or the reason for the failure before the error is raised."""
+    """Write this rank's file and its list of shards; if that fails, write the reason for rank 0 and raise the error."""
     try:
-        write_atomic(_part(draft, rank), msgspec.json.encode(snapshot.write()), synced=True)
+        write_atomic(_part_path(draft, rank), msgspec.json.encode(snapshot.write()), synced=True)
     except Exception as error:
-        _failed(draft, rank).write_text(f"rank {rank}: {error}")
+        _failure_path(draft, rank).write_text(f"rank {rank}: {error}")
         raise
 
 
 def read_part(draft: Path, rank: int, timeout_s: float) -> RankShards:
-    """Wait for the part of `rank`, remove its file and return it.
+    """Wait for the list of shards of `rank`, remove its file and return it.
 
     Raises OSError if the rank failed or the draft was removed, WaitTimeout.
     """
-    path, deadline_s = _part(draft, rank), time.monotonic() + timeout_s
+    path = _part_path(draft, rank)
+    deadline_s = time.monotonic() + timeout_s
     while not path.exists():
-        if _failed(draft, rank).exists():
-            raise OSError(_failed(draft, rank).read_text() or f"rank {rank} failed")
+        if _failure_path(draft, rank).exists():
+            raise OSError(_failure_path(draft, rank).read_text() or f"rank {rank} failed")
         if not draft.is_dir():
             raise FileNotFoundError(f"{draft} was removed by another process")
         if time.monotonic() > deadline_s:
             fix = "Is the folder shared by all machines? Raise trainer.checkpoint.timeout_s"
             raise WaitTimeout(f"rank {rank}'s part of {draft}", timeout_s, fix)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     part = msgspec.json.decode(path.read_bytes(), type=RankShards)
     path.unlink()
     return part
 
 
-def _part(draft: Path, rank: int) -> Path:
+def _part_path(draft: Path, rank: int) -> Path:
     return draft / f"part-{rank:05d}.json"
 
 
-def _failed(draft: Path, rank: int) -> Path:
+def _failure_path(draft: Path, rank: int) -> Path:
     return draft / f"part-{rank:05d}.failed"

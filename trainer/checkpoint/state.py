@@ -1,4 +1,4 @@
-"""The state of the policy that a checkpoint holds, and its description of the model and the ranks."""
+"""State of the policy in a checkpoint, and the traits of the model and the ranks in its manifest."""
 
 from __future__ import annotations
 
@@ -16,27 +16,39 @@ from trainer.model.optimizer import load_state, make_storable, parameter_states
 from trainer.model.policy import Policy
 
 _TRAITS = (
-    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "vocab_size", "tie_word_embeddings", "num_experts", "moe_intermediate_size"),
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
 )
+"""Keys of a Hugging Face configuration in which the models of a run must agree. `num_experts_per_tok` changes no shape,
+so without it a model that computes something else would load without an error."""
 
 
 def metadata() -> dict[str, Any]:
-    """The format of the stored state. New for every call, because Megatron adds its process groups to it."""
+    """Return the format of the stored state. A new dict per call, because Megatron adds its process groups to it."""
     return {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[str, Any]:
-    """The state as Megatron's sharded tensors of this rank: to save it, or to fill it from a checkpoint of
-    `written_by`.
+    """Return the state as Megatron's sharded tensors of this rank.
 
-    The random state belongs to a (pipeline, tensor) rank: where these were others, it stays as it
-    was seeded. No step draws from it, so the steps are the same.
+    To save it, omit `written_by`; to load a checkpoint into it, pass the layout of the ranks that wrote the checkpoint.
+    The random state belongs to a (pipeline, tensor) rank. It is not loaded into another layout of these; no step draws
+    from it, so the steps are the same.
     """
     make_storable(policy.optimizer)
-    loading = written_by is not None
+    is_loading = written_by is not None
     model = policy.sharded_state(metadata())
-    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata())
+    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata())
     state = {"model": model, "optimizer": optimizer}
     own = layout_of_ranks()
     if written_by is None or (written_by.pipeline, written_by.tensor) == (own.pipeline, own.tensor):
@@ -44,8 +56,8 @@ def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[st
     return state
 
 
-def fill(policy: Policy, loaded: dict[str, Any]) -> None:
-    """Put the loaded state into the policy."""
+def load_into_policy(policy: Policy, loaded: dict[str, Any]) -> None:
+    """Copy a loaded state into the policy."""
     policy.load_sharded_state(loaded["model"])
     load_state(policy.optimizer, loaded["optimizer"])
     if policy.offload is not None:
@@ -57,7 +69,7 @@ def fill(policy: Policy, loaded: dict[str, Any]) -> None:
 
 
 def live_tensors(policy: Policy) -> list[Tensor]:
-    """All tensors that a step changes in place."""
+    """Return all tensors that a step changes in place."""
     weights = [*policy.model.parameters(), *policy.model.buffers()]
     states = [
         tensor
@@ -70,14 +82,16 @@ def live_tensors(policy: Policy) -> list[Tensor]:
 def traits_of(
     hf: PretrainedConfig, dtype: torch.dtype, adapters: Adapters | None = None
 ) -> dict[str, str | int | bool | None]:
-    """The values in which another model would differ, or other adapters of it."""
+    """Return the values in which another model, or other adapters of this one, would differ."""
     traits = {name: getattr(hf, name) for name in _TRAITS if hasattr(hf, name)}
-    trained = {} if adapters is None else adapters.traits()
-    return {**traits, "precision": str(dtype).removeprefix("torch."), **trained}
+    traits["precision"] = str(dtype).removeprefix("torch.")
+    if adapters is not None:
+        traits |= adapters.traits()
+    return traits
 
 
 def layout_of_ranks() -> RankLayout:
-    """The present number of ranks of each kind."""
+    """Return the current number of ranks of each kind."""
     return RankLayout(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -88,7 +102,7 @@ def layout_of_ranks() -> RankLayout:
 
 
 def _random_state() -> ShardedObject:
-    """The random state of a (pipeline, tensor) rank; data- and context-parallel ranks have the same."""
+    """Return the random state of this (pipeline, tensor) rank; data- and context-parallel ranks share it."""
     return ShardedObject(
         "random",
         {

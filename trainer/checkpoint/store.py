@@ -1,16 +1,16 @@
-"""RunStore: a copy of a run in a bucket (`runs_store`), from which another machine goes on.
+"""RunStore: a copy of a run in a bucket (`runs_store`), from which another machine can resume.
 
     NAME/checkpoints/00000010-00000003/   checkpoint of version 10, by the trainer of epoch 3: files, then manifest.json
-      server/                             the embedded server's files of that moment; without redis.url
-    NAME/checkpoints/latest-00000003      the folder of the newest whole checkpoint of that trainer
+      server/                             files of the embedded server at that moment; without redis.url
+    NAME/checkpoints/latest-00000003      marker: the folder of the newest complete checkpoint of that trainer
     NAME/run/config.yaml, metrics.jsonl   the other files of the run
 
-    trainer   checkpoint on disk --push_checkpoint--> files, manifest, marker --> the buffer forgets what it holds
+    trainer   checkpoint on disk --push_checkpoint--> files, manifest, marker --> the buffer may forget the groups
     launcher  bare machine       --pull-->            files of the run, newest checkpoint --> starts the roles
 
-A checkpoint counts from its marker on, which is written last; a torn upload has none. Every trainer has a marker of its
-own and the newest epoch's is believed, so one that was thought dead cannot replace its successor's checkpoint. The
-store is never behind what the buffer has forgotten, because the buffer is told after the marker is written.
+A checkpoint counts once its marker is written, which comes last; an interrupted upload has none. Each trainer has its
+own marker, and the one of the newest epoch wins, so a trainer that was thought dead cannot replace its successor's
+checkpoint. The store is never behind what the buffer has forgotten, because commits follow the marker.
 """
 
 from __future__ import annotations
@@ -22,73 +22,86 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from async_grpo.errors import CheckpointError, ConfigError
+from async_grpo.errors import CheckpointDamaged, CheckpointError, ConfigError
 from async_grpo.utils.files import sync, write_atomic
 from async_grpo.weights.folder.objects import Objects, open_location
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.manifest import File, describe, read_manifest
+from trainer.checkpoint.manifest import FileDigest, hash_file, read_manifest
 
 KEY = "runs_store"
 LATEST = "latest"
 CHOSEN = "resume-from"
-"""The version that a person chose to resume from; `latest` names it too."""
+"""File with the version that the user chose to resume from; `latest` has it too."""
 _PIECE_BYTES = 16 << 20
 _READS_AT_ONCE = 4
 _TRIES = 5
-_SAYINGS = 10
-"""Times that the progress of a checkpoint is told."""
+_PROGRESS_REPORTS = 10
+"""Number of progress reports per checkpoint."""
 _SERVER_FILES = "server/appendonlydir"
 _RUN_FILES = (
-    *("config.yaml", "run.id", "run.json", "metrics.jsonl", "report.md", "summary.json", "timeline.json"),
-    *("evaluations/*.jsonl", "samples/*.jsonl", "timeline/*.jsonl", "plots/*", "roles/*.jsonl"),
+    "config.yaml",
+    "run.id",
+    "run.json",
+    "metrics.jsonl",
+    "report.md",
+    "summary.json",
+    "timeline.json",
+    "evaluations/*.jsonl",
+    "samples/*.jsonl",
+    "timeline/*.jsonl",
+    "plots/*",
+    "roles/*.jsonl",
 )
-"""What is copied beside checkpoints: all that `async-grpo runs` reads, and nothing that belongs to a machine."""
+"""Files that are copied next to checkpoints: all that `async-grpo runs` reads, and none that belongs to a machine."""
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
+"""Shows a progress message to the user."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoredCheckpoint:
-    """A checkpoint on the store; the greatest is the newest."""
+    """A checkpoint in the store, ordered by age: the largest is the newest."""
 
     epoch: int
     version: int
 
     @property
     def folder(self) -> str:
-        """Its folder below `checkpoints`."""
+        """Name of its folder below `checkpoints`."""
         return f"{self.version:08d}-{self.epoch:08d}"
 
     @classmethod
     def of(cls, folder: Path) -> StoredCheckpoint:
-        """The complete checkpoint in a local folder. Raises CheckpointError."""
-        found = read_manifest(folder)
-        return cls(found.epoch, found.version)
+        """Identify the complete checkpoint in a local folder. Raises CheckpointError."""
+        manifest = read_manifest(folder)
+        return cls(manifest.epoch, manifest.version)
 
     @classmethod
     def parse(cls, text: str) -> StoredCheckpoint | None:
-        """That of a folder's name; None for another name."""
+        """Parse the name of a folder; None for any other name."""
         version, _, epoch = text.partition("-")
-        return cls(int(epoch), int(version)) if version.isdigit() and epoch.isdigit() else None
+        if not (version.isdigit() and epoch.isdigit()):
+            return None
+        return cls(int(epoch), int(version))
 
 
 @dataclass(slots=True)
 class RunStore:
-    """The copy of one run. Every failure of the store is an OSError, which names it and holds no credentials."""
+    """The copy of one run. Every failure of the store is an OSError that names the object, without credentials."""
 
     objects: Objects
     name: str
     url: str
     _pushed: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
-    """Time (ns) and size (bytes) of the files of the run as they were last copied."""
+    """Modification time (ns) and size (bytes) of the files of the run when they were last copied."""
 
     @classmethod
     def open(cls, url: str, name: str) -> RunStore:
-        """The copy of the run `name` below `url`. Raises ConfigError, DependencyError."""
+        """Open the copy of the run `name` below `url`. Raises ConfigError, DependencyError."""
         return cls(open_location(url, KEY), name, f"{url.rstrip('/')}/{name}")
 
     def check(self) -> str:
-        """Write, read and remove a small object; says where. Raises ConfigError."""
+        """Write, read and remove a small object. Returns a sentence with the result. Raises ConfigError."""
         trial = f"{self.name}/.trial"
         try:
             self.objects.write(trial, [b"trial"])
@@ -102,91 +115,119 @@ class RunStore:
         return f"{self.url} can be written to, read and listed"
 
     def newest(self) -> StoredCheckpoint | None:
-        """The newest whole checkpoint; None if there is none. Raises OSError."""
-        markers = sorted(name for name in self._names("checkpoints") if name.rpartition("/")[2].startswith(LATEST))
-        return StoredCheckpoint.parse(self.objects.read(markers[-1]).decode().strip()) if markers else None
+        """Return the newest complete checkpoint; None if there is none. Raises OSError."""
+        markers = [name for name in self._list("checkpoints") if name.rpartition("/")[2].startswith(LATEST)]
+        if not markers:
+            return None
+        newest_epoch = max(markers)  # epochs have leading zeros, so their order is that of the names
+        return StoredCheckpoint.parse(self.objects.read(newest_epoch).decode().strip())
 
     def checkpoints(self) -> list[StoredCheckpoint]:
-        """All checkpoints of which there is anything, torn ones too. Raises OSError."""
-        folders = {name.split("/")[2] for name in self._names("checkpoints")}
-        return sorted(found for folder in folders if (found := StoredCheckpoint.parse(folder)) is not None)
+        """Return all checkpoints that have any object, including interrupted uploads. Raises OSError."""
+        folders = {name.split("/")[2] for name in self._list("checkpoints")}
+        parsed = [StoredCheckpoint.parse(folder) for folder in folders]
+        return sorted(checkpoint for checkpoint in parsed if checkpoint is not None)
 
     def push_checkpoint(self, folder: Path, run_dir: Path) -> None:
-        """Copy the complete checkpoint in `folder`, and the embedded server's files, then mark it. Raises OSError,
-        CheckpointError."""
-        held = StoredCheckpoint.of(folder)
-        for name in (*sorted(read_manifest(folder).files), manifests.FILE):
-            self.objects.write(self._at(held, name), _pieces(folder / name))
-        self._push_server(held, run_dir / _SERVER_FILES)
-        self.objects.write(self._marker(held.epoch), [held.folder.encode()])
+        """Copy the complete checkpoint in `folder` and the embedded server's files, then write the marker.
 
-    def prune(self, held: StoredCheckpoint, kept: Collection[int]) -> None:
-        """Remove what trainers up to the epoch of `held` have left there, except `held` and the versions `kept`. Raises
-        OSError."""
-        mine = [found for found in self.checkpoints() if found.epoch <= held.epoch and found != held]
-        gone = [found for found in mine if found.version not in kept or found.version == held.version]
-        names = [name for found in gone for name in self._names(f"checkpoints/{found.folder}")]
-        older = {self._marker(found.epoch) for found in mine if found.epoch < held.epoch}
-        self.objects.remove([*(older & set(self._names("checkpoints"))), *names])
+        Raises OSError, CheckpointError.
+        """
+        pushed = StoredCheckpoint.of(folder)
+        for name in (*sorted(read_manifest(folder).files), manifests.FILE):
+            self.objects.write(self._object_name(pushed, name), _pieces(folder / name))
+        self._push_server(pushed, run_dir / _SERVER_FILES)
+        # The marker comes last: it makes the checkpoint count.
+        self.objects.write(self._marker(pushed.epoch), [pushed.folder.encode()])
+
+    def prune(self, newest: StoredCheckpoint, keep_versions: Collection[int]) -> None:
+        """Remove checkpoints of this and earlier trainers, except `newest` and `keep_versions`, and older markers.
+
+        Those of a newer epoch than `newest` belong to a trainer that has taken over, and stay. Raises OSError.
+        """
+        own_or_older = [
+            checkpoint for checkpoint in self.checkpoints() if checkpoint.epoch <= newest.epoch and checkpoint != newest
+        ]
+        markers = set()
+        names = []
+        for checkpoint in own_or_older:
+            if checkpoint.epoch < newest.epoch:
+                markers.add(self._marker(checkpoint.epoch))
+            # The same version of an earlier epoch is superseded by `newest`.
+            if checkpoint.version not in keep_versions or checkpoint.version == newest.version:
+                names += self._list(f"checkpoints/{checkpoint.folder}")
+        # Markers first: while one exists, the checkpoint that it names must be complete.
+        existing_markers = markers & set(self._list("checkpoints"))
+        self.objects.remove([*existing_markers, *names])
 
     def push_files(self, run_dir: Path) -> None:
-        """Copy the other files of the run that have changed since the last call, or are not there any more: `--fresh`
-        elsewhere may have deleted the copy, which without config.yaml and run.id is neither listed nor resumed. Raises
-        OSError."""
-        there = set(self._names("run"))
-        for path in sorted(found for pattern in _RUN_FILES for found in run_dir.glob(pattern) if found.is_file()):
-            name, stat = path.relative_to(run_dir).as_posix(), path.stat()
+        """Copy the other files of the run that have changed since the last call. Raises OSError."""
+        # Also copy unchanged files that are missing in the store: `--fresh` on another machine may have deleted the
+        # copy, which is neither listed nor resumed without config.yaml and run.id.
+        stored = set(self._list("run"))
+        paths = [path for pattern in _RUN_FILES for path in run_dir.glob(pattern) if path.is_file()]
+        for path in sorted(paths):
+            name = path.relative_to(run_dir).as_posix()
+            stat = path.stat()
             target = f"{self.name}/run/{name}"
-            if self._pushed.get(name) != (stat.st_mtime_ns, stat.st_size) or target not in there:
+            if self._pushed.get(name) != (stat.st_mtime_ns, stat.st_size) or target not in stored:
                 self.objects.write(target, _pieces(path))
                 self._pushed[name] = (stat.st_mtime_ns, stat.st_size)
 
-    def pull(self, run_dir: Path, say: Say) -> None:
-        """Bring the run into `run_dir` if the store has a newer checkpoint than that; else do nothing.
+    def pull(self, run_dir: Path, report: Report) -> None:
+        """Fetch the run into `run_dir` if the store has a newer checkpoint than that folder; else do nothing.
 
-        Raises OSError if the store fails (the next call goes on where this one ended), CheckpointError for a copy that
-        does not hold what was written.
+        Raises OSError if the store fails (the next call continues where this one stopped), and CheckpointDamaged if the
+        copy is not what was written.
         """
         if (run_dir / "checkpoints" / CHOSEN).exists():
-            return  # a person has chosen the one that is here
+            return  # the user has chosen a local checkpoint
         newest = self.newest()
-        if newest is None or newest <= (_local(run_dir) or StoredCheckpoint(-1, -1)):
+        local = _find_local(run_dir)
+        if newest is None or (local is not None and newest <= local):
             return
         self.pull_files(run_dir)
         self._pull_server(newest, run_dir / _SERVER_FILES)
-        self.pull_checkpoint(newest, run_dir / "checkpoints", say)
+        self.pull_checkpoint(newest, run_dir / "checkpoints", report)
 
     def pull_files(self, run_dir: Path) -> int:
-        """Bring the files of the run, without checkpoints; returns their number. Raises OSError."""
+        """Fetch the files of the run, without checkpoints, and return their number. Raises OSError."""
         root = f"{self.name}/run/"
-        names = [name.removeprefix(root) for name in self._names("run")]
+        names = [name.removeprefix(root) for name in self._list("run")]
         for name in names:
             path = run_dir / name
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise OSError(f"{self.url} holds a file {name!r}, which would lie outside the folder of the run")
+                raise OSError(f"{self.url} has a file {name!r}, whose path is outside the folder of the run")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, self.objects.read(root + name))
         return len(names)
 
-    def pull_checkpoint(self, wanted: StoredCheckpoint, checkpoints: Path, say: Say) -> None:
-        """Bring a checkpoint, compare it with its manifest, and let `latest` name it; see `pull`."""
-        draft, target = checkpoints / f".pull-{wanted.folder}", checkpoints / f"{wanted.version:08d}"
+    def pull_checkpoint(self, wanted: StoredCheckpoint, checkpoints: Path, report: Report) -> None:
+        """Fetch a checkpoint, compare it with its manifest, and write its version to `latest`.
+
+        Raises OSError, CheckpointDamaged.
+        """
+        # The draft keeps its name, so that a later attempt continues with the files that are here.
+        draft = checkpoints / f".pull-{wanted.folder}"
+        target = checkpoints / f"{wanted.version:08d}"
         draft.mkdir(parents=True, exist_ok=True)
         for old in set(checkpoints.glob(".pull-*")) - {draft}:
             shutil.rmtree(old)
-        raw = self.objects.read(self._at(wanted, manifests.FILE))
-        files = manifests.parse(raw, f"{self.url}/checkpoints/{wanted.folder}").files
-        if outside := [name for name in files if Path(name).name != name]:
-            raise CheckpointError(
-                f"{self.url}/checkpoints/{wanted.folder}: its manifest names {outside[0]!r}, which would lie outside "
-                "the folder of the checkpoint. Nothing was fetched. Restore the manifest"
-            )
-        total, done = sum(file.bytes for file in files.values()), 0
+        raw = self.objects.read(self._object_name(wanted, manifests.FILE))
+        files = manifests.parse_manifest(raw, f"{self.url}/checkpoints/{wanted.folder}").files
+        for name in files:
+            if Path(name).name != name:
+                raise CheckpointDamaged(
+                    f"{self.url}/checkpoints/{wanted.folder}: its manifest names {name!r}, which is outside the folder "
+                    "of the checkpoint. Nothing was fetched. Restore the manifest"
+                )
+        total = sum(file.bytes for file in files.values())
+        done = 0
         for name, file in sorted(files.items()):
-            for piece_bytes in self._fetch(self._at(wanted, name), draft / name, file):
+            for piece_bytes in self._fetch(self._object_name(wanted, name), draft / name, file):
                 done += piece_bytes
-                if done * _SAYINGS // total > (done - piece_bytes) * _SAYINGS // total:
-                    say(
+                if done * _PROGRESS_REPORTS // total > (done - piece_bytes) * _PROGRESS_REPORTS // total:
+                    report(
                         f"fetching version {wanted.version} from {self.url}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
                     )
         write_atomic(draft / manifests.FILE, raw, synced=True)
@@ -196,12 +237,12 @@ class RunStore:
         write_atomic(checkpoints / LATEST, f"{wanted.version}\n", synced=True)
 
     def id(self) -> str | None:
-        """The run's unique id (run.id); None if there is no copy. Raises OSError."""
+        """Return the run's unique id (run.id); None if there is no copy. Raises OSError."""
         content = self._read_file("run.id")
         return None if content is None else content.decode()
 
     def read_config(self) -> bytes | None:
-        """Content of the run's config.yaml; None if there is no copy. Raises OSError."""
+        """Return the content of the run's config.yaml; None if there is no copy. Raises OSError."""
         return self._read_file("config.yaml")
 
     def _read_file(self, name: str) -> bytes | None:
@@ -211,48 +252,54 @@ class RunStore:
             return None
 
     def holds_anything(self) -> bool:
-        """True if there is any object of a run of this name, also of a torn copy. Raises OSError."""
+        """True if the store has any object of a run of this name, even of an interrupted copy. Raises OSError."""
         return bool(self.objects.list_names(self.name))
 
     def remove(self) -> None:
-        """Remove the whole copy, its markers first. Raises OSError."""
+        """Remove the copy. Raises OSError."""
+        # Markers first: if the removal is interrupted, no marker names an incomplete checkpoint.
         names = self.objects.list_names(self.name)
         self.objects.remove([name for name in names if f"/{LATEST}-" in name])
         self.objects.remove(names)
 
-    def _push_server(self, held: StoredCheckpoint, files: Path) -> None:
-        """Copy the append-only file of the embedded server, which goes on writing.
-
-        Its parts only grow, and a server cuts off a command that was copied in part; they are replaced only together,
-        by a rewrite, which the list of parts shows.
-        """
-        for _ in range(_TRIES if files.is_dir() else 0):
+    def _push_server(self, pushed: StoredCheckpoint, files: Path) -> None:
+        """Copy the append-only file of the embedded server, which keeps writing to it."""
+        if not files.is_dir():
+            return
+        # The file consists of several parts. They only grow, and a server drops a command at the end that was copied
+        # incompletely. A rewrite replaces all of them, which shows in their names: then copy again.
+        for _ in range(_TRIES):
             with suppress(FileNotFoundError):
                 before = {path.name for path in files.iterdir()}
-                for name in sorted(name for name in before if not name.startswith("temp-")):
-                    self.objects.write(self._at(held, f"server/{name}"), _pieces(files / name))
+                for name in sorted(before):
+                    if not name.startswith("temp-"):
+                        self.objects.write(self._object_name(pushed, f"server/{name}"), _pieces(files / name))
                 if before == {path.name for path in files.iterdir()}:
                     return
         if files.is_dir():
             raise OSError(f"{files} was rewritten {_TRIES} times while it was copied")
 
     def _pull_server(self, wanted: StoredCheckpoint, files: Path) -> None:
-        root = self._at(wanted, "server/")
-        if names := [name.removeprefix(root) for name in self._names(f"checkpoints/{wanted.folder}/server")]:
+        root = self._object_name(wanted, "server/")
+        names = [name.removeprefix(root) for name in self._list(f"checkpoints/{wanted.folder}/server")]
+        if names:
             shutil.rmtree(files, ignore_errors=True)
             files.mkdir(parents=True, mode=0o700)
             for name in names:
                 write_atomic(files / Path(name).name, self.objects.read(root + name), synced=True)
 
-    def _fetch(self, name: str, path: Path, file: File) -> Iterator[int]:
-        """Bring a file, after what an earlier attempt has left of it; yields the bytes of each piece."""
-        there = path.stat().st_size if path.exists() else 0
-        if there > file.bytes:
+    def _fetch(self, name: str, path: Path, file: FileDigest) -> Iterator[int]:
+        """Fetch a file, continuing after the bytes of an earlier attempt. Yields the number of bytes of each piece.
+
+        Raises OSError, and CheckpointDamaged if the file is not what was written.
+        """
+        present_bytes = path.stat().st_size if path.exists() else 0
+        if present_bytes > file.bytes:
             path.unlink()
-            there = 0
-        if there:
-            yield there
-        starts = range(there, file.bytes, _PIECE_BYTES)
+            present_bytes = 0
+        if present_bytes:
+            yield present_bytes
+        starts = range(present_bytes, file.bytes, _PIECE_BYTES)
         with path.open("ab") as target, ThreadPoolExecutor(_READS_AT_ONCE) as pool:
             for first in range(0, len(starts), _READS_AT_ONCE):
                 spans = [(start, min(start + _PIECE_BYTES, file.bytes)) for start in starts[first:][:_READS_AT_ONCE]]
@@ -260,31 +307,32 @@ class RunStore:
                     target.write(piece)
                     yield len(piece)
         sync(path)
-        if describe(path) != file:
+        if hash_file(path) != file:
             path.unlink()
-            raise CheckpointError(
-                f"{self.url}: {name} does not hold what was written ({file.bytes} bytes, xxh3 {file.xxh3}). Nothing "
-                "was put in place. Give the same command again; if that does not help, restore the object"
+            raise CheckpointDamaged(
+                f"{self.url}: {name} does not have the content that was written ({file.bytes} bytes, xxh3 "
+                f"{file.xxh3}). The local checkpoints are unchanged. Run the same command again; if that does not "
+                "help, restore the object"
             )
 
-    def _names(self, below: str) -> list[str]:
+    def _list(self, below: str) -> list[str]:
         return self.objects.list_names(f"{self.name}/{below}")
 
-    def _at(self, found: StoredCheckpoint, file: str) -> str:
-        return f"{self.name}/checkpoints/{found.folder}/{file}"
+    def _object_name(self, checkpoint: StoredCheckpoint, file: str) -> str:
+        return f"{self.name}/checkpoints/{checkpoint.folder}/{file}"
 
     def _marker(self, epoch: int) -> str:
         return f"{self.name}/checkpoints/{LATEST}-{epoch:08d}"
 
 
 def runs_at(url: str) -> list[str]:
-    """Names of the runs below `url`. Raises ConfigError, DependencyError, OSError."""
+    """Return the names of the runs below `url`. Raises ConfigError, DependencyError, OSError."""
     names = open_location(url, "URL").list_names("")
     return sorted({name.partition("/")[0] for name in names if name.endswith("/run/config.yaml")})
 
 
-def _local(run_dir: Path) -> StoredCheckpoint | None:
-    """The local checkpoint to resume from; None if there is none that is whole."""
+def _find_local(run_dir: Path) -> StoredCheckpoint | None:
+    """Return the local checkpoint to resume from; None if there is none or it is damaged."""
     marker = run_dir / "checkpoints" / LATEST
     try:
         return StoredCheckpoint.of(marker.parent / f"{int(marker.read_text()):08d}")

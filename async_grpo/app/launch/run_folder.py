@@ -32,7 +32,7 @@ from async_grpo.telemetry.role_history import failure, record_start, restarts
 from async_grpo.utils.files import is_locked, locked, try_lock, write_atomic
 from async_grpo.utils.text import short_digest
 from buffer import PASSWORD_VARIABLE
-from trainer.checkpoint.manifest import changed, read_manifest, unreadable
+from trainer.checkpoint.manifest import damaged_checkpoint, find_changed_files, read_manifest
 from trainer.checkpoint.store import CHOSEN, LATEST
 
 _FREE_KEYS = (
@@ -382,9 +382,9 @@ def choose_checkpoint(run_dir: Path, checkpoint: str) -> int:
         raise ConfigError(f"--from {checkpoint} is no version of a checkpoint. Give its number, such as --from 80")
     _, folder = find_checkpoint(run_dir, int(name))
     manifest = read_manifest(folder)
-    wrong = changed(folder, manifest, manifest.files)
+    wrong = find_changed_files(folder, manifest, manifest.files)
     if wrong:
-        raise unreadable(folder, f"{', '.join(wrong)} does not hold what was written")
+        raise damaged_checkpoint(folder, f"{', '.join(wrong)} does not hold what was written")
     with RunFolder(run_dir).locked():
         write_atomic(folder.parent / CHOSEN, f"{manifest.version}\n", synced=True)
         write_atomic(folder.parent / LATEST, f"{manifest.version}\n", synced=True)

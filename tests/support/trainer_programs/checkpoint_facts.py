@@ -324,7 +324,7 @@ def lent(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[st
 
     def watched(planner: Any, plan: Any) -> None:
         copy(planner, plan)
-        held.extend(one.untyped_storage().data_ptr() for one in planner._held.values() if hasattr(one, "numel"))
+        held.extend(one.untyped_storage().data_ptr() for one in planner._copies.values() if hasattr(one, "numel"))
 
     with patch.object(SavePlanner, "copy", watched):
         busy.save(policy, 1, epoch=1)

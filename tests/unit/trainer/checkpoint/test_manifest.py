@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from async_grpo.errors import CheckpointError
@@ -14,10 +15,10 @@ from trainer.checkpoint.manifest import (
     FORMAT,
     CheckpointManifest,
     RankLayout,
-    changed,
     check_fits,
+    complete_folder,
+    find_changed_files,
     read_manifest,
-    seal,
 )
 
 MODEL = {"model_type": "qwen2", "hidden_size": 32, "precision": "float32"}
@@ -29,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     """A whole checkpoint of version 5."""
     (tmp_path / "__0_0.distcp").write_bytes(b"0123456789")
     (tmp_path / ".metadata").write_bytes(b"index")
-    seal(tmp_path, CheckpointManifest(version=5, epoch=2, model=MODEL, layout=LAYOUT), {})
+    complete_folder(tmp_path, CheckpointManifest(version=5, epoch=2, model=MODEL, layout=LAYOUT), {})
     return tmp_path
 
 
@@ -42,14 +43,14 @@ def test_a_whole_checkpoint_says_what_it_is(folder: Path) -> None:
     found = read_manifest(folder)
     assert (found.version, found.epoch, found.layout) == (5, 2, LAYOUT)
     assert {name: file.bytes for name, file in found.files.items()} == {"__0_0.distcp": 10, ".metadata": 5}
-    assert changed(folder, found, found.files) == []
+    assert find_changed_files(folder, found, found.files) == []
     check_fits(folder, found, version=5, model=MODEL)
 
 
 def test_a_byte_that_changed_is_found(folder: Path) -> None:
     (folder / "__0_0.distcp").write_bytes(b"0123X56789")
     found = read_manifest(folder)
-    assert changed(folder, found, found.files) == ["__0_0.distcp"]
+    assert find_changed_files(folder, found, found.files) == ["__0_0.distcp"]
 
 
 @pytest.mark.parametrize(
@@ -99,3 +100,11 @@ def test_another_model_and_a_folder_that_was_renamed_are_refused_by_what_differs
 ) -> None:
     with pytest.raises(CheckpointError, match=reason):
         check_fits(folder, read_manifest(folder), version=version, model={**MODEL, **changes})
+
+
+def test_a_trait_that_older_checkpoints_lack_is_compared_only_if_the_manifest_has_it(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    check_fits(folder, manifest, version=5, model={**MODEL, "num_experts_per_tok": 2})
+    newer = msgspec.structs.replace(manifest, model={**MODEL, "num_experts_per_tok": 2})
+    with pytest.raises(CheckpointError, match="num_experts_per_tok 2 instead of 4"):
+        check_fits(folder, newer, version=5, model={**MODEL, "num_experts_per_tok": 4})

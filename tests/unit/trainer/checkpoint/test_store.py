@@ -1,4 +1,4 @@
-"""The copy of a run in a bucket: whole checkpoints only, the newest trainer's, and the same bytes again."""
+"""The copy of a run in a bucket: only complete checkpoints count, the newest trainer's wins, bytes stay the same."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import xxhash
 
 from async_grpo.app.launch.run_copy import pull_run
 from async_grpo.config import validate
-from async_grpo.errors import CheckpointError, ConfigError
+from async_grpo.errors import CONFIG_FAULTS, CheckpointDamaged, ConfigError
 from async_grpo.weights.folder.objects import FolderObjects, Objects
 from tests.support.s3_server import SECRET, s3_server
-from trainer.checkpoint.manifest import CheckpointManifest, RankLayout, seal
+from trainer.checkpoint.manifest import CheckpointManifest, RankLayout, complete_folder
 from trainer.checkpoint.store import RunStore, StoredCheckpoint
 
 LAYOUT = RankLayout(tensor=1, pipeline=1, context=1, expert=1, data=1)
@@ -46,7 +46,7 @@ def checkpoint(run_dir: Path, version: int, epoch: int = 1, files: int = 2) -> P
     folder.mkdir(parents=True)
     for number in range(files):
         (folder / f"__{number}_0.distcp").write_bytes(os.urandom(BYTES))
-    seal(folder, CheckpointManifest(version=version, epoch=epoch, model={"layers": 2}, layout=LAYOUT), {})
+    complete_folder(folder, CheckpointManifest(version=version, epoch=epoch, model={"layers": 2}, layout=LAYOUT), {})
     (run_dir / "checkpoints" / "latest").write_text(f"{version}\n")
     (run_dir / "config.yaml").write_text("name: run\n")
     (run_dir / "metrics.jsonl").write_text(f'{{"step": {version}}}\n')
@@ -91,21 +91,21 @@ def test_an_empty_folder_gets_the_newest_checkpoint_bit_for_bit(store: RunStore,
     push(store, checkpoint(here, 10))
     newest = checkpoint(here, 20)
     push(store, newest)
-    said: list[str] = []
-    store.pull(there, said.append)
+    messages: list[str] = []
+    store.pull(there, messages.append)
     assert digests(there / "checkpoints/00000020") == digests(newest)
     assert (there / "checkpoints/latest").read_text() == "20\n"
     assert (there / "metrics.jsonl").read_bytes() == (here / "metrics.jsonl").read_bytes()
-    assert f"fetching version 20 from {store.url}" in said[-1]
+    assert f"fetching version 20 from {store.url}" in messages[-1]
 
 
-def test_what_is_not_kept_goes_and_what_is_newer_is_left_alone(store: RunStore, here: Path) -> None:
+def test_pruning_removes_old_checkpoints_and_keeps_those_of_a_newer_trainer(store: RunStore, here: Path) -> None:
     for version in (10, 20, 30):
         push(store, checkpoint(here, version, epoch=2 if version == 30 else 1))
-    store.prune(StoredCheckpoint(1, 20), kept=[20])  # by a trainer that was thought dead
+    store.prune(StoredCheckpoint(1, 20), keep_versions=[20])  # by a trainer that was thought dead
     assert store.checkpoints() == [StoredCheckpoint(1, 20), StoredCheckpoint(2, 30)]
     assert store.newest() == StoredCheckpoint(2, 30)
-    store.prune(StoredCheckpoint(2, 30), kept=[30, 20])
+    store.prune(StoredCheckpoint(2, 30), keep_versions=[30, 20])
     assert store.checkpoints() == [StoredCheckpoint(1, 20), StoredCheckpoint(2, 30)]
     assert store.newest() == StoredCheckpoint(2, 30)
     store.remove()
@@ -119,7 +119,7 @@ def test_a_trainer_that_was_thought_dead_cannot_take_the_marker_back(store: RunS
 
 
 @pytest.mark.parametrize("writes", range(4))
-def test_a_torn_upload_is_never_taken_for_whole(writes: int, tmp_path: Path, here: Path, there: Path) -> None:
+def test_an_interrupted_upload_never_counts(writes: int, tmp_path: Path, here: Path, there: Path) -> None:
     torn = Torn(tmp_path / "store")
     store = store_in(torn)
     torn.left = 99
@@ -134,7 +134,7 @@ def test_a_torn_upload_is_never_taken_for_whole(writes: int, tmp_path: Path, her
     assert digests(there / "checkpoints/00000010") == digests(whole)
 
 
-def test_a_fetch_that_was_cut_off_goes_on_with_what_it_has(
+def test_an_interrupted_fetch_continues_with_the_pieces_it_has(
     tmp_path: Path, here: Path, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.checkpoint.store._PIECE_BYTES", BYTES // 4)
@@ -152,9 +152,7 @@ def test_a_fetch_that_was_cut_off_goes_on_with_what_it_has(
     assert not list((there / "checkpoints").glob(".pull-*"))
 
 
-def test_a_copy_with_a_changed_byte_is_refused_and_nothing_put_in_place(
-    tmp_path: Path, here: Path, there: Path
-) -> None:
+def test_a_copy_with_a_changed_byte_is_rejected_as_damaged(tmp_path: Path, here: Path, there: Path) -> None:
     objects = FolderObjects(tmp_path / "store")
     store = store_in(objects)
     push(store, checkpoint(here, 10))
@@ -162,12 +160,13 @@ def test_a_copy_with_a_changed_byte_is_refused_and_nothing_put_in_place(
     raw = bytearray(objects.read(name))
     raw[7] ^= 1
     objects.write(name, [raw])
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp"):
+    with pytest.raises(CheckpointDamaged, match=r"__1_0\.distcp") as refused:
         store.pull(there, print)
+    assert isinstance(refused.value, CONFIG_FAULTS), "a supervisor must not restart the run to fetch it again"
     assert not (there / "checkpoints/latest").exists()
 
 
-def test_a_folder_that_is_as_new_is_left_alone(tmp_path: Path, here: Path) -> None:
+def test_a_folder_that_is_up_to_date_is_not_changed(tmp_path: Path, here: Path) -> None:
     store = store_in(FolderObjects(tmp_path / "store"))
     folder = checkpoint(here, 10)
     push(store, folder)
@@ -201,7 +200,7 @@ def test_pull_names_the_runs_that_are_there(tmp_path: Path, here: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["memory://x", "runs", "s3://key:secret@bucket", "s3://bucket/x?token=1"])
-def test_a_place_that_keeps_nothing_or_names_a_secret_is_refused(url: str) -> None:
+def test_a_url_without_storage_or_with_a_secret_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="runs_store"):
         validate({"name": "run", "model": {"random": {}}, "runs_store": url}, "test")
 
@@ -217,7 +216,7 @@ def test_an_unreachable_bucket_is_named_without_credentials(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "below/file"])
-def test_a_manifest_that_names_files_outside_of_the_checkpoint_is_refused(
+def test_a_manifest_with_files_outside_the_checkpoint_is_rejected(
     tmp_path: Path, here: Path, there: Path, name: str
 ) -> None:
     objects = FolderObjects(tmp_path / "store")
@@ -225,12 +224,12 @@ def test_a_manifest_that_names_files_outside_of_the_checkpoint_is_refused(
     push(store, checkpoint(here, 10))
     manifest = "run/checkpoints/00000010-00000001/manifest.json"
     objects.write(manifest, [objects.read(manifest).replace(b"__0_0.distcp", name.encode())])
-    with pytest.raises(CheckpointError, match="outside"):
+    with pytest.raises(CheckpointDamaged, match="outside"):
         store.pull(there, print)
     assert not (there / "checkpoints/latest").exists()
 
 
-def test_a_checkpoint_that_a_person_has_chosen_is_not_replaced_by_a_newer_copy(tmp_path: Path, here: Path) -> None:
+def test_a_checkpoint_that_the_user_chose_is_not_replaced_by_a_newer_copy(tmp_path: Path, here: Path) -> None:
     store = store_in(FolderObjects(tmp_path / "store"))
     checkpoint(here, 10)
     push(store, checkpoint(here, 20))

@@ -11,7 +11,7 @@ from async_grpo.app.launch.first_policy import read_warmup_s
 from async_grpo.app.launch.run_folder import RunFolder, RunState, choose_checkpoint, open_run, run_name, write_config
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CheckpointDamaged, ConfigError
-from trainer.checkpoint.manifest import CheckpointManifest, RankLayout, seal
+from trainer.checkpoint.manifest import CheckpointManifest, RankLayout, complete_folder
 
 
 def config(folder: Path, **changes: object) -> RunConfig:
@@ -172,7 +172,7 @@ def test_a_whole_checkpoint_can_be_chosen_to_resume_from(tmp_path: Path) -> None
         checkpoint.mkdir(parents=True)
         (checkpoint / "__0_0.distcp").write_bytes(b"weights")
         layout = RankLayout(tensor=1, pipeline=1, context=1, expert=1, data=1)
-        seal(checkpoint, CheckpointManifest(version=version, epoch=1, model={}, layout=layout), {})
+        complete_folder(checkpoint, CheckpointManifest(version=version, epoch=1, model={}, layout=layout), {})
     latest = folder.path / "checkpoints" / "latest"
     latest.write_text("4\n")
     with pytest.raises(ConfigError, match=r"version 3\b.*2, 4"):
