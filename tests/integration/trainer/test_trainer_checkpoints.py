@@ -68,7 +68,7 @@ def test_the_buffer_is_told_to_forget_only_what_two_checkpoints_on_disk_contain(
 def test_a_full_disk_is_named_and_costs_nothing_that_was_there(facts: Facts) -> None:
     found = facts["full_disk"]
     assert "the checkpoint of version 2 could not be written" in found["refused"]
-    assert "What was written before it is intact" in found["refused"]
+    assert "Earlier checkpoints are intact" in found["refused"]
     assert found["newest"] == 1
     assert "00000001" in found["names"]
     assert found["afterwards"] == ["00000001", "00000003"]
