@@ -2,7 +2,17 @@
 
 from buffer.base import BufferStats, CachedStats, ReplayBuffer, Resume, RunBoard
 from buffer.capacity import TASKS_AHEAD, BufferMemoryPlan, plan_buffer_memory
-from buffer.connect import attach, attach_board, connect, connect_board, is_over, knows_run, open_run, wipe, wipe_run
+from buffer.connect import (
+    attach,
+    attach_board,
+    connect,
+    connect_board,
+    is_run_over,
+    open_run,
+    run_exists,
+    wipe,
+    wipe_run,
+)
 from buffer.memory import InMemoryBoard, InMemoryBuffer
 from buffer.redis.board import RedisBoard
 from buffer.redis.buffer import RedisBuffer
@@ -29,11 +39,11 @@ __all__ = [
     "check_server",
     "connect",
     "connect_board",
-    "is_over",
-    "knows_run",
+    "is_run_over",
     "make_client",
     "open_run",
     "plan_buffer_memory",
+    "run_exists",
     "wipe",
     "wipe_run",
 ]

@@ -1,4 +1,4 @@
-"""Connect to the buffer and the board of a configured run, on a server that was checked."""
+"""Connects to the buffer and the board of a configured run, on a server that was checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from buffer.redis.client import check_server, make_client
 from buffer.redis.retrying import RetryingClient, close
 from buffer.redis.scripts import RunKeys
 
-_LOOK_AT_ONCE = 1000
+_KEYS_PER_SCAN = 1000
 
 
 async def connect(
@@ -31,7 +31,7 @@ async def connect(
     max_attempts: int,
     quota: MemoryQuota = NO_QUOTA,
 ) -> RedisBuffer:
-    """Open the buffer of `run`, new or as it was left. Raises ServerLost, ServerRefused."""
+    """Open the buffer of `run`, new or existing. Raises ServerLost, ServerRefused."""
     client = await _checked_client(redis, run)
     try:
         return await RedisBuffer.open(
@@ -49,87 +49,101 @@ async def connect(
 
 
 def attach(redis: RedisConfig, run: str) -> RedisBuffer:
-    """The buffer of a run that another process has opened, for reading. It checks and writes nothing, and connects when
-    first used."""
+    """Return the buffer of a run that another process has opened, for reading.
+
+    It neither checks the server nor writes anything, and connects at first use.
+    """
     return RedisBuffer(RetryingClient(make_client(redis, run), redis.timeout_s), run)
 
 
 def attach_board(redis: RedisConfig, run: str) -> RedisBoard:
-    """The board of a run, for reading. It checks nothing, and connects when first used."""
+    """Return the board of a run, for reading. It does not check the server, and connects at first use."""
     return RedisBoard(make_client(redis, run), run, timeout_s=redis.timeout_s)
 
 
 async def connect_board(redis: RedisConfig, run: str) -> RedisBoard:
-    """The board of `run`. Raises ServerLost, ServerRefused."""
+    """Return the board of `run`. Raises ServerLost, ServerRefused."""
     return RedisBoard(await _checked_client(redis, run), run, timeout_s=redis.timeout_s)
 
 
 async def check_memory(config: RunConfig) -> None:
-    """Raises ConfigError if the server has too little memory for this run beside the other runs on it. A run that has
-    reserved its share already is not asked again."""
-    plan, run = plan_buffer_memory(config), config.name
+    """Raise ConfigError if the server has too little memory for this run and the other runs on it.
+
+    The other runs do not count if this run has reserved its memory before: they were checked against it.
+    """
+    run = config.name
+    plan = plan_buffer_memory(config)
     async with _checked_link(config.redis, run) as link:
-        about = await link.call(lambda: link.client.info("memory"))
-        known = await link.call(lambda: link.client.hget(RunKeys(run).of("meta"), "reserved_bytes"))
-        others = {} if int(known or 0) >= plan.quota.reserved_bytes else await _reserved_by_others(link, run)
-    plan.check(int(about.get("maxmemory") or about.get("total_system_memory") or 0), "the server at redis.url", others)
+        info = await link.call(lambda: link.client.info("memory"))
+        reserved_before = await link.call(lambda: link.client.hget(RunKeys(run).of("meta"), "reserved_bytes"))
+        others: dict[str, int] = {}
+        if int(reserved_before or 0) < plan.quota.reserved_bytes:
+            others = await _reserved_by_others(link, run)
+    limit_bytes = int(info.get("maxmemory") or info.get("total_system_memory") or 0)
+    plan.check(limit_bytes, "the server at redis.url", others)
 
 
 async def _reserved_by_others(link: RetryingClient, run: str) -> dict[str, int]:
-    """Run -> bytes, of the runs that this user may see: what they reserve, or what is left of those that have ended."""
-    fields, found = ["reserved_bytes", "stored_bytes", "ended"], {}
+    """Return run -> bytes for the other runs that this user may read: their reservation, or the rest of an ended
+    run."""
+    fields = ["reserved_bytes", "stored_bytes", "ended"]
+    sizes: dict[str, int] = {}
     try:
-        async for names in _keys(link, RunKeys("*").of("meta")):
+        async for names in _scan_keys(link, RunKeys("*").of("meta")):
             for name in names:
                 reserved, stored, ended = await link.call(partial(link.client.hmget, name, fields))
-                found[RunKeys.run_of(name.decode())] = int((stored if ended == b"1" else reserved) or 0)
-    except ServerRefused:  # a user that may see nothing but its own run
+                size = int((stored if ended == b"1" else reserved) or 0)
+                other = RunKeys.run_of(name.decode())
+                if other != run and size > 0:
+                    sizes[other] = size
+    except ServerRefused:  # this user may read its own run only
         return {}
-    return {other: size for other, size in found.items() if other != run and size}
+    return sizes
 
 
-async def knows_run(redis: RedisConfig, run: str) -> bool:
-    """Whether the server holds anything of `run`. It changes nothing."""
+async def run_exists(redis: RedisConfig, run: str) -> bool:
+    """True if the server has data of `run`."""
     async with _checked_link(redis, run) as link:
         return bool(await link.call(lambda: link.client.exists(RunKeys(run).of("meta"))))
 
 
 async def wipe_run(redis: RedisConfig, run: str) -> int:
-    """Delete everything that `run` has on the configured server; returns the number of deleted keys."""
+    """Delete all keys of `run` on the configured server. Returns their number."""
     async with _checked_link(redis, run) as link:
         return await wipe(link.client, run, timeout_s=redis.timeout_s)
 
 
 async def wipe(client: Any, run: str, *, timeout_s: float = 30.0) -> int:
-    """Delete every key of `run`; returns how many there were. `timeout_s` bounds the work on one page of keys.
-
-    It repeats until a pass finds nothing, because a failover during a pass may hide keys from it.
-    """
-    link, deleted = RetryingClient(client, timeout_s), 0
-    while found := await _wipe_once(link, run):
-        deleted += found
-    return deleted
+    """Delete all keys of `run`. Returns their number. `timeout_s` limits the work on one page of keys."""
+    link = RetryingClient(client, timeout_s)
+    total = 0
+    # Repeat until a pass finds nothing, because a failover during a pass may hide keys from it.
+    while deleted := await _wipe_once(link, run):
+        total += deleted
+    return total
 
 
 async def _wipe_once(link: RetryingClient, run: str) -> int:
     deleted = 0
-    async for names in _keys(link, RunKeys(run).pattern):
+    async for names in _scan_keys(link, RunKeys(run).pattern):
         deleted += await link.call(partial(link.client.unlink, *names))
     return deleted
 
 
-async def _keys(link: RetryingClient, pattern: str) -> AsyncIterator[list[bytes]]:
-    """The keys of the server that match, a page at a time; one may come twice."""
+async def _scan_keys(link: RetryingClient, pattern: str) -> AsyncIterator[list[bytes]]:
+    """Yield the matching keys of the server in pages; a key may occur twice."""
     cursor: int | None = None
     while cursor != 0:
-        cursor, names = await link.call(partial(link.client.scan, cursor or 0, match=pattern, count=_LOOK_AT_ONCE))
+        cursor, names = await link.call(partial(link.client.scan, cursor or 0, match=pattern, count=_KEYS_PER_SCAN))
         if names:
             yield names
 
 
 async def open_run(config: RunConfig) -> RedisBuffer:
-    """Open the buffer of the run, new or as it was left. Raises ServerLost, ServerRefused, and ConfigError if the
-    server has too little memory for the run."""
+    """Open the buffer of the run, new or existing.
+
+    Raises ServerLost, ServerRefused, and ConfigError if the server has too little memory for the run.
+    """
     await check_memory(config)
     return await connect(
         config.redis,
@@ -141,16 +155,21 @@ async def open_run(config: RunConfig) -> RedisBuffer:
     )
 
 
-async def is_over(config: RunConfig, buffer: ReplayBuffer, board: RunBoard) -> bool:
-    """Whether rollout servers have nothing left to do: every step is trained and the final policy is evaluated (its
-    probe comes before that). The trainer may still have to read both, and to export."""
-    evaluated = any(evaluation.version >= config.steps for evaluation in await board.evaluations())
-    return evaluated and (await buffer.stats()).ended
+async def is_run_over(config: RunConfig, buffer: ReplayBuffer, board: RunBoard) -> bool:
+    """True if rollout servers have no work left: every step is trained and the final policy is evaluated.
+
+    The probe of the final policy is published before its evaluation. The trainer may still have to read both, and to
+    export.
+    """
+    evaluations = await board.evaluations()
+    if not any(evaluation.version >= config.steps for evaluation in evaluations):
+        return False
+    return (await buffer.stats()).ended
 
 
 @asynccontextmanager
 async def _checked_link(redis: RedisConfig, run: str) -> AsyncIterator[RetryingClient]:
-    """A connection for a few questions to a checked server."""
+    """A client of a checked server for a few calls."""
     link = RetryingClient(await _checked_client(redis, run), redis.timeout_s)
     try:
         yield link

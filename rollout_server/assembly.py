@@ -53,7 +53,7 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
     """
     async with AsyncExitStack() as stack:
         state, board = await _connect(stack, config)
-        if await buffer.is_over(config, state, board):
+        if await buffer.is_run_over(config, state, board):
             yield None
             return
         life = round(1000 * time.time())
@@ -69,7 +69,7 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
             giving_way = asyncio.create_task(watcher.give_way(turn))
             stack.push_async_callback(cancel_and_wait, giving_way)
             first = race(first, giving_way)
-        if not await came_before_the_end(first, lambda: buffer.is_over(config, state, board)):
+        if not await came_before_the_end(first, lambda: buffer.is_run_over(config, state, board)):
             yield None
             return
         if api is not None:

@@ -34,7 +34,7 @@ from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils.memory_limit import available_memory
 from async_grpo.utils.requirements import Check, Finding, installed
 from async_grpo.utils.text import GIB, escape_controls, gib
-from buffer import knows_run
+from buffer import run_exists
 from rollout_server.engines import engine_checks
 from trainer.platform import select_platform
 from trainer.platform.memory import ELEMENT_BYTES
@@ -169,7 +169,7 @@ def _reach_redis(config: RunConfig) -> str:
     if config.redis.url is None:
         return "embedded: started with the run, on an append-only file in its folder"
     redis = config.redis.model_copy(update={"timeout_s": min(config.redis.timeout_s, PATIENCE_S)})
-    known = asyncio.run(knows_run(redis, config.name))
+    known = asyncio.run(run_exists(redis, config.name))
     return f"reached and durable enough; {'holds' if known else 'does not hold'} a run named {config.name}"
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.wire import ReleaseReason
-from buffer import RedisBuffer, connect, connect_board, knows_run, wipe_run
+from buffer import RedisBuffer, connect, connect_board, run_exists, wipe_run
 from tests.support.buffer_cases import admit, finish, partial_of, policy, released, tasks, train
 
 
@@ -44,6 +44,6 @@ async def live_through(config: RedisConfig, run: str) -> None:
     assert await board.claim_job("evaluation", "me", ttl_s=10.0)
     assert await board.counters() == {"samples": 3}
     await asyncio.gather(buffer.aclose(), board.aclose())
-    assert await knows_run(config, run)
+    assert await run_exists(config, run)
     assert await wipe_run(config, run) > 5
-    assert not await knows_run(config, run)
+    assert not await run_exists(config, run)

@@ -24,7 +24,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError, RoleFailed, ServerLost
 from async_grpo.utils.aio import Overtaken, race, stop_signals
 from async_grpo.utils.files import is_locked
-from buffer import attach, connect_board, is_over, knows_run
+from buffer import attach, connect_board, is_run_over, run_exists
 
 POLL_EVERY_S = 1.0
 KEEP_EVERY_S = 30.0
@@ -94,7 +94,7 @@ class RunFollower:
         config, limit_s = self._config, self._config.launch.ready_timeout_s
         self._say(f"waiting for the trainer of {config.name}")
         deadline_s = time.monotonic() + limit_s
-        while not (self._folder.config_file.exists() and await self._if_there(knows_run(config.redis, config.name))):
+        while not (self._folder.config_file.exists() and await self._if_there(run_exists(config.redis, config.name))):
             if time.monotonic() > deadline_s:
                 raise RoleFailed(
                     f"no trainer has begun the run {config.name} in {self._folder.path} and on {config.redis.url} for "
@@ -116,7 +116,7 @@ class RunFollower:
     async def _over(self, plane: StatePlane) -> None:
         """Wait, without a limit, for the last step and its evaluation, and then for the roles to leave."""
         self._say(f"following {self._folder.path}; its report comes when it is over")
-        while not await self._if_there(is_over(plane.config, plane.buffer, plane.board)):
+        while not await self._if_there(is_run_over(plane.config, plane.buffer, plane.board)):
             self._keep_time()
             await asyncio.sleep(POLL_EVERY_S)
         deadline_s = time.monotonic() + self._config.launch.stop_timeout_s

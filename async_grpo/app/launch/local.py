@@ -38,7 +38,7 @@ from async_grpo.errors import AsyncGrpoError, BufferFault, ConfigError, RoleFail
 from async_grpo.telemetry.logging import bind_process, redact_secrets
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.child_process import adopt_orphans
-from buffer import is_over
+from buffer import is_run_over
 
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C or SIGTERM has stopped."""
@@ -98,7 +98,7 @@ async def run_locally(
                 # Roles read their configuration from the folder. An embedded server has its address only now.
                 write_config(folder, config, for_roles=plane.config)
                 roles = role_specs(plane.config, folder, model)
-                if await is_over(plane.config, plane.buffer, plane.board):
+                if await is_run_over(plane.config, plane.buffer, plane.board):
                     # The run was stopped after its last evaluation: the trainer has still to read and export, but
                     # there is nothing to generate.
                     roles = roles.without_servers()

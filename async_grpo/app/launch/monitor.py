@@ -23,7 +23,7 @@ from async_grpo.models.hub import cache_dir
 from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.rows import number, rows_of_kind
 from async_grpo.wire.board import ReplayProgress
-from buffer import BufferStats, EmbeddedServer, is_over
+from buffer import BufferStats, EmbeddedServer, is_run_over
 
 POLL_EVERY_S = 0.5
 ROOM_BYTES = 16 << 20
@@ -55,7 +55,9 @@ class LocalProgress(RunProgress):
     async def is_generated(self) -> bool:
         """True if rollout servers have nothing left to do; False if the server of the buffer does not answer."""
         try:
-            return await self.is_trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
+            return await self.is_trained() and await is_run_over(
+                self._plane.config, self._plane.buffer, self._plane.board
+            )
         except ServerLost:
             return False  # a role that is restarted without need exits by itself
 

@@ -18,8 +18,8 @@ from buffer import (
     RedisBoard,
     RedisBuffer,
     connect_board,
-    knows_run,
     open_run,
+    run_exists,
     wipe_run,
 )
 
@@ -101,7 +101,7 @@ async def check_fresh(config: RunConfig, confirm: Callable[[str], bool]) -> None
 async def _on_server(config: RunConfig) -> tuple[str | None, list[str]] | None:
     """The origin of the run of this name on the configured server, and its live rollout servers; None if none is
     there."""
-    if not await knows_run(config.redis, config.name):
+    if not await run_exists(config.redis, config.name):
         return None
     board = await connect_board(config.redis, config.name)
     try:

@@ -21,7 +21,7 @@ from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault, ConfigError
 from async_grpo.telemetry.rows import Facts
 from async_grpo.telemetry.timeline import merge_timelines
-from buffer import attach, connect_board, knows_run, wipe_run
+from buffer import attach, connect_board, run_exists, wipe_run
 
 DAY_S = 86400.0
 _OF_THE_SERVER = ("groups", "balanced", "generated_tokens", "generated_tokens_per_s", "reward_failures")
@@ -47,7 +47,7 @@ async def _ask_server(run: Run) -> tuple[Facts, dict[str, int]] | None:
     """The fields of the buffer's stats and the counters of the board; None if the run's server is gone."""
     try:
         config = find_run(None, [], run.path)
-        if not await knows_run(config.redis, config.name):
+        if not await run_exists(config.redis, config.name):
             return None
         buffer, board = attach(config.redis, config.name), await connect_board(config.redis, config.name)
         try:
@@ -143,7 +143,7 @@ async def carry_out(removal: Removal) -> int:
     if run.folder.has_live_process():
         raise ConfigError(f"{run.path} has become live. Stop it first; nothing of it is deleted")
     keys = 0
-    if removal.redis is not None and await knows_run(removal.redis, run.name):
+    if removal.redis is not None and await run_exists(removal.redis, run.name):
         await _check_ours(run, removal.redis)
         keys = await wipe_run(removal.redis, run.name)
     if removal.part is Part.FOLDER:

@@ -11,7 +11,7 @@ import pytest
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, WaitTimeout
 from async_grpo.wire import Group, Sample, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
-from buffer import RedisBuffer, knows_run, open_run, plan_buffer_memory
+from buffer import RedisBuffer, open_run, plan_buffer_memory, run_exists
 from tests.support.buffer_cases import admit, finish, publish, released, take, tasks, train
 from tests.support.redis_topologies import Server, running
 
@@ -113,7 +113,7 @@ async def test_a_run_that_does_not_fit_beside_the_others_is_refused_before_anyth
     third = config(server, "three")
     with pytest.raises(ConfigError, match=r"other runs .*\((one|two) .*MiB, (one|two) .*runs clean") as error:
         await open_run(third)
-    assert not await knows_run(third.redis, "three")
+    assert not await run_exists(third.redis, "three")
     least = int(str(error.value).partition("at least ")[2].partition(")")[0])
     await (await open_run(config(server, "three", quota_bytes=least))).aclose()
     await (await open_run(config(server, "one"))).aclose(), "it has its share already"

@@ -23,7 +23,7 @@ from async_grpo.telemetry.metrics import METRICS
 from async_grpo.telemetry.rows import rows_of_kind
 from async_grpo.wire import Group, ReleaseReason
 from async_grpo.wire.board import ServerBeat
-from buffer import EmbeddedServer, knows_run, open_run, wipe_run
+from buffer import EmbeddedServer, open_run, run_exists, wipe_run
 from tests.support.trainer_programs.batches import make_sample, make_task
 from trainer.metrics_server import MetricsServer
 from trainer.run_logger import TrainerLogger
@@ -111,7 +111,7 @@ def test_a_trainer_is_alive_at_once_and_ready_with_its_weights_and_a_scrape_writ
     exposed.mark_joined(1, 0)
     assert get(f"{address}/readyz")[0] == 503, "it may have to replay steps first"
     assert figures(address)["async_grpo_trainer_buffer_up"] == 0, "nobody has opened the run"
-    assert not asyncio.run(knows_run(config.redis, config.name)), "a scrape writes nothing"
+    assert not asyncio.run(run_exists(config.redis, config.name)), "a scrape writes nothing"
     exposed.mark_ready()
     assert get(f"{address}/readyz")[0] == 200
 

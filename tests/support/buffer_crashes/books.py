@@ -73,18 +73,18 @@ def complaints(books: Books) -> list[str]:
     """What does not fit together; nothing, if all is well."""
     of, kept = books.seqs, books.kept
     in_flight, active = of["leases"], of["open"] | of["taken"]
-    pins = Counter({seq: record.pins for seq, record in books.records.items() if record.pins})
-    expected_pins = Counter(kept) + Counter(seq for seqs in books.logged.values() for seq in seqs)
+    references = Counter({seq: record.references for seq, record in books.records.items() if record.references})
+    expected_references = Counter(kept) + Counter(seq for seqs in books.logged.values() for seq in seqs)
     waiting = set(range(books.admitted, books.tasks_put))
-    # A server that was just restarted stores payloads, but does not know the script yet (see Link._run): tasks
-    # may lie ahead of the stream until they are put again, and groups beside a lease until it ends.
+    # A server that was just restarted stores payloads before it rejects the unknown script (`RetryingClient.run`). So
+    # there may be tasks ahead of the stream until they are put again, and groups with a lease until it ends.
     tasks, finished = {seq for seq in of["task"] if seq < books.tasks_put}, of["group"] - in_flight
     same = {
         "open groups are in flight or ready": (of["open"], in_flight | of["ready"]),
         "those in flight have a begun version": (of["begun"], in_flight),
         "ready groups have an age": (of["ages"], of["ready"]),
-        "active and pinned groups have a record": (set(books.records), active | set(pins)),
-        "pinned groups have their payload": (finished, set(pins)),
+        "active and referenced groups have a record": (set(books.records), active | set(references)),
+        "referenced groups have their payload": (finished, set(references)),
         "waiting and unfinished groups have their task": (tasks, in_flight | waiting),
     }
     within = {
@@ -100,8 +100,8 @@ def complaints(books: Books) -> list[str]:
     said += [f"{rule}: {_differ(*both)}" for rule, both in within.items() if not both[0] <= both[1]]
     if in_flight & of["ready"] or of["open"] & of["taken"]:
         said.append(f"in two states at once: {in_flight & of['ready'] | of['open'] & of['taken']}")
-    if expected_pins != pins:
-        said.append(f"pins are {dict(pins)}, not {dict(expected_pins)}")
+    if expected_references != references:
+        said.append(f"references are {dict(references)}, not {dict(expected_references)}")
     if books.admitted != books.released + len(active):
         said.append(f"{books.admitted} admitted, {books.released} released, {len(active)} active")
     return said

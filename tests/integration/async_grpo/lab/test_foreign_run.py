@@ -20,7 +20,7 @@ from async_grpo.config import RedisConfig, RunConfig, dump
 from async_grpo.errors import ConfigError
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from async_grpo.wire.board import ServerBeat
-from buffer import connect, connect_board, knows_run
+from buffer import connect, connect_board, run_exists
 from buffer import open_run as buffer_of
 
 
@@ -149,7 +149,7 @@ async def test_a_run_whose_folder_was_moved_is_resumed(redis_config: RedisConfig
 async def test_fresh_asks_nothing_where_the_server_knows_no_such_run(redis_config: RedisConfig, tmp_path: Path) -> None:
     config = config_in(tmp_path, redis_config, "never-begun")
     assert await start_over(config, None) == []
-    assert await knows_run(config.redis, config.name)
+    assert await run_exists(config.redis, config.name)
 
 
 async def test_clean_removes_the_keys_of_finished_runs_alone(redis_config: RedisConfig, tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ async def test_clean_removes_the_keys_of_finished_runs_alone(redis_config: Redis
     result = await asyncio.to_thread(CliRunner().invoke, app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert result.output.count("deleted keys of") == 1
-    assert not await knows_run(redis_config, done.name)
-    assert await knows_run(redis_config, open_.name)
+    assert not await run_exists(redis_config, done.name)
+    assert await run_exists(redis_config, open_.name)
     assert done.run_dir.exists()
 
 

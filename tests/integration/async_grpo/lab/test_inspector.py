@@ -19,7 +19,7 @@ from async_grpo.lab.inspector.export import EXPORTABLE, decode_untyped, export_g
 from async_grpo.staleness import RateLimit, ReplayPolicy
 from async_grpo.wire import ReleaseReason, encode, logprobs_to_bytes, tokens_to_bytes
 from buffer import RedisBuffer, connect, make_client
-from buffer.inspector import BOOKS_FORMAT, GroupState, Inspector, Overview
+from buffer.inspector import STATE_FORMAT, GroupState, Inspector, Overview
 from buffer.redis.scripts import RunKeys
 from tests.support.buffer_cases import (
     admit,
@@ -183,10 +183,10 @@ async def test_books_of_another_format_are_refused_but_their_records_are_read(
     buffer: RedisBuffer, inspector: Inspector, redis_config: RedisConfig, run: str
 ) -> None:
     client: Any = make_client(redis_config, run)
-    await client.hset(RunKeys(run).of("meta"), "format", BOOKS_FORMAT + 1)
+    await client.hset(RunKeys(run).of("meta"), "format", STATE_FORMAT + 1)
     await client.set(RunKeys(run).group(3, 1), msgpack.packb({"kind": "group", "format": 9, "novelty": True}))
     await client.aclose()
-    with pytest.raises(BufferFault, match=f"format {BOOKS_FORMAT + 1}"):
+    with pytest.raises(BufferFault, match=f"format {STATE_FORMAT + 1}"):
         await inspector.overview()
     assert decode_untyped((await inspector.records(3))["group"]) == {"kind": "group", "format": 9, "novelty": True}
 
@@ -214,17 +214,17 @@ async def test_draining_stops_admission_whatever_is_released(buffer: RedisBuffer
 async def test_draining_undoes_no_change_that_the_trainer_makes_meanwhile(
     buffer: RedisBuffer, inspector: Inspector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = inspector._look
+    look = inspector._read_snapshot
     wanted = iter([2, 1])
 
-    async def look_before_a_change() -> Any:
+    async def read_before_a_change() -> Any:
         seen = await look()
         await buffer.set_staleness(epoch=1, staleness=next(wanted))
         return seen
 
     for change, staleness in ((inspector.stop_admission, 2), (inspector.resume_admission, 1)):
         with monkeypatch.context() as patched:
-            patched.setattr(inspector, "_look", look_before_a_change)
+            patched.setattr(inspector, "_read_snapshot", read_before_a_change)
             assert await change()
         assert (await buffer.stats()).staleness == staleness
 
