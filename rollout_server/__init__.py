@@ -1,1 +1,1 @@
-"""Generates without pause and takes new weights in between: `server` has the picture, `assembly` the order of parts."""
+"""The rollout server: `server` has the picture of its parts, `assembly` the order in which they are opened."""

@@ -1,8 +1,8 @@
-"""Opens the parts of a rollout server, in the order in which they need each other.
+"""Opens the parts of a rollout server, in the order of their dependencies.
 
     buffer, board -> HTTP -> verifiers -> prompts -> engine, proof of its log-probabilities -> receiver, first weights
 
-Everything is closed in the reverse order, also if opening a later part fails.
+All are closed in reverse order, also if opening a later part fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollout_server.engines import make_engine
 from rollout_server.engines.base import Engine
 from rollout_server.engines.model_files import vocabulary_size
 from rollout_server.engines.proof import LogprobProof, prove_logprobs
-from rollout_server.evaluation.milestones import LOOK_EVERY_S
+from rollout_server.evaluation.milestones import BOARD_POLL_S
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.server import RolloutServer
 from rollout_server.weight_watcher import WeightWatcher
@@ -47,62 +47,73 @@ log = structlog.get_logger()
 
 @asynccontextmanager
 async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterator[RolloutServer | None]:
-    """Open a server and give it its first weights; yields None if the run is over.
+    """Open a server and load its initial weights; yields None if the run is over.
 
-    Raises what any part raises: ConfigError, DataError, EngineError, LogprobsWrong, BufferFault, WaitTimeout.
+    Raises the errors of all parts: ConfigError, DataError, EngineError, LogprobsWrong, BufferFault, WaitTimeout.
     """
     async with AsyncExitStack() as stack:
-        state, board = await _connect(stack, config)
+        state, board = await _connect_to_run(stack, config)
         if await buffer.is_run_over(config, state, board):
             yield None
             return
+
         life = round(1000 * time.time())
-        # A server that was killed cannot give its groups back. Their leases would fill the window until they expire.
+        # A server that was killed cannot give its groups back. Their leases would occupy the window until they expire.
         await state.expire_leases(name, life=life - 1)
+
         tokenizer = load_tokenizer(model)
+        # Before the engine, which takes minutes to load, so that /readyz can report that it is not ready.
         api = await _open_api(stack, config, model, name, tokenizer)
-        turn = await _turn_on_devices(stack, config)
-        context = await _assemble(stack, config, model, name, life, state, board, tokenizer)
-        watcher = await _follow_weights(stack, context)
-        first, giving_way = watcher.first(config.launch.ready_timeout_s), None
-        if turn is not None:  # from now on: the trainer may replay steps before it publishes weights
-            giving_way = asyncio.create_task(watcher.give_way(turn))
-            stack.push_async_callback(cancel_and_wait, giving_way)
-            first = race(first, giving_way)
-        if not await came_before_the_end(first, lambda: buffer.is_run_over(config, state, board)):
+        # Before the engine, because the trainer must not use the device while the engine allocates its memory.
+        turn = await _take_device_turn(stack, config)
+        context = await _open_context(stack, config, model, name, life, state, board, tokenizer)
+        watcher = await _open_watcher(stack, context)
+
+        initial_weights = watcher.wait_for_initial_weights(config.launch.ready_timeout_s)
+        yielding = None
+        if turn is not None:
+            # Yield the device before the first weights arrive: a resumed trainer replays steps before it publishes any,
+            # so each would wait for the other.
+            yielding = asyncio.create_task(watcher.yield_device_to_trainer(turn))
+            stack.push_async_callback(cancel_and_wait, yielding)
+            initial_weights = race(initial_weights, yielding)
+        if not await wait_unless_run_ends(initial_weights, lambda: buffer.is_run_over(config, state, board)):
             yield None
             return
+
         if api is not None:
             stack.push_async_callback(api.detach)
-        yield RolloutServer(context, watcher, api, giving_way)
+        yield RolloutServer(context, watcher, api, yielding)
 
 
-async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuffer, RunBoard]:
+async def _connect_to_run(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuffer, RunBoard]:
     state = await buffer.open_run(config)
     stack.push_async_callback(state.aclose)
     board = await buffer.connect_board(config.redis, config.name)
     stack.push_async_callback(board.aclose)
-    await _publisher_of(board)
+    await _find_publisher(board)  # check the protocol now, before the engine takes minutes to load
     return state, board
 
 
-async def _publisher_of(board: RunBoard) -> PublisherAddress | None:
-    """Where weights are published, if they are. Raises ConfigError if that trainer is of a release with which this one
-    cannot speak."""
-    found = await board.publisher_address()
-    if found is not None and found.protocol != PROTOCOL:
+async def _find_publisher(board: RunBoard) -> PublisherAddress | None:
+    """Return the address at which weights are published; None if they are not published yet.
+
+    Raises ConfigError if the trainer's release is incompatible with this one.
+    """
+    publisher = await board.publisher_address()
+    if publisher is not None and publisher.protocol != PROTOCOL:
         raise ConfigError(
-            f"the trainer of this run speaks protocol {found.protocol}, this rollout server {PROTOCOL}: their releases "
-            "cannot work together. Start the server with the trainer's release, or stop the run, and start all roles "
-            "with this one"
+            f"the trainer of this run uses protocol {publisher.protocol}, this rollout server {PROTOCOL}: their "
+            "releases are incompatible. Start the server with the trainer's release, or stop the run and start all "
+            "roles with this one"
         )
-    return found
+    return publisher
 
 
 async def _open_api(
     stack: AsyncExitStack, config: RunConfig, model: Path, name: str, tokenizer: Tokenizer
 ) -> ApiServer | None:
-    """The HTTP API, open before the engine so that it can report that the engine is not ready. None if HTTP is off."""
+    """Open the HTTP API; returns None if HTTP is off."""
     if not config.rollout.http.is_on:
         return None
     try:
@@ -120,7 +131,7 @@ async def _open_api(
     return api
 
 
-async def _assemble(
+async def _open_context(
     stack: AsyncExitStack,
     config: RunConfig,
     model: Path,
@@ -130,29 +141,31 @@ async def _assemble(
     board: RunBoard,
     tokenizer: Tokenizer,
 ) -> ServerContext:
+    """Open verifiers, data, logger, engine and workflow."""
     pool = RewardPool(config.rewards)
     await stack.enter_async_context(pool)
+
     source = make_source(config, tokenizer)
     if source.dropped:
         log.warning("rows of the data are not used", rows=str(source.dropped))
-    every = config.telemetry.samples_every
-    logger = RolloutLogger(config.run_dir, name, samples_every=every, tokenizer=tokenizer)
+    logger = RolloutLogger(config.run_dir, name, samples_every=config.telemetry.samples_every, tokenizer=tokenizer)
     stack.callback(logger.close)
+
     engine, proof = await start_engine(stack, config, model, name)
     if engine.note:
-        logger.engine_note(engine.note)
+        logger.record_engine_note(engine.note)
     workflow = make_workflow(config.rollout, tokenizer)
     return ServerContext(
-        config,
-        name,
-        engine,
-        pool,
-        workflow,
-        source,
-        state,
-        board,
-        logger,
-        proof,
+        config=config,
+        name=name,
+        engine=engine,
+        pool=pool,
+        workflow=workflow,
+        source=source,
+        buffer=state,
+        board=board,
+        logger=logger,
+        proof=proof,
         vocabulary=vocabulary_size(model),
         life=life,
     )
@@ -161,8 +174,7 @@ async def _assemble(
 async def start_engine(
     stack: AsyncExitStack, config: RunConfig, model: Path, name: str
 ) -> tuple[Engine, LogprobProof | None]:
-    """An engine that generates, and the proof of its log-probabilities. Raises EngineError, LogprobsWrong,
-    WaitTimeout."""
+    """Start the engine and check its log-probabilities. Raises EngineError, LogprobsWrong, WaitTimeout."""
     engine = make_engine(config, model, name=name)
     stack.push_async_callback(engine.aclose)
     ready_timeout_s = config.launch.ready_timeout_s
@@ -173,7 +185,7 @@ async def start_engine(
         raise WaitTimeout(
             f"the engine of {name} to load {model}",
             ready_timeout_s,
-            "Raise launch.ready_timeout_s if the model takes that long, or read above what the engine has logged",
+            "Raise launch.ready_timeout_s if the model takes that long, or see the engine's log lines above",
         ) from None
     limits = config.rollout.limits
     log.info("the engine runs", requests_at_once=limits.requests, tokens_per_step=limits.batched_tokens)
@@ -189,8 +201,8 @@ async def start_engine(
     return engine, proof
 
 
-async def _turn_on_devices(stack: AsyncExitStack, config: RunConfig) -> DeviceTurn | None:
-    """The device's lock, held from before the engine takes memory until it has none; None if it never sleeps."""
+async def _take_device_turn(stack: AsyncExitStack, config: RunConfig) -> DeviceTurn | None:
+    """Take the device's lock for as long as the engine has memory there; None if the engine never sleeps."""
     if config.launch.share_devices != "sleep":
         return None
     turn = DeviceTurn(config.run_dir)
@@ -199,9 +211,9 @@ async def _turn_on_devices(stack: AsyncExitStack, config: RunConfig) -> DeviceTu
     return turn
 
 
-async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> WeightWatcher:
+async def _open_watcher(stack: AsyncExitStack, context: ServerContext) -> WeightWatcher:
     config = context.config
-    receiver = make_receiver(config, lambda: _publisher_of(context.board), name=context.name)
+    receiver = make_receiver(config, lambda: _find_publisher(context.board), name=context.name)
     stack.push_async_callback(receiver.close)
     return WeightWatcher(
         receiver,
@@ -213,19 +225,21 @@ async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> Weig
     )
 
 
-async def came_before_the_end(first: Coroutine[Any, Any, None], is_over: Callable[[], Awaitable[bool]]) -> bool:
-    """Wait for the first weights. Returns False, and cancels the wait, if the run ends first: other servers may finish
-    it while this one starts, and then no weights are published. The board sends no events, so it is polled once a
-    second."""
+async def wait_unless_run_ends(work: Coroutine[Any, Any, None], is_over: Callable[[], Awaitable[bool]]) -> bool:
+    """Await `work`. Returns False, and cancels it, if the run ends first.
 
-    async def end() -> None:
+    While this server starts, others may finish the run; then no weights are published any more. The board sends no
+    events, so it is polled once a second.
+    """
+
+    async def wait_for_end() -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(BOARD_POLL_S)
             if await is_over():
                 return
 
     try:
-        await race(first, end())
+        await race(work, wait_for_end())
     except Overtaken:
         return False
     return True

@@ -1,4 +1,4 @@
-"""What the parts of one rollout server share, and what an evaluation needs of it."""
+"""Parts of a rollout server, as they are passed to each other, and the subset that an evaluation needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout_server.workflows import Workflow
 
 @dataclass(frozen=True, slots=True)
 class EvalContext:
-    """What `EvalRunner` needs; `async-grpo eval` builds one without a server.
+    """Parts for `EvalRunner`; `async-grpo eval` builds one without a server.
 
     The engine is a `Sampler` only: it may also be the servers of a live run behind HTTP.
     """
@@ -32,20 +32,20 @@ class EvalContext:
 
 @dataclass(frozen=True, slots=True)
 class ServerContext(EvalContext):
-    """The parts of a rollout server. `name` is unique in the run: claims are held under it."""
+    """Parts of a rollout server. `name` is unique in the run, and identifies the owner of a claim."""
 
     engine: Engine
     buffer: ReplayBuffer
     board: RunBoard
     logger: RolloutLogger
     proof: LogprobProof | None = None
-    """How the engine's log-probabilities were checked; None: it does not sample."""
+    """Result of the check of the engine's log-probabilities; None if the engine does not sample."""
     vocabulary: int | None = None
-    """Token ids of the model are below it; None: unknown."""
+    """Size of the model's vocabulary: token ids are below it. None if unknown."""
     life: int = 0
-    """Unix time in milliseconds of the server's start, which tells it from an earlier one of its name."""
+    """Start of the server in Unix milliseconds; distinguishes it from an earlier server with its name."""
 
     @property
     def holder(self) -> str:
-        """The holder of this server's leases."""
+        """Name under which the buffer stores this server's leases."""
         return holder_name(self.name, self.life)

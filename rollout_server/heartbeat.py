@@ -1,8 +1,7 @@
-"""Writes this server's state to the run board every second, counts its generated tokens, and notes where its processes
-waited for a processor.
+"""Writes this server's state to the run board every second, and counts its generated tokens.
 
-It waits for its timer only. The first heartbeat means that the server is ready. The board forgets a server that is
-silent for `TTL_S`.
+It also records in the timeline when the server's processes waited for a processor. It waits for its timer only. The
+first heartbeat means that the server is ready. The board drops a server that is silent for `TTL_S`.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from rollout_server.engines.base import EngineLoad
 from rollout_server.evaluation.milestones import MilestoneEvaluator
 from rollout_server.weight_watcher import WeightWatcher
 
-EVERY_S = 1.0
+INTERVAL_S = 1.0
 TTL_S = 5.0
-SHORT_WAIT_S = 0.2
+MIN_REPORTED_WAIT_S = 0.2
+"""Waits for a ticket shorter than this are not reported."""
 
 
 class Heartbeat:
@@ -38,54 +38,61 @@ class Heartbeat:
         *,
         http: str = "",
     ) -> None:
-        """`http`: address at which the server answers over HTTP, "" if it does not; it is shown on the board."""
+        """`http`: the server's HTTP address for the board, "" if it has none."""
         self._context = context
         self._watcher = watcher
         self._dispatcher = dispatcher
         self._evaluator = evaluator
         self._http = http
-        self._counted = self._last_tokens = context.engine.load().generated_tokens  # of the proof
+        # The engine has already generated the tokens of its log-probability proof, which do not count.
+        tokens = context.engine.load().generated_tokens
+        self._counted = tokens
+        self._last_tokens = tokens
         self._last_s = time.monotonic()
         self._contention = ContentionWatch(own_tree)
 
-    async def run(self) -> None:
+    async def run_sending(self) -> None:
         """Send a heartbeat every second, until cancelled."""
         while True:
-            await self.beat()
-            await asyncio.sleep(EVERY_S)
+            await self.send_heartbeat()
+            await asyncio.sleep(INTERVAL_S)
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """Send one heartbeat, and count the tokens generated since the last."""
         load = self._context.engine.load()
         now_s = time.monotonic()
-        rate = (load.generated_tokens - self._last_tokens) / max(now_s - self._last_s, 1e-3)
-        self._last_tokens, self._last_s = load.generated_tokens, now_s
+        tokens_per_s = (load.generated_tokens - self._last_tokens) / max(now_s - self._last_s, 1e-3)
+        self._last_tokens = load.generated_tokens
+        self._last_s = now_s
+
+        proof = self._context.proof
         beat = ServerBeat(
             name=self._context.name,
             pid=os.getpid(),
             version=self._context.engine.version,
             running=load.running,
             waiting=load.waiting,
-            tokens_per_s=rate,
+            tokens_per_s=tokens_per_s,
             waiting_for=await self._waiting_for(load),
             updates=self._watcher.updates,
             last_pause_s=self._watcher.last_pause_s,
             time_s=time.time(),
             http=self._http,
-            logprob_gap=None if self._context.proof is None else self._context.proof.gap_max,
+            logprob_gap=None if proof is None else proof.gap_max,
             evaluation=self._evaluator.progress,
         )
         await self._context.board.announce_server(beat, ttl_s=TTL_S)
         await self.count_tokens()
-        if (found := self._contention.look()).share >= NOTEWORTHY:  # `why` reads it from the timeline
-            self._context.logger.contention(found)
+
+        contention = self._contention.look()
+        if contention.share >= NOTEWORTHY:  # the command `why` reads it from the timeline
+            self._context.logger.record_contention(contention)
 
     async def count_tokens(self) -> None:
-        """Add the tokens generated for training since the last call, dropped ones included, to the run's counter.
-
-        Pauses while an evaluation generates, whose tokens cannot be told apart until it ends, and catches up then.
-        """
-        if self._evaluator.busy:
+        """Add the tokens generated for training since the last call, including dropped ones, to the run's counter."""
+        # Until an evaluation ends, its tokens cannot be told from those for training. The first call after it catches
+        # up.
+        if self._evaluator.is_evaluating:
             return
         total = self._context.engine.load().generated_tokens - self._evaluator.tokens
         if total > self._counted:
@@ -93,15 +100,23 @@ class Heartbeat:
             self._counted = total
 
     async def _waiting_for(self, load: EngineLoad) -> str:
-        """What the engine waits for, as `ServerBeat.waiting_for` shows it; "" if nothing keeps it from being full."""
+        """The engine's bottleneck, for `ServerBeat.waiting_for`; "" if nothing keeps the engine from being full."""
         if self._watcher.is_asleep:
             return "the trainer's step"
         if not self._dispatcher.admission.is_open:
             return f"admission ({self._dispatcher.admission.state.value})"
-        since_s = self._dispatcher.asking_since_s
-        if since_s is not None and time.time() - since_s > SHORT_WAIT_S:
+
+        since_s = self._dispatcher.ticket_wait_since_s
+        if since_s is not None and time.time() - since_s > MIN_REPORTED_WAIT_S:
             stats = await self._context.buffer.stats()
             if stats.waiting == 0:
                 return "tasks"
-            return "room under redis.quota_bytes" if stats.is_limited_by_quota else "staleness window"
-        return "weights" if len(self._dispatcher.groups) and not load.running + load.waiting else ""
+            if stats.is_limited_by_quota:
+                return "room under redis.quota_bytes"
+            return "staleness window"
+
+        # Groups but no requests in the engine: they wait for weights of their tickets' versions.
+        has_requests = load.running + load.waiting > 0
+        if len(self._dispatcher.groups) and not has_requests:
+            return "weights"
+        return ""

@@ -2,11 +2,15 @@
 
     python -m rollout_server.main --config runs/NAME/config.yaml --model MODEL_DIR --name rollout-0
 
-It ends with code 0 when the run has ended and its final evaluation is on the board, and after SIGTERM or SIGINT, once
-work in flight is stored and given back. If the engine dies, its groups are stored and given back, and the engine is
-started again, at most rollout.engine_restarts times; then the code is 3. A fault of the configuration, the data or the
-installation ends it with 78, and the supervisor does not start it again. Any other fault ends it with 1. The last line
-of the log says why.
+Exit codes:
+
+    0    the run has ended and its final evaluation is on the board, or SIGTERM or SIGINT has stopped the server
+    1    any fault that is not listed here
+    3    the engine died more than rollout.engine_restarts times
+    78   fault of the configuration, the data or the installation; the supervisor does not restart the server
+
+If the engine dies or the server is stopped, groups in flight are saved and given back. The last line of the log has the
+reason.
 """
 
 from __future__ import annotations
@@ -31,15 +35,16 @@ from async_grpo.utils.aio import root_cause, watched_loop
 from async_grpo.utils.processes import exit_with_owner
 from rollout_server.engines import import_engine
 
-EXIT_FAULT, EXIT_ENGINE = 1, 3
-STOP_SHARE = 0.8
-"""Share of launch.stop_timeout_s after which the process ends, even if something still hangs."""
+EXIT_FAULT = 1
+EXIT_ENGINE = 3
+STOP_FRACTION = 0.8
+"""Fraction of launch.stop_timeout_s after which the process exits, even if a part of it hangs."""
 
 log = structlog.get_logger()
 
 
 def main() -> None:
-    """Parse the command line and serve; never returns."""
+    """Parse the command line, serve, and exit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, type=Path, help="a resolved run configuration")
     parser.add_argument("--model", required=True, type=Path, help="a Hugging Face checkpoint folder")
@@ -48,15 +53,16 @@ def main() -> None:
     configure_logging(arguments.name)
     structlog.contextvars.bind_contextvars(role=arguments.name)
     bind_process(role="rollout", replica=arguments.name)
-    code = run(arguments.config, arguments.model, arguments.name)
+
+    code = serve_run(arguments.config, arguments.model, arguments.name)
     if code == 0:
         record_end()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of the engine that have not ended must not hold the process
+    os._exit(code)  # sys.exit would wait for threads of the engine, which may never end
 
 
-def run(config_file: Path, model: Path, name: str) -> int:
+def serve_run(config_file: Path, model: Path, name: str) -> int:
     """Serve the run of the configuration file; returns the exit code."""
     try:
         config = load(config_file)
@@ -64,7 +70,7 @@ def run(config_file: Path, model: Path, name: str) -> int:
         import_engine(config)
         uvloop.run(_serve_until_stopped(config, model, name))
     except Exception as error:
-        return _explain(root_cause(error))
+        return _report_error(root_cause(error))
     return 0
 
 
@@ -77,8 +83,8 @@ async def _serve_until_stopped(config: RunConfig, model: Path, name: str) -> Non
         nonlocal stopping
         if not stopping:
             stopping = True
-            log.info("stopping: storing work in flight")
-            _exit_at_deadline(STOP_SHARE * config.launch.stop_timeout_s)
+            log.info("stopping: saving groups in flight")
+            _exit_at_deadline(STOP_FRACTION * config.launch.stop_timeout_s)
             serving.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -92,52 +98,69 @@ async def _serve_until_stopped(config: RunConfig, model: Path, name: str) -> Non
 
 
 async def _serve(config: RunConfig, model: Path, name: str) -> None:
-    from rollout_server.assembly import open_server  # the engine and its dependencies, after the arguments are checked
+    # Not at the top: it imports the engine, which takes long. Wrong arguments are reported before.
+    from rollout_server.assembly import open_server
 
-    for left in range(config.rollout.engine_restarts, -1, -1):
+    for restarts_left in range(config.rollout.engine_restarts, -1, -1):
         try:
             async with open_server(config, model, name) as server:
                 if server is None:
                     log.info("the run is over: nothing to do")
                 else:
-                    with watched_loop(config.longest_sample_s, _give_up):
+                    with watched_loop(config.longest_sample_s, _exit_blocked):
                         await server.serve()
-            _exit_at_deadline(STOP_SHARE * config.launch.stop_timeout_s)
+            _exit_at_deadline(STOP_FRACTION * config.launch.stop_timeout_s)
             return
         except Exception as error:
             cause = root_cause(error)
-            if left == 0 or not isinstance(cause, EngineError):
+            if restarts_left == 0 or not isinstance(cause, EngineError):
                 raise
-            log.warning("the engine died and is started again", error=redact_secrets(str(cause)), restarts_left=left)
+            log.warning(
+                "the engine died and is started again",
+                error=redact_secrets(str(cause)),
+                restarts_left=restarts_left,
+            )
 
 
-def _give_up(holder: str) -> None:
-    """End the process although the event loop is blocked. The leases run out, and other servers go on."""
-    said = f"nothing happens in this process any more, the event loop is blocked by {holder}. Make what blocks there "
-    report_fatal(RoleFailed(f"{said}asynchronous, or run it by asyncio.to_thread"))
+def _exit_blocked(blocker: str) -> None:
+    """Exit although the event loop is blocked. The leases expire, and other servers continue the groups."""
+    report_fatal(
+        RoleFailed(
+            f"the event loop of this process is blocked by {blocker}, so nothing else can run. Make the blocking code "
+            "asynchronous, or run it with asyncio.to_thread"
+        )
+    )
     sys.stderr.flush()
     os._exit(EXIT_FAULT)
 
 
 def _exit_at_deadline(deadline_s: float) -> None:
-    """End the process after `deadline_s` seconds, in case the engine does not close or a workflow cannot be cancelled.
-    Work in flight is stored long before."""
+    """Exit after `deadline_s` seconds, in case the engine does not close or a workflow cannot be cancelled.
+
+    Groups in flight are saved long before.
+    """
     timer = threading.Timer(deadline_s, os._exit, [0])
     timer.daemon = True
     timer.start()
 
 
-def _explain(error: BaseException) -> int:
-    """Print the error, in one line if it was raised on purpose, else with its traceback; returns the exit code."""
+def _report_error(error: BaseException) -> int:
+    """Print the error, in one line if it is one of ours, otherwise with its traceback. Returns the exit code."""
     if not isinstance(error, AsyncGrpoError):
-        log.error("not expected", exc_info=error) if is_json() else traceback.print_exception(error)
+        if is_json():
+            log.error("unexpected error", exc_info=error)
+        else:
+            traceback.print_exception(error)
     report_fatal(error)
     if isinstance(error, CONFIG_FAULTS):
         return EXIT_CONFIG
-    return EXIT_ENGINE if isinstance(error, EngineError) else EXIT_FAULT
+    if isinstance(error, EngineError):
+        return EXIT_ENGINE
+    return EXIT_FAULT
 
 
-if __name__ == "__mp_main__":  # a process of vLLM, just spawned, which waits minutes for an owner that has died
+# A process that vLLM has just spawned. If its owner dies now, it would wait for it for minutes.
+if __name__ == "__mp_main__":
     exit_with_owner()
 if __name__ == "__main__":
     main()

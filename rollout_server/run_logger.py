@@ -1,4 +1,4 @@
-"""Files that a rollout server writes about itself: samples for people to read, evaluations, and its timeline."""
+"""Writes the files of a rollout server: samples for people to read, evaluations, and the timeline."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from async_grpo.telemetry.timeline import CPU_TRACK, ENGINE_NOTE, PROCESS_TRACK,
 from async_grpo.wire import Group, Sample
 from async_grpo.wire.board import Evaluation
 
-WAITING_ROWS = 64
-"""Most groups that wait to be written. Beyond it, on a disk that does not keep up, groups are left out."""
+MAX_QUEUED_GROUPS = 64
+"""Maximum groups queued for writing. If the disk does not keep up, further groups are left out."""
 
 
 class RolloutLogger:
-    """Writes samples/NAME.jsonl (the groups that `is_sampled` picks) and timeline/NAME.jsonl in the run folder.
+    """Writes NAME.jsonl in the folders samples (groups picked by `is_sampled`), evaluations and timeline of the run.
 
-    A thread makes and writes the rows of samples: thousands of tokens take milliseconds, which the server's event loop
-    does not have. `tokenizer` gives the text of each token; without it rows have none.
+    A thread formats and writes the rows of samples: thousands of tokens take milliseconds, which would delay the
+    server's event loop. Without `tokenizer`, rows lack the text of each token.
     """
 
     def __init__(self, run_dir: Path, name: str, *, samples_every: int, tokenizer: Tokenizer | None = None) -> None:
@@ -39,14 +39,17 @@ class RolloutLogger:
         self._samples_every = samples_every
         self._pieces = TokenPieces(tokenizer) if tokenizer is not None else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        self._waiting: deque[Future[None]] = deque()
+        self._pending: deque[Future[None]] = deque()
+        """Writes of sample rows that are queued or not checked for errors yet, oldest first."""
 
-    def group(self, group: Group, *, version: int) -> None:
-        """Log a finished group. Ages are counted from `version`, the engine's version now.
+    def record_group(self, group: Group, *, version: int) -> None:
+        """Write a finished group. Ages count from `version`, the engine's current version.
 
-        Raises what the thread met when it wrote an earlier one (OSError).
+        Raises the error of an earlier write by the thread (OSError).
         """
         lengths = [sample.length for sample in group.samples]
+        first_started_s = min(sample.started_s for sample in group.samples)
+        last_finished_s = max(sample.finished_s for sample in group.samples)
         self._timeline.span(
             "generation",
             f"group {group.seq}",
@@ -55,53 +58,55 @@ class RolloutLogger:
             version=group.admitted_version,
             tokens=sum(lengths),
             lengths=lengths,
-            queued_s=round(min(sample.started_s for sample in group.samples) - group.started_s, 4),
-            judged_s=round(group.finished_s - max(sample.finished_s for sample in group.samples), 4),
+            queued_s=round(first_started_s - group.started_s, 4),
+            judged_s=round(group.finished_s - last_finished_s, 4),
         )
-        while self._waiting and self._waiting[0].done():
-            self._waiting.popleft().result()
-        if is_sampled(group.seq, self._samples_every) and len(self._waiting) < WAITING_ROWS:
-            self._waiting.append(self._thread.submit(self._write, group, version))
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Append to evaluations/NAME.jsonl: the fields of `Evaluation` and `time_s`, Unix seconds at its end."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+        if is_sampled(group.seq, self._samples_every) and len(self._pending) < MAX_QUEUED_GROUPS:
+            self._pending.append(self._thread.submit(self._write_samples, group, version))
+
+    def record_evaluation(self, evaluation: Evaluation) -> None:
+        """Append the fields of `Evaluation` to evaluations/NAME.jsonl, with `time_s`: Unix seconds at its end."""
         with JsonLines(self._evaluations) as lines:
             lines.write({**msgspec.to_builtins(evaluation), "time_s": time.time()})
 
     @contextmanager
-    def span(self, track: str, name: str) -> Iterator[dict[str, float]]:
-        """Write the time that the block takes to the timeline, with what the block puts into the dictionary."""
+    def record_span(self, track: str, name: str) -> Iterator[dict[str, float]]:
+        """Write the duration of the block to the timeline, with the fields that the block adds to the dictionary."""
         started_s = time.time()
-        facts: dict[str, float] = {}
+        fields: dict[str, float] = {}
         try:
-            yield facts
+            yield fields
         finally:
-            self._timeline.span(track, name, started_s, time.time(), **facts)
+            self._timeline.span(track, name, started_s, time.time(), **fields)
 
-    def wait(self, reason: str, started_s: float, ended_s: float) -> None:
-        """Write to the timeline that the engine had room and waited. Both times are Unix seconds."""
+    def record_wait(self, reason: str, started_s: float, ended_s: float) -> None:
+        """Write to the timeline that the engine had free slots and waited. Both times are Unix seconds."""
         self._timeline.span("wait", reason, started_s, ended_s)
 
-    def engine_note(self, note: str) -> None:
+    def record_engine_note(self, note: str) -> None:
         """Write to the timeline, for the run's report, why the engine does not run as configured."""
         self._timeline.instant(PROCESS_TRACK, ENGINE_NOTE, time.time(), note=note)
 
-    def contention(self, found: Contention) -> None:
+    def record_contention(self, contention: Contention) -> None:
         """Write to the timeline that this server's processes waited for processors."""
-        self._timeline.span(CPU_TRACK, "waited", found.began_s, found.ended_s, waited_s=round(found.waited_s, 3))
+        waited_s = round(contention.waited_s, 3)
+        self._timeline.span(CPU_TRACK, "waited", contention.began_s, contention.ended_s, waited_s=waited_s)
 
     def close(self) -> None:
-        """Write what waits, and close both files."""
+        """Write the queued groups, and close both files."""
         self._thread.shutdown(wait=True)
         self._samples.close()
         self._timeline.close()
 
-    def _write(self, group: Group, version: int) -> None:
-        self._samples.write(_sample_row(group, version, self._pieces))
+    def _write_samples(self, group: Group, version: int) -> None:
+        self._samples.write(_group_row(group, version, self._pieces))
 
 
-def _sample_row(group: Group, version: int, pieces: TokenPieces | None) -> dict[str, object]:
-    """The row of the group (`telemetry.rows`), with versions, spans and the server that made it."""
+def _group_row(group: Group, version: int, pieces: TokenPieces | None) -> dict[str, object]:
+    """Row of a group in the format of `telemetry.rows`."""
     return {
         "seq": group.seq,
         "prompt": group.task.prompt,
@@ -111,12 +116,12 @@ def _sample_row(group: Group, version: int, pieces: TokenPieces | None) -> dict[
         "attempt": group.attempt,
         "server": group.server,
         "time_s": group.finished_s,
-        "completions": [_completion(sample, version, pieces) for sample in group.samples],
+        "completions": [_completion_fields(sample, version, pieces) for sample in group.samples],
     }
 
 
-def _completion(sample: Sample, version: int, pieces: TokenPieces | None) -> dict[str, object]:
-    facts: dict[str, object] = {
+def _completion_fields(sample: Sample, version: int, pieces: TokenPieces | None) -> dict[str, object]:
+    fields: dict[str, object] = {
         "text": sample.text,
         "reward": sample.reward,
         "rewards": sample.rewards,
@@ -126,8 +131,9 @@ def _completion(sample: Sample, version: int, pieces: TokenPieces | None) -> dic
         "age": version - sample.oldest_version,
     }
     if sample.turns:
-        facts["turns"] = [[turn.start, turn.end, turn.by_policy] for turn in sample.turns]
+        fields["turns"] = [[turn.start, turn.end, turn.by_policy] for turn in sample.turns]
     if pieces is not None:
-        facts["pieces"] = pieces.decode_each(sample.token_ids().tolist())
-        facts["logprobs"] = (np.round(sample.token_logprobs().astype(np.float64), 4) + 0.0).tolist()  # no -0.0
-    return facts
+        fields["pieces"] = pieces.decode_each(sample.token_ids().tolist())
+        rounded = np.round(sample.token_logprobs().astype(np.float64), 4)
+        fields["logprobs"] = (rounded + 0.0).tolist()  # adding 0.0 turns -0.0 into 0.0
+    return fields

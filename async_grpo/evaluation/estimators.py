@@ -1,11 +1,11 @@
-"""Estimates from graded completions: pass@k and maj@k of one prompt, a mean over prompts and its interval.
+"""Estimators for graded completions: pass@k and maj@k of one prompt, a mean over prompts and its interval.
 
-Completions of one prompt are alike, so the bootstrap draws prompts: a resample takes as many prompts as there are, with
-replacement, each with all of its completions (the cluster bootstrap). The interval spans the 2.5th to the 97.5th
+Completions of one prompt are correlated, so the bootstrap draws prompts (cluster bootstrap): a resample draws as many
+prompts as there are, with replacement, each with all of its completions. The interval spans the 2.5th to the 97.5th
 percentile of the means of RESAMPLES resamples. The generator is seeded: the same grades give the same interval.
 
-If all prompts have the same value, so have all resamples. The interval is then that value alone, and it says nothing
-about what is rarer than about 3 in the number of prompts.
+If all prompts have the same value, so have all resamples. The interval is then that value alone, and says nothing about
+outcomes rarer than about 3 / number of prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from async_grpo.wire.board import Estimate
 RESAMPLES = 2000
 LEVEL = 0.95
 _SEED = 0
-_DRAWS_AT_ONCE = 1 << 20
+_MAX_DRAWS_PER_PART = 1 << 20
+"""Bounds the memory of the bootstrap."""
 
 Matrix = npt.NDArray[np.float64]
 
@@ -32,8 +33,8 @@ Matrix = npt.NDArray[np.float64]
 class GradedAnswer:
     """One completion: its score (None if it could not be judged) and its answer.
 
-    The answer is None if the completion gives none, or if extracting it failed (`unextracted`). `failed`: the workflow
-    made no completion, so there is neither score nor answer.
+    The answer is None if the completion has none, or if its extraction failed (`unextracted`). `failed`: the workflow
+    returned no completion, so there is neither score nor answer.
     """
 
     score: float | None
@@ -44,7 +45,7 @@ class GradedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class GradedPrompt:
-    """All completions of one held-out prompt. `source` says where the prompt is from, "" if the data do not."""
+    """All completions of one held-out prompt. `source`: name of its data source, "" if the data have none."""
 
     sampled: Sequence[GradedAnswer]
     greedy: Sequence[GradedAnswer] = ()
@@ -52,9 +53,9 @@ class GradedPrompt:
 
 
 def pass_at(k: int, *, made: int, right: int) -> float:
-    """The probability that at least one of k completions is right: 1 - C(made - right, k) / C(made, k).
+    """Probability that at least one of k completions is right: 1 - C(made - right, k) / C(made, k).
 
-    Unbiased (arXiv 2107.03374, equation 1): the share of the subsets of size k that hold a right one. Needs
+    Unbiased (arXiv 2107.03374, equation 1): the fraction of subsets of size k with a right completion. Requires
     1 <= k <= made and 0 <= right <= made.
 
     >>> [pass_at(k, made=4, right=1) for k in (1, 2, 4)]
@@ -65,15 +66,16 @@ def pass_at(k: int, *, made: int, right: int) -> float:
     return 1.0 - math.comb(made - right, k) / math.comb(made, k)
 
 
-def majority(grades: Sequence[GradedAnswer], *, right_at: float) -> float:
-    """How right the answer is that most completions give; 0 if none gives one.
+def majority_score(grades: Sequence[GradedAnswer], *, right_at: float) -> float:
+    """Score of the answer with the most votes (maj@k); 0 without any vote.
 
-    Votes are cast by completions that were judged and give an answer. Of several answers with the most votes one is
-    taken at random, so the value is the mean over them; an answer is as right as the mean over its voters.
+    Completions that were judged and have an answer vote. The score of an answer is the fraction of its voters whose
+    score is at least `right_at`. If several answers have the most votes, one is chosen at random, so the result is
+    their mean.
 
-    >>> majority([GradedAnswer(1.0, "4"), GradedAnswer(1.0, "4"), GradedAnswer(0.0, "5")], right_at=1.0)
+    >>> majority_score([GradedAnswer(1.0, "4"), GradedAnswer(1.0, "4"), GradedAnswer(0.0, "5")], right_at=1.0)
     1.0
-    >>> majority([GradedAnswer(1.0, "4"), GradedAnswer(0.0, "5"), GradedAnswer(0.0, None)], right_at=1.0)
+    >>> majority_score([GradedAnswer(1.0, "4"), GradedAnswer(0.0, "5"), GradedAnswer(0.0, None)], right_at=1.0)
     0.5
     """
     votes = [(grade.answer, grade.score >= right_at) for grade in grades if grade.score is not None and grade.answer]
@@ -86,7 +88,7 @@ def majority(grades: Sequence[GradedAnswer], *, right_at: float) -> float:
 
 
 def k_values(samples: int) -> list[int]:
-    """The k for which pass@k is reported: powers of two below `samples`, and `samples`.
+    """Values of k for which pass@k is reported: powers of two below `samples`, and `samples`.
 
     >>> [k_values(samples) for samples in (1, 4, 6)]
     [[1], [1, 2, 4], [1, 2, 4, 6]]
@@ -94,32 +96,39 @@ def k_values(samples: int) -> list[int]:
     return [1 << power for power in range(samples.bit_length()) if 1 << power < samples] + [samples]
 
 
-def estimates(totals_PF: Matrix, counts_PF: Matrix) -> list[Estimate | None]:
-    """sum(totals) / sum(counts) of F figures over P prompts, with its interval; None where nothing was counted.
+def estimate_ratios(totals_PF: Matrix, counts_PF: Matrix) -> list[Estimate | None]:
+    """sum(totals) / sum(counts) of F metrics over P prompts, each with its interval; None where all counts are 0.
 
-    Prompt p adds `totals[p, f]` over `counts[p, f]` observations to figure f. All figures see the same resamples.
+    Prompt p adds `totals[p, f]` over `counts[p, f]` observations to metric f. All metrics use the same resamples.
     """
     values = [
         _ratio(math.fsum(totals), math.fsum(counts)) for totals, counts in zip(totals_PF.T, counts_PF.T, strict=True)
     ]
     if all(value is None for value in values):
         return [None] * len(values)
-    ratios_RF = _resampled(totals_PF, counts_PF)
-    low, high = (1.0 - LEVEL) / 2, (1.0 + LEVEL) / 2
-    return [
-        None if value is None else Estimate(value, *(float(edge) for edge in np.nanquantile(ratios_R, (low, high))))
-        for value, ratios_R in zip(values, ratios_RF.T, strict=True)
-    ]
+
+    ratios_RF = _resample_ratios(totals_PF, counts_PF)
+    edges = ((1.0 - LEVEL) / 2, (1.0 + LEVEL) / 2)
+    estimates: list[Estimate | None] = []
+    for value, ratios_R in zip(values, ratios_RF.T, strict=True):
+        if value is None:
+            estimates.append(None)
+            continue
+        # nanquantile: a resample may have drawn only prompts that do not count for this metric.
+        low, high = np.nanquantile(ratios_R, edges)
+        estimates.append(Estimate(value, float(low), float(high)))
+    return estimates
 
 
-def _resampled(totals_PF: Matrix, counts_PF: Matrix) -> Matrix:
-    """Every figure of every resample; nan where a resample has counted nothing."""
+def _resample_ratios(totals_PF: Matrix, counts_PF: Matrix) -> Matrix:
+    """Ratio of each metric in each resample, [R, F]; nan where the counts of the resample are 0."""
     prompts = len(totals_PF)
     generator = np.random.default_rng(_SEED)
-    at_once = max(1, min(RESAMPLES, _DRAWS_AT_ONCE // prompts))
+    part_size = max(1, min(RESAMPLES, _MAX_DRAWS_PER_PART // prompts))
     parts = []
-    for first in range(0, RESAMPLES, at_once):
-        size = min(at_once, RESAMPLES - first)
+    for first in range(0, RESAMPLES, part_size):
+        size = min(part_size, RESAMPLES - first)
+        # Row r draws from [r * prompts, (r + 1) * prompts), so that one bincount counts the draws of all rows.
         drawn_RP = generator.integers(prompts, size=(size, prompts)) + prompts * np.arange(size)[:, None]
         times_RP = np.bincount(drawn_RP.ravel(), minlength=size * prompts).reshape(size, prompts).astype(np.float64)
         with np.errstate(invalid="ignore"):

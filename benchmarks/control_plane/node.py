@@ -99,7 +99,7 @@ class TimedBoard(TimedCalls):
         await self._target.announce_server(*args, **kwargs)
         now_s = time.monotonic()
         if self._last_s is not None:
-            self._late_s.append(max(0.0, now_s - self._last_s - heartbeat.EVERY_S))
+            self._late_s.append(max(0.0, now_s - self._last_s - heartbeat.INTERVAL_S))
         self._last_s = now_s
 
 
@@ -196,7 +196,7 @@ class VirtualServers:
             board=board,
             logger=logger,
         )
-        await watcher.first(FIRST_WEIGHTS_S)
+        await watcher.wait_for_initial_weights(FIRST_WEIGHTS_S)
         self._servers.append((stack, RolloutServer(context, watcher)))
         self._engines.append(engine)
 

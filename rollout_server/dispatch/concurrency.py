@@ -1,10 +1,11 @@
-"""How many samples run in the engine at once, and when the dispatcher asks for the next group.
+"""Limits the number of samples in the engine, and decides when the dispatcher requests the next group.
 
-    ConcurrencyController --resize (every second)--> SampleSlots <--commit, running, finish-- Dispatcher
+    ConcurrencyController --resize (every second)------------------------> SampleSlots
+    Dispatcher -------------commit_samples, occupy_slot, finish_samples--> SampleSlots
 
-- `SampleSlots`: a sample waits for its turn; a sample that ends, or a larger capacity, unblocks it.
+- `SampleSlots`: samples queue for a slot; the end of a sample or a larger capacity unblocks them.
 - `ConcurrencyController` waits for its timer only. It gives the engine as many samples as it can run without queueing
-  or running out of KV cache; `next_concurrency` decides that and is pure.
+  or running out of KV cache; the pure function `next_concurrency` decides.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from contextlib import asynccontextmanager
 
 from rollout_server.engines.base import Engine, EngineLoad
 
-EVERY_S = 1.0
-KV_FULL, KV_FREE = 0.9, 0.75
-"""Shares of the KV cache: above the first the engine is about to preempt requests, below the second there is room."""
-QUEUE_SHARE = 0.05
-"""Requests queued inside the engine, as a share of the running ones, that are not yet a sign of overload."""
-STEP = 0.1
-"""Share by which the number of samples changes in one decision."""
+ADJUST_INTERVAL_S = 1.0
+KV_FULL = 0.9
+"""Use of the KV cache, as a fraction, above which the engine is about to preempt requests."""
+KV_FREE = 0.75
+"""Use of the KV cache, as a fraction, below which it has room for more samples."""
+MAX_QUEUED_FRACTION = 0.05
+"""Requests queued inside the engine, as a fraction of the running ones, that are not yet a sign of overload."""
+STEP_FRACTION = 0.1
+"""Relative change of the capacity per decision."""
 
 
 class SampleSlots:
-    """`capacity` samples run at once; samples beyond it queue in the order in which they came.
+    """Slots for `capacity` concurrent samples; more samples queue, first come first served.
 
-    Every admitted sample is committed until it has finished. A new group is wanted while
-    committed < capacity, so with groups of G samples at most capacity - 1 + G are committed: the
-    engine stays full, and fewer than G samples wait. A capacity that shrinks takes effect as samples finish.
+    Every sample of an admitted group is committed until it has finished. Another group is wanted while
+    committed < capacity, so with groups of G samples at most capacity - 1 + G are committed: the engine stays full, and
+    fewer than G samples queue. A smaller capacity takes effect as samples finish.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -43,116 +46,122 @@ class SampleSlots:
 
     @property
     def has_room(self) -> bool:
-        """Whether another group is wanted."""
+        """True if another group is wanted."""
         return self.committed < self.capacity
 
-    def groups_wanted(self, size: int) -> int:
-        """How many groups of `size` samples leave no slot free, at least one.
+    def groups_to_fill_free_slots(self, size: int) -> int:
+        """Number of groups of `size` samples that leave no slot free, at least one.
 
-        >>> SampleSlots(20).groups_wanted(8)
+        >>> SampleSlots(20).groups_to_fill_free_slots(8)
         3
         """
-        return max(1, -(-(self.capacity - self.committed) // size))
+        free = self.capacity - self.committed
+        return max(1, math.ceil(free / size))
 
-    def groups_at_once(self, size: int) -> int:
-        """How many groups of `size` samples fill all slots.
+    def groups_to_fill_all_slots(self, size: int) -> int:
+        """Number of groups of `size` samples that fill all slots of an idle server.
 
-        >>> SampleSlots(20).groups_at_once(8)
+        >>> SampleSlots(20).groups_to_fill_all_slots(8)
         3
         """
-        return max(1, -(-self.capacity // size))
+        return max(1, math.ceil(self.capacity / size))
 
-    async def room(self) -> None:
-        """Wait until a sample slot is free; a sample that finishes, or a larger capacity, unblocks it."""
+    async def wait_for_room(self) -> None:
+        """Wait until another group is wanted; the end of a sample or a larger capacity unblocks it."""
         while not self.has_room:
             self._changed.clear()
             await self._changed.wait()
 
     def resize(self, capacity: int) -> None:
-        """Let `capacity` samples run from now on. A smaller capacity takes effect as samples finish."""
+        """Set the capacity. A smaller one takes effect as samples finish."""
         self.capacity = capacity
         self._changed.set()
-        self._admit()
+        self._grant_slots()
 
-    def commit(self, samples: int) -> None:
-        """Count `samples` samples of a group that was just admitted."""
+    def commit_samples(self, samples: int) -> None:
+        """Count the samples of a group that was just admitted."""
         self.committed += samples
 
-    def finish(self, samples: int = 1) -> None:
-        """Say that `samples` committed samples need no slot any more."""
+    def finish_samples(self, samples: int = 1) -> None:
+        """Subtract committed samples that need no slot any more."""
         self.committed -= samples
         self._changed.set()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Hold one slot for the length of the block; waits for it first."""
-        await self._enter()
+    async def occupy_slot(self) -> AsyncIterator[None]:
+        """Wait for a slot and occupy it within the block."""
+        await self._acquire_slot()
         try:
             yield
         finally:
             self.in_use -= 1
-            self._admit()
+            self._grant_slots()
 
-    async def _enter(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
-        self._admit()
+    async def _acquire_slot(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._queue.append(waiter)
+        self._grant_slots()
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the slot was granted in the same moment
+            # If the slot was granted just before the cancellation, `occupy_slot` never enters its block. So we free the
+            # slot here, or it would be lost.
+            if waiter.done() and not waiter.cancelled():
                 self.in_use -= 1
-                self._admit()
+                self._grant_slots()
             raise
 
-    def _admit(self) -> None:
+    def _grant_slots(self) -> None:
+        """Give free slots to the samples at the head of the queue."""
         while self._queue and self.in_use < self.capacity:
-            turn = self._queue.popleft()
-            if not turn.done():  # else it was cancelled while it waited
+            waiter = self._queue.popleft()
+            if not waiter.done():  # a waiter that is done was cancelled in the queue
                 self.in_use += 1
-                turn.set_result(None)
+                waiter.set_result(None)
 
 
 class ConcurrencyController:
-    """Moves the capacity of the slots between `least` and `most`."""
+    """Adapts the capacity of the slots to the engine's load, between `min_capacity` and `max_capacity`."""
 
-    def __init__(self, engine: Engine, slots: SampleSlots, *, least: int, most: int) -> None:
+    def __init__(self, engine: Engine, slots: SampleSlots, *, min_capacity: int, max_capacity: int) -> None:
         self._engine = engine
         self._slots = slots
-        self._least = least
-        self._most = most
-        self._tokens = -1
-        """Tokens that the engine had made at the last look."""
+        self._min_capacity = min_capacity
+        self._max_capacity = max_capacity
+        self._last_tokens: int | None = None
+        """Tokens that the engine had generated at the last adjustment."""
 
-    async def run(self) -> None:
+    async def run_adjusting(self) -> None:
         """Adjust the capacity every second, until cancelled."""
         while True:
-            await asyncio.sleep(EVERY_S)
-            self.adjust()
+            await asyncio.sleep(ADJUST_INTERVAL_S)
+            self.adjust_capacity()
 
-    def adjust(self) -> None:
-        """Look at the engine's load once and resize the slots if `next_concurrency` says so.
-
-        An engine that has made no token since the last look is paused for an update, or asleep: what waits in it then
-        waits for that, and would shrink the capacity at every look.
-        """
+    def adjust_capacity(self) -> None:
+        """Read the engine's load once, and resize the slots if `next_concurrency` changes the capacity."""
         load = self._engine.load()
         tokens = load.generated_tokens + load.streamed_tokens
-        is_paused = tokens == self._tokens
-        self._tokens = tokens
+        is_paused = tokens == self._last_tokens
+        self._last_tokens = tokens
+        # An engine without a new token is paused for a weight update, or asleep. Its requests queue because of that,
+        # and would shrink the capacity at every adjustment.
         if is_paused:
             return
+
         capacity = next_concurrency(self._slots.capacity, self._slots.in_use, load)
-        bounded = min(self._most, max(self._least, capacity))
+        bounded = min(self._max_capacity, max(self._min_capacity, capacity))
         if bounded != self._slots.capacity:
             self._slots.resize(bounded)
 
 
 def next_concurrency(capacity: int, in_use: int, load: EngineLoad) -> int:
-    """The next capacity in samples: a tenth less if the engine queues requests or its KV cache is nearly full, a tenth
-    more if all slots are used and the cache has room, else the same."""
-    step = math.ceil(STEP * capacity)
-    if load.kv_use > KV_FULL or load.queued > QUEUE_SHARE * load.running + 1:
+    """Return the next capacity in samples.
+
+    A tenth less if the engine queues requests or its KV cache is nearly full, a tenth more if all slots are in use and
+    the cache has room, otherwise unchanged.
+    """
+    step = math.ceil(STEP_FRACTION * capacity)
+    if load.kv_use > KV_FULL or load.queued > MAX_QUEUED_FRACTION * load.running + 1:
         return capacity - step
     if in_use >= capacity and load.kv_use < KV_FREE:
         return capacity + step

@@ -1,33 +1,33 @@
-"""Keeps the engine full, without waves: groups are admitted whenever a sample slot is free.
+"""Keeps the engine full: a group is admitted whenever sample slots are free, not batch by batch.
 
     buffer --admit--> GroupRollout --G samples--> engine --> reward pool --> insert | discard --> buffer
 
-- Admission waits for a free slot (a sample that finishes unblocks it), then for a ticket, which needs room in the
-  staleness window (the trainer's release makes it) and a task (the feeder puts it).
+- Admission waits for a free slot (a finished sample unblocks it), then for a ticket. A ticket needs room in the
+  staleness window (the trainer's release makes it) and a task (the feeder appends it).
 - A group waits for weights of its ticket's version (the weight watcher unblocks it), then for its samples, then for
-  their rewards. Each sample waits for a slot, then for its workflow. Workflow and rewards have deadlines.
-- Leases wait for their timers.
+  their rewards. Each sample waits for a slot, then for its workflow. Workflows and rewards have deadlines.
+- The loops that renew leases and save partials wait for their timers.
 
 Invariant: no token of a group is older than its ticket, because its samples start only when
 engine.version >= ticket.version, and the engine's version never decreases.
 
-Partials: what was generated is stored every progress_interval_s, so a server that dies costs no more than that. When
-`run` is cancelled, or the engine dies, admission ends, what exists is stored and all tickets are given back. The server
-that resumes a group goes on behind the last token of every sample.
+Partials: generated tokens are saved every progress_interval_s, which bounds the loss if the server dies. If
+`run_until_end` is cancelled or the engine dies, admission ends, all partials are saved and all tickets are given back.
+The server that resumes a group continues after the last token of every sample.
 
-Expired leases: a group that kills its engine must not kill all engines. So if an engine dies, the lease of every group
-with a request in it counts as expired, and a group with max_attempts of them is `failed`. Most of these groups are
-innocent, so a group with CAREFUL_EXPIRED_LEASES is generated with care: only one such group at a time is in this
-server's engine. A group that kills engines then dies alone among them and uses up its attempts, and the innocent ones
-finish in turn. Groups with fewer expired leases run next to it, so that the engine stays full; another death costs them
-one more.
+Expired leases: a group that kills its engine must not kill all engines. So if an engine dies, the leases of all groups
+with a request in it count as expired, and a group with max_attempts expired leases ends as `failed`. Most of these
+groups are innocent. A group with SUSPECT_EXPIRED_LEASES is a suspect, and a server generates only one suspect at a
+time. So a group that kills engines dies without other suspects and uses up its attempts, while innocent suspects finish
+in their turn. Groups with fewer expired leases run in parallel with the suspect, so that the engine stays full; another
+death costs each of them one more.
 
-Pausing and draining (`admission`): a ticket that comes after either is given back at once. A dispatcher that drains
-asks for no more tickets and ends once its groups have finished. Groups that have not finished after
-rollout.http.drain_timeout_s, or when it is told to stop now, are stored and given back.
+Pausing and draining (`admission`): a ticket that arrives after either is given back immediately. A draining dispatcher
+requests no more tickets and ends once its groups have finished. Groups that have not finished after
+rollout.http.drain_timeout_s, or at an urgent stop, are saved and given back.
 
 Deadlines: a workflow that does not return by its deadline (`workflows.sample_rollout`) makes its group `failed`, so
-that no heartbeat renews its lease any longer.
+that its lease is not renewed forever.
 
 Over-sampling: a group starts G + k samples and is complete once G have finished; the others are aborted.
 """
@@ -54,24 +54,26 @@ from rollout_server.dispatch.groups_in_progress import Discard, Drop, GiveBack, 
 from rollout_server.dispatch.outcomes import (
     GroupCounters,
     apply_length_rule,
+    attach_rewards,
+    discard_reason,
     find_invalid_sample,
-    reason_to_discard,
-    with_rewards,
 )
 from rollout_server.engines.base import sample_seed
 from rollout_server.weight_watcher import WeightWatcher
-from rollout_server.workflows.sample_rollout import SampleDeadline, SampleMaker
+from rollout_server.workflows.sample_rollout import SampleDeadline, WorkflowRunner
 from rollout_server.workflows.session import SampleSession
 
 ADMIT_TIMEOUT_S = 10.0
 GIVE_BACK_TIMEOUT_S = 10.0
-NOTED_WAIT_S = 0.05
-CAREFUL_EXPIRED_LEASES = 2
-"""Number of expired leases from which a group is generated with care. Not 1: when a machine fails, all of its groups
-have one, and generating those one at a time would starve the trainer."""
-MAX_FAILURES_IN_A_ROW, MAX_OVERDUE_IN_A_ROW = 32, 4
-"""Groups in a row that fail or cannot be judged before the server gives up. The second figure holds if the last of them
-missed its deadline: that takes so long that the trainer would give up first."""
+MIN_RECORDED_WAIT_S = 0.05
+"""Waits for a ticket shorter than this are not written to the timeline."""
+SUSPECT_EXPIRED_LEASES = 2
+"""Number of expired leases that make a group a suspect. Not 1: when a machine fails, all of its groups have one, and
+generating those one at a time would starve the trainer."""
+MAX_CONSECUTIVE_FAILURES = 32
+"""Number of groups in a row that fail or cannot be judged before the server gives up."""
+MAX_CONSECUTIVE_OVERDUE = 4
+"""The limit if the last of these groups missed its deadline: 32 would take longer than the trainer waits."""
 
 log = structlog.get_logger()
 
@@ -80,50 +82,59 @@ class Dispatcher:
     """One server's stream of groups. Reports and administration use `admission`, `counters`, `slots` and `groups`."""
 
     def __init__(self, context: ServerContext, watcher: WeightWatcher, feeder: TaskFeeder) -> None:
+        config = context.config
+        rollout = config.rollout
         self._context = context
         self._watcher = watcher
         self._feeder = feeder
-        self._maker = SampleMaker(
+        self._workflow_runner = WorkflowRunner(
             context.workflow,
-            context.config.rollout.workflow,
-            SampleDeadline.for_training(context.config),
+            rollout.workflow,
+            SampleDeadline.for_training(config),
+            # Time in which the engine sleeps must not count, or a long trainer step would fail every sample.
             clock_s=lambda: watcher.awake_s,
         )
         self.admission = AdmissionGate()
         self.counters = GroupCounters()
-        self.slots = SampleSlots(context.config.rollout.min_concurrency or context.config.rollout.max_concurrency)
-        rollout = context.config.rollout
+        self.slots = SampleSlots(rollout.min_concurrency or rollout.max_concurrency)
         self.groups = GroupsInProgress(
             context.buffer,
             self.slots,
-            renew_every_s=context.config.lease_s / 3,
+            renew_every_s=config.lease_s / 3,
             save_every_s=rollout.progress_interval_s,
             max_attempts=rollout.max_attempts,
         )
-        self.asking_since_s: float | None = None
-        """Unix time in seconds since when the dispatcher waits for a ticket; None while it does not."""
+        self.ticket_wait_since_s: float | None = None
+        """Start of the present wait for a ticket, in Unix seconds; None if the dispatcher does not wait for one."""
         self._seeds_samples = rollout.seeds_samples  # a property of the configuration that takes time to derive
-        self._weights_timeout_s = context.config.weights.update_timeout_s + context.config.eval.timeout_s
-        self._failures_in_a_row = 0
-        self._careful_turn = asyncio.Lock()
-        # With few attempts, care has to start before the last one.
-        self._careful_expired_leases = max(1, min(CAREFUL_EXPIRED_LEASES, rollout.max_attempts - 1))
+        # The engine loads no weights during an evaluation, so a group may also have to wait for the end of one.
+        self._weights_timeout_s = config.weights.update_timeout_s + config.eval.timeout_s
+        self._consecutive_failures = 0
+        self._suspect_lock = asyncio.Lock()
+        # With few attempts, a group has to become a suspect before its last one.
+        self._suspect_expired_leases = max(1, min(SUSPECT_EXPIRED_LEASES, rollout.max_attempts - 1))
 
-    async def run(self) -> None:
-        """Make groups until the run has ended, or this server is drained. Raises EngineError (the engine died),
-        RoleFailed (too many groups in a row failed), WaitTimeout (published weights do not come)."""
+    async def run_until_end(self) -> None:
+        """Generate groups until the run has ended, or this server is drained.
+
+        Raises EngineError (the engine died), RoleFailed (too many groups in a row failed), WaitTimeout (published
+        weights do not arrive).
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = [tasks.create_task(loop) for loop in (self.groups.run_renewing(), self.groups.run_saving())]
+                loops = [
+                    tasks.create_task(self.groups.run_renewing()),
+                    tasks.create_task(self.groups.run_saving()),
+                ]
                 try:
-                    await self._admit_until_end(tasks)
+                    await self._admit_groups(tasks)
                     if self.admission.is_draining:
                         await self._wait_for_groups()
                     else:
                         await self._drop_groups()
                 finally:
-                    # Before anything is cancelled, because cancelled requests lose their tokens. If a group has failed,
-                    # the others are cancelled already: `_generate_sample` has frozen the partials then.
+                    # Take the snapshots before anything is cancelled, because cancelled requests lose their tokens. If
+                    # a group has failed, the others are cancelled already; then `_generate_sample` took the snapshots.
                     self.groups.freeze_partials()
                 for task in [*loops, *self._running_tasks()]:
                     task.cancel()
@@ -131,7 +142,7 @@ class Dispatcher:
             await self._give_back_groups()
 
     async def _wait_for_groups(self) -> None:
-        """The server drains: wait until its groups have ended, for drain_timeout_s at most, or until `stop_now`."""
+        """Wait until all groups have ended, for at most drain_timeout_s, or until `stop_now`."""
         timeout_s = self._context.config.rollout.http.drain_timeout_s
         stop_now = asyncio.create_task(self.admission.stop_now.wait())
         try:
@@ -139,7 +150,7 @@ class Dispatcher:
                 while not stop_now.done() and (running := self._running_tasks()):
                     await asyncio.wait([stop_now, *running], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            log.warning("groups are still in work; what exists of them is stored", waited_s=timeout_s)
+            log.warning("groups did not finish before the drain timeout; saving their partials", waited_s=timeout_s)
         finally:
             stop_now.cancel()
 
@@ -147,102 +158,109 @@ class Dispatcher:
         return [group.task for group in self.groups if group.task is not None and not group.task.done()]
 
     async def _drop_groups(self) -> None:
-        """The run has ended: nobody needs what is still being generated."""
+        """Drop all unfinished groups: the run has ended, so nobody needs them."""
         for group in self.groups:
-            await self.groups.end(group, Drop())
+            await self.groups.end_group(group, Drop())
 
     async def _give_back_groups(self) -> None:
-        """Give back all groups that are left, as far as time allows. A lease that is not given back runs out by
-        itself."""
+        """Give back all remaining groups, for at most GIVE_BACK_TIMEOUT_S. The leases of the others expire."""
         try:
             async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
-                await asyncio.gather(*(self.groups.end(group, GiveBack()) for group in self.groups))
+                await asyncio.gather(*(self.groups.end_group(group, GiveBack()) for group in self.groups))
         except TimeoutError:
-            log.warning("the buffer did not take all groups back; their leases run out", waited_s=GIVE_BACK_TIMEOUT_S)
+            log.warning(
+                "the buffer did not accept all groups in time; their leases will expire", waited_s=GIVE_BACK_TIMEOUT_S
+            )
 
-    async def _admit_until_end(self, tasks: asyncio.TaskGroup) -> None:
-        """Take up groups until the run has ended, or this server is drained."""
+    async def _admit_groups(self, tasks: asyncio.TaskGroup) -> None:
+        """Lease tickets and start their groups, until the run has ended or this server is drained."""
         while not self.admission.is_draining:
             try:
-                groups = await self.admission.until_draining(self._next_groups()) or []
+                groups = await self.admission.run_until_draining(self._lease_groups()) or []
             except RunEnded:
                 return
             for group in groups:
                 if self.admission.is_open:
                     group.task = tasks.create_task(self._run_group(group), name=f"group {group.ticket.seq}")
-                else:  # it came after a pause, or while the server drains
-                    await self.groups.end(group, GiveBack())
+                else:  # the ticket arrived after a pause, or while the server drains
+                    await self.groups.end_group(group, GiveBack())
 
-    async def _next_groups(self) -> list[GroupRollout]:
-        """Groups for all free slots, asked for in one request, so that a buffer that answers slowly costs one wait and
-        not one a group. Fewer, or none after ADMIT_TIMEOUT_S, if there are no more. Raises RunEnded."""
-        await self.slots.room()
-        await self.admission.opened()
+    async def _lease_groups(self) -> list[GroupRollout]:
+        """Lease groups for all free slots in one request, so that a slow buffer costs one wait and not one per group.
+
+        Returns fewer groups if the buffer has no more, and none after ADMIT_TIMEOUT_S. Raises RunEnded.
+        """
+        await self.slots.wait_for_room()
+        await self.admission.wait_until_open()
+
         config = self._context.config
         size = config.group_size + config.rollout.oversample
-        wanted = self.slots.groups_wanted(size)
-        self.asking_since_s = time.time()
+        self.ticket_wait_since_s = time.time()
         try:
             tickets = await self._context.buffer.admit_groups(
-                wanted, holder=self._context.holder, timeout_s=ADMIT_TIMEOUT_S, slots=self.slots.groups_at_once(size)
+                self.slots.groups_to_fill_free_slots(size),
+                holder=self._context.holder,
+                timeout_s=ADMIT_TIMEOUT_S,
+                slots=self.slots.groups_to_fill_all_slots(size),
             )
         except WaitTimeout:
             return []
         finally:
-            self._note_wait(self.asking_since_s)
-            self._feeder.notify()
-        # Without waiting in between: a cancellation there would leave tickets that nobody gives back.
+            self._record_ticket_wait(self.ticket_wait_since_s)
+            self.ticket_wait_since_s = None
+            self._feeder.request_top_up()
+        # No await between the lease and `add_group`: if we were cancelled there, nobody would give the tickets back.
         return [self._add_group(ticket) for ticket in tickets]
 
     def _add_group(self, ticket: Ticket) -> GroupRollout:
         config = self._context.config
-        group = GroupRollout.resume(ticket, config.group_size, oversample=config.rollout.oversample)
+        group = GroupRollout.from_ticket(ticket, config.group_size, oversample=config.rollout.oversample)
         self.groups.add_group(group)
-        if not self._needs_care(group):
+        if not self._is_suspect(group):
             self.groups.commit_slots(group)
         return group
 
-    def _needs_care(self, group: GroupRollout) -> bool:
-        return group.ticket.expired_leases >= self._careful_expired_leases
+    def _is_suspect(self, group: GroupRollout) -> bool:
+        return group.ticket.expired_leases >= self._suspect_expired_leases
 
-    def _note_wait(self, since_s: float) -> None:
-        self.asking_since_s = None
+    def _record_ticket_wait(self, since_s: float) -> None:
         now_s = time.time()
-        if now_s - since_s >= NOTED_WAIT_S:
-            self._context.logger.wait("ticket", since_s, now_s)
+        if now_s - since_s >= MIN_RECORDED_WAIT_S:
+            self._context.logger.record_wait("ticket", since_s, now_s)
 
     async def _run_group(self, group: GroupRollout) -> None:
-        """Bring a group from its ticket to its end. Raises EngineError, RoleFailed, WaitTimeout."""
+        """Run a group from its ticket to its end. Raises EngineError, RoleFailed, WaitTimeout."""
         try:
-            await self._watcher.wait_for_version(group.version_needed, self._weights_timeout_s)
-            if self._needs_care(group):
-                async with self._careful_turn:
-                    # Its slots are committed only now: groups that wait for their turn do not keep the engine empty.
+            await self._watcher.wait_for_version(group.required_version, self._weights_timeout_s)
+            if self._is_suspect(group):
+                async with self._suspect_lock:
+                    # Commit its slots only now. Suspects that queue for the lock would otherwise occupy slots, and the
+                    # engine would run empty.
                     self.groups.commit_slots(group)
                     await self._generate_group(group)
             else:
                 await self._generate_group(group)
-            await self._settle_group(group)
+            await self._finish_group(group)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
-                raise  # by the dispatcher, or by `GroupsInProgress`: whoever did it parts with the group
+                raise  # cancelled by the dispatcher or by `GroupsInProgress`, which also ends the group
             log.error("a group's task was cancelled by something that it awaits", seq=group.ticket.seq)
 
-        # A safety net: a group that is still here although its task ends would have its lease renewed for ever. Its
-        # lease counts as expired, so that a group to which this happens each time ends as `failed`.
+        # Safety net: if the group were still in progress after its task, its lease would be renewed forever. Its
+        # lease counts as expired, so that a group to which this always happens ends as `failed`.
         if group in self.groups:
             group.counts_as_expired = True
-            await self.groups.end(group, GiveBack())
+            await self.groups.end_group(group, GiveBack())
 
     async def _generate_group(self, group: GroupRollout) -> None:
-        """Generate the missing samples, until enough have finished; a workflow that fails makes the group `failed`."""
+        """Generate samples until the group is complete. A failing workflow sets `group.error`. Raises EngineError."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                samples = [tasks.create_task(self._generate_sample(group, index)) for index in group.missing]
+                samples = [tasks.create_task(self._generate_sample(group, index)) for index in group.remaining_indices]
                 for sample in asyncio.as_completed(samples):
                     await sample
-                    if not group.missing:
+                    if not group.remaining_indices:
                         break
                 for task in samples:
                     task.cancel()
@@ -251,31 +269,36 @@ class Dispatcher:
             if isinstance(cause, EngineError):
                 raise cause from None
             group.error = f"{type(cause).__name__}: {cause}"
-            group.is_overdue = isinstance(cause, SampleOverdue)
+            group.missed_deadline = isinstance(cause, SampleOverdue)
 
     async def _generate_sample(self, group: GroupRollout, index: int) -> None:
         try:
-            async with self.slots.running():
-                session = group.sessions[index] = self._session(group, index)
-                group.keep_sample(index, await self._maker.make(group.ticket.task, session))
+            async with self.slots.occupy_slot():
+                session = self._open_session(group, index)
+                group.sessions[index] = session
+                sample = await self._workflow_runner.generate_sample(group.ticket.task, session)
+                group.store_sample(index, sample)
                 del group.sessions[index]
         except EngineError:
-            # Now, before this failure cancels the other samples and groups: then their tokens are lost, and it can no
-            # longer be told which of them were in the engine.
+            # Do both before this error cancels the other samples and groups. Afterwards their tokens are lost, and it
+            # is no longer known which of them had requests in the engine.
             self.groups.freeze_partials()
-            self.groups.count_lease_of_groups_in_engine()
+            self.groups.mark_groups_in_engine()
             raise
         finally:
             self.groups.free_slot(group)
 
-    def _session(self, group: GroupRollout, index: int) -> SampleSession:
-        ticket, config = group.ticket, self._context.config
-        seed = sample_seed(config.seed, "train", ticket.task.index, index, ticket.attempt)
+    def _open_session(self, group: GroupRollout, index: int) -> SampleSession:
+        ticket = group.ticket
+        config = self._context.config
+        seed = None
+        if self._seeds_samples:
+            seed = sample_seed(config.seed, "train", ticket.task.index, index, ticket.attempt)
         return SampleSession(
             self._context.engine,
             f"{ticket.seq}-{ticket.attempt}-{index}",
             ticket.task.prompt_ids(),
-            seed=seed if self._seeds_samples else None,
+            seed=seed,
             temperature=config.sampling.temperature,
             max_tokens=config.sampling.max_tokens,
             prior=group.samples[index],
@@ -284,62 +307,70 @@ class Dispatcher:
             vocabulary=self._context.vocabulary,
         )
 
-    async def _settle_group(self, group: GroupRollout) -> None:
-        """Insert the group, discard it, or give it back if the engine cut samples short. Raises RoleFailed."""
-        if group.error:
+    async def _finish_group(self, group: GroupRollout) -> None:
+        """Insert the group, discard it, or give it back if the engine interrupted samples. Raises RoleFailed."""
+        if group.error is not None:
             await self._discard_group(group, ReleaseReason.FAILED, group.error)
             return
-        if group.missing:
+        if group.remaining_indices:
             self.counters.groups["interrupted"] += 1
-            await self.groups.end(group, GiveBack())
+            await self.groups.end_group(group, GiveBack())
             return
 
         samples = group.finished_samples()
         invalid = find_invalid_sample(samples)
-        if invalid:
+        if invalid is not None:
             await self._discard_group(group, ReleaseReason.FAILED, f"{self._context.name} generated {invalid}")
             return
+
         samples = await self._judge_samples(group, samples)
-        reason = reason_to_discard(samples, dynamic_sampling=self._context.config.rollout.dynamic_sampling)
+        reason = discard_reason(samples, dynamic_sampling=self._context.config.rollout.dynamic_sampling)
         if reason is not None:
             await self._discard_group(group, reason, samples[0].unverifiable)
             return
 
-        finished = group.finished_group(self._context.name, samples)
-        if await self.groups.end(group, Insert(finished)):
-            self._failures_in_a_row = 0
-            self.counters.inserted(samples)
-            self._context.logger.group(finished, version=self._context.engine.version)
+        finished = group.build_group(self._context.name, samples)
+        if await self.groups.end_group(group, Insert(finished)):
+            self._consecutive_failures = 0
+            self.counters.count_inserted(samples)
+            self._context.logger.record_group(finished, version=self._context.engine.version)
 
     async def _judge_samples(self, group: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with their rewards. Failures of reward functions are counted by kind."""
+        """Return the samples with their rewards, and count failures of reward functions by kind."""
         task = group.ticket.task
-        items = [RewardInput.from_sample(sample, task) for sample in samples]
-        judged = zip(samples, await self._context.pool.judge(items), strict=True)
-        results = [apply_length_rule(sample, result, self._context.config) for sample, result in judged]
-        kinds = Counter(failure.kind for result in results for failure in result.failures.values())
-        for kind, count in kinds.items():
+        judged = await self._context.pool.judge([RewardInput.from_sample(sample, task) for sample in samples])
+        results = [
+            apply_length_rule(sample, result, self._context.config)
+            for sample, result in zip(samples, judged, strict=True)
+        ]
+
+        failures = Counter(failure.kind for result in results for failure in result.failures.values())
+        for kind, count in failures.items():
             self.counters.reward_failures[kind] += count
             await self._context.board.add_to_counter(f"{REWARD_FAILURES_PREFIX}{kind}", count)
-        return [with_rewards(sample, result) for sample, result in zip(samples, results, strict=True)]
+        return [attach_rewards(sample, result) for sample, result in zip(samples, results, strict=True)]
 
-    async def _discard_group(self, group: GroupRollout, reason: ReleaseReason, why: str) -> None:
-        """Discard the group. Raises RoleFailed after too many failures in a row."""
-        if not await self.groups.end(group, Discard(reason)):
+    async def _discard_group(self, group: GroupRollout, reason: ReleaseReason, detail: str) -> None:
+        """Discard the group. Raises RoleFailed or ConfigError after too many failures in a row."""
+        if not await self.groups.end_group(group, Discard(reason)):
             return
         self.counters.groups[reason.value] += 1
         if reason is ReleaseReason.FILTERED:
-            self._failures_in_a_row = 0
+            self._consecutive_failures = 0
             return
 
-        log.warning("group discarded", seq=group.ticket.seq, reason=reason.value, why=why)
-        self._failures_in_a_row += 1
-        limit = MAX_OVERDUE_IN_A_ROW if group.is_overdue else MAX_FAILURES_IN_A_ROW
-        if self._failures_in_a_row >= limit:
-            # A verifier or workflow with which no group has ever succeeded fails again after a restart.
-            is_final = not group.is_overdue and not self.counters.groups["inserted"]
-            error = ConfigError if is_final else RoleFailed
-            raise error(
-                f"{self._failures_in_a_row} groups in a row ended as {reason.value}, the last because: {why}. "
-                "Training cannot continue like this. Fix the workflow or the verifier"
-            )
+        log.warning("group discarded", seq=group.ticket.seq, reason=reason.value, why=detail)
+        self._consecutive_failures += 1
+        limit = MAX_CONSECUTIVE_OVERDUE if group.missed_deadline else MAX_CONSECUTIVE_FAILURES
+        if self._consecutive_failures < limit:
+            return
+
+        message = (
+            f"{self._consecutive_failures} groups in a row ended as {reason.value}, the last because: {detail}. "
+            "Training cannot continue. Fix the workflow or the verifier"
+        )
+        # ConfigError, so that the supervisor does not restart us: a workflow or verifier with which no group has ever
+        # succeeded would fail again.
+        if not group.missed_deadline and not self.counters.groups["inserted"]:
+            raise ConfigError(message)
+        raise RoleFailed(message)

@@ -1,4 +1,13 @@
-"""One group in the making: its ticket, the samples so far, and what is stored of them."""
+"""State of one group while this server generates it: its ticket, its samples, and the partial saved in the buffer.
+
+A sample moves through these states; only finished ones count towards `group_size`:
+
+    None --session opens--> in sessions[i] --workflow returns--> finished (finish_reason set)
+                               |      ^
+              engine interrupts|      |session opens, prior=samples[i]
+                               v      |
+                            unfinished (finish_reason "")
+"""
 
 from __future__ import annotations
 
@@ -12,72 +21,74 @@ from rollout_server.workflows.session import SampleSession
 
 @dataclass(eq=False)
 class GroupRollout:
-    """Bookkeeping for one ticket. `samples[i]` is None (nothing yet), unfinished (finish reason "") or finished.
+    """One ticket and its samples: `group_size`, or more with over-sampling.
 
-    It holds `group_size` samples, or more if it over-samples, and is complete once `group_size` have finished.
+    The group is complete once `group_size` samples have finished.
     """
 
     ticket: Ticket
     group_size: int
     samples: list[Sample | None]
     sessions: dict[int, SampleSession] = field(default_factory=dict)
-    """Sessions of the samples that are being made now, by sample index."""
+    """Open sessions, by sample index."""
     finish_order: list[int] = field(default_factory=list)
+    """Indices of finished samples, in the order in which they finished."""
     started_s: float = field(default_factory=time.time)
     task: asyncio.Task[None] | None = None
+    """The dispatcher's task for this group; None before it starts."""
     is_ending: bool = False
-    """True while `GroupsInProgress.end` waits for the buffer, whose answer decides whether the lease still holds."""
+    """True while `GroupsInProgress.end_group` waits for the buffer's answer, on which the fate of the lease depends."""
     saving: asyncio.Task[None] | None = None
-    """The newest save of the partial."""
+    """The latest save of the partial, running or done."""
     saved_tokens: int = 0
-    """Tokens of the partial that the buffer holds."""
+    """Number of tokens in the partial that the buffer has."""
     committed: int = 0
-    """Samples that count as committed in the dispatcher's slots; only `GroupsInProgress` changes it."""
+    """Samples of this group that are committed in `SampleSlots`; only `GroupsInProgress` changes it."""
     frozen_partial: Partial | None = None
-    """The partial as it was just before generation was cancelled."""
+    """Snapshot of the partial from just before generation was cancelled."""
     counts_as_expired: bool = False
-    """True if the engine died with a request of this group."""
-    error: str = ""
-    """Why a workflow failed, "" if none did."""
-    is_overdue: bool = False
+    """True if the lease counts as expired when the group is given back: the engine died with one of its requests."""
+    error: str | None = None
+    """Error of a failed workflow."""
+    missed_deadline: bool = False
     """True if the workflow failed because it did not return by its deadline."""
 
     @classmethod
-    def resume(cls, ticket: Ticket, group_size: int, *, oversample: int = 0) -> GroupRollout:
-        """A group for the ticket that continues the partial of an earlier attempt, if there is one."""
-        samples = list(ticket.partial.samples) if ticket.partial is not None else []
+    def from_ticket(cls, ticket: Ticket, group_size: int, *, oversample: int = 0) -> GroupRollout:
+        """A group that continues the partial of an earlier attempt, if the ticket has one."""
+        samples: list[Sample | None] = []
+        if ticket.partial is not None:
+            samples = list(ticket.partial.samples)
         size = group_size + oversample
-        group = cls(ticket, group_size, (samples + [None] * size)[:size])
-        group.finish_order = [index for index, sample in enumerate(group.samples) if _is_finished(sample)]
-        group.saved_tokens = group.tokens
+        samples = (samples + [None] * size)[:size]
+
+        group = cls(ticket, group_size, samples)
+        group.finish_order = [index for index, sample in enumerate(samples) if _is_finished(sample)]
+        group.saved_tokens = _count_tokens(samples)
         return group
 
     @property
-    def missing(self) -> list[int]:
-        """Indices of samples that have not finished; empty once `group_size` have."""
+    def remaining_indices(self) -> list[int]:
+        """Indices of samples that have not finished; empty once the group is complete."""
         if len(self.finish_order) >= self.group_size:
             return []
         return [index for index, sample in enumerate(self.samples) if not _is_finished(sample)]
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens of the samples so far, without those of open sessions."""
-        return sum(sample.length for sample in self.samples if sample is not None)
-
-    @property
-    def version_needed(self) -> int:
-        """Version to wait for: no token may be older than the ticket, or than the tokens before it."""
+    def required_version(self) -> int:
+        """Minimum engine version: no token may be older than the ticket, or than the tokens before it."""
         versions = [span.version for sample in self.samples if sample for span in sample.spans]
         return max([self.ticket.version, *versions])
 
     @property
     def samples_in_engine(self) -> list[int]:
-        """Indices of the samples of which the engine has a request."""
-        missing = self.missing  # none once the group is complete: the requests that over-sampling left are aborted
-        return sorted(index for index, session in self.sessions.items() if index in missing and session.is_generating)
+        """Indices of samples with a request in the engine."""
+        # Requests of surplus samples are aborted once the group is complete; `remaining_indices` is empty then.
+        remaining = self.remaining_indices
+        return sorted(index for index, session in self.sessions.items() if index in remaining and session.is_generating)
 
-    def keep_sample(self, index: int, sample: Sample) -> None:
-        """Store sample `index` as its workflow returned it."""
+    def store_sample(self, index: int, sample: Sample) -> None:
+        """Store the sample that its workflow returned."""
         if _is_finished(sample):
             self.finish_order.append(index)
         self.samples[index] = sample if sample.length or _is_finished(sample) else None
@@ -88,21 +99,22 @@ class GroupRollout:
         return [sample for index in chosen if (sample := self.samples[index]) is not None]
 
     def partial(self) -> Partial:
-        """All tokens so far (or when it was frozen), for the server that continues the group."""
+        """All tokens so far, for the server that continues the group; the snapshot if there is one."""
         if self.frozen_partial is not None:
             return self.frozen_partial
-        return Partial(seq=self.ticket.seq, attempt=self.ticket.attempt, samples=self._so_far())
+        samples = list(self.samples)
+        for index, session in self.sessions.items():
+            snapshot = session.snapshot()
+            if snapshot is not None:
+                samples[index] = snapshot
+        return Partial(seq=self.ticket.seq, attempt=self.ticket.attempt, samples=samples)
 
     def freeze_partial(self) -> None:
-        """Keep `partial` as it is now; the first call counts."""
+        """Take the snapshot that `partial` returns from now on. Later calls change nothing."""
         self.frozen_partial = self.partial()
 
-    def _so_far(self) -> list[Sample | None]:
-        now = {index: session.snapshot() for index, session in self.sessions.items()}
-        return [now.get(index) or sample for index, sample in enumerate(self.samples)]
-
-    def finished_group(self, server: str, samples: list[Sample]) -> Group:
-        """The group of these samples, as the buffer takes it."""
+    def build_group(self, server: str, samples: list[Sample]) -> Group:
+        """Return the group with these samples, ready to insert."""
         ticket = self.ticket
         return Group(
             seq=ticket.seq,
@@ -118,7 +130,11 @@ class GroupRollout:
 
 def token_count(partial: Partial) -> int:
     """Number of tokens of all samples of the partial."""
-    return sum(sample.length for sample in partial.samples if sample is not None)
+    return _count_tokens(partial.samples)
+
+
+def _count_tokens(samples: list[Sample | None]) -> int:
+    return sum(sample.length for sample in samples if sample is not None)
 
 
 def _is_finished(sample: Sample | None) -> bool:

@@ -1,14 +1,13 @@
-"""The groups that this server is generating, from their lease to their end.
+"""Groups that this server is generating, from their lease to their end.
 
     admit --> GroupsInProgress --renew_leases, every lease_s / 3 -----------> buffer
                      |---------- save_partials, every progress_interval_s --> buffer
-                     |---------- end, in one of four ways ------------------> buffer
+                     |---------- end_group, in one of four ways ------------> buffer
 
 Both loops wait for their timers only. A group whose lease is lost is dropped: another server generates it now, and the
-buffer would refuse our insert.
+buffer would reject our insert.
 
-This is also the only place that counts a group's samples in `SampleSlots`: from `add_group` (or `commit_slots`) until
-the sample or its group has ended.
+Only this module counts a group's samples in `SampleSlots`: from `commit_slots` until the sample or its group has ended.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Another server, or this one later, is to finish the group."""
+    """Another server, or this one later, will finish the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The buffer has ended the lease already: it was lost, or the run is over."""
+    """The buffer has already ended the lease: it was lost, or the run is over."""
 
 
 Ending = Insert | Discard | GiveBack | Drop
@@ -86,43 +85,42 @@ class GroupsInProgress:
         """
         earlier = self._groups.get(group.ticket.seq)
         if earlier is not None and not earlier.is_ending:
-            self._note_lost_lease(earlier)
-            self._remove(earlier)
+            self._record_lost_lease(earlier)
+            self._remove_group(earlier)
         self._groups[group.ticket.seq] = group
 
     def commit_slots(self, group: GroupRollout) -> None:
-        """Count the group's missing samples as committed, until `free_slot` or the end of the group."""
-        group.committed = len(group.missing)
-        self._slots.commit(group.committed)
+        """Commit the group's remaining samples, until `free_slot` or the end of the group."""
+        group.committed = len(group.remaining_indices)
+        self._slots.commit_samples(group.committed)
 
     def free_slot(self, group: GroupRollout) -> None:
-        """One sample of the group has ended. Does nothing once the group itself has, which freed all its slots."""
+        """Free the slot of one ended sample. Does nothing after the end of the group, which freed all its slots."""
         self._free_slots(group, min(1, group.committed))
 
-    async def end(self, group: GroupRollout, how: Ending) -> bool:
-        """Part with a group. This is the only way; every group that was added comes here, once.
+    async def end_group(self, group: GroupRollout, ending: Ending) -> bool:
+        """End a group. Every group that was added ends here, once; there is no other way.
 
-            how              its task            partial   call to the buffer            False if
+            ending           group.task          partial   call to the buffer            False if
             ---------------  ------------------  --------  ----------------------------  ------------------------
             Insert(group)    is the caller       -         insert_group                  the lease was lost
             Discard(reason)  is the caller       -         discard_group                 the lease was lost
             GiveBack()       cancelled, if any   saved     save_partial (new tokens),    never
-                                                           give_back (counted as
-                                                           expired if the group is)
+                                                           give_back
             Drop()           cancelled, if any   -         none                          never
 
-        In every case the group leaves this object, its leases are no longer renewed, and its slots are free. If the
-        call to the buffer is cancelled or fails otherwise, the group stays, for a later GiveBack. Does nothing, and
-        returns False, if the group is not here any more.
+        In every case the group is removed, its lease is no longer renewed, and its slots are free. If the call to the
+        buffer is cancelled or raises an unexpected error, the group stays in progress for a later GiveBack. Returns
+        False without effect if the group is no longer in progress.
         """
         if group not in self:
             return False
 
-        # Neither the heartbeat nor the saving loop may touch it now. Once the buffer has accepted the call the lease is
-        # gone, so a heartbeat would report it as lost, and we would cancel a group that has just succeeded.
+        # Neither the heartbeat nor the saving loop may touch the group now. Once the buffer has accepted the call the
+        # lease is gone, so a heartbeat would report it as lost, and we would cancel a group that has just succeeded.
         group.is_ending = True
         try:
-            match how:
+            match ending:
                 case Insert(finished):
                     await self._buffer.insert_group(group.ticket, finished)
                 case Discard(reason):
@@ -130,15 +128,15 @@ class GroupsInProgress:
                 case GiveBack():
                     await self._give_back(group)
         except LeaseLost:
-            self._note_lost_lease(group)
-            self._remove(group)
+            self._record_lost_lease(group)
+            self._remove_group(group)
             return False
         except RunEnded:
-            self._remove(group)
+            self._remove_group(group)
             return False
         finally:
             group.is_ending = False
-        self._remove(group)
+        self._remove_group(group)
         return True
 
     async def run_renewing(self) -> None:
@@ -148,7 +146,7 @@ class GroupsInProgress:
             await self.renew_leases()
 
     async def renew_leases(self) -> None:
-        """Renew all leases once, and drop the groups whose lease the buffer no longer knows."""
+        """Renew all leases once, and drop the groups whose lease is lost."""
         groups = {group.ticket.seq: group for group in self if not group.is_ending}
         lost = await self._buffer.renew_leases([group.ticket for group in groups.values()])
 
@@ -156,8 +154,8 @@ class GroupsInProgress:
             # The group may have ended, or been replaced by a newer attempt, while we waited for the answer.
             group = groups[seq]
             if group in self and not group.is_ending:
-                self._note_lost_lease(group)
-                await self.end(group, Drop())
+                self._record_lost_lease(group)
+                await self.end_group(group, Drop())
 
     async def run_saving(self) -> None:
         """Save partials every `save_every_s` seconds, until cancelled."""
@@ -166,34 +164,37 @@ class GroupsInProgress:
             await self.save_partials()
 
     async def save_partials(self) -> None:
-        """Save what was generated since the last time, so that a crash costs no more than that."""
+        """Save the tokens generated since the last save, which bounds the loss after a crash."""
         for group in self:
+            # The group may have ended while we saved an earlier one.
             if group in self and not group.is_ending:
                 await self._save_partial(group)
 
     def freeze_partials(self) -> None:
-        """Take a snapshot of every partial, for `GiveBack`. Cancelling generation would lose the tokens."""
+        """Take a snapshot of every partial for `GiveBack`, before generation is cancelled and its tokens are lost."""
         for group in self:
             group.freeze_partial()
 
-    def count_lease_of_groups_in_engine(self) -> None:
-        """The engine has died: mark the groups of which it had a request, because each of them may have killed it.
+    def mark_groups_in_engine(self) -> None:
+        """Mark the groups with a request in the engine, which has died: each of them may have killed it.
 
         Their leases count as expired when they are given back, so that a group that kills every engine ends as `failed`
         after max_attempts.
         """
         for group in self:
-            if not group.counts_as_expired and (samples := group.samples_in_engine):
-                group.counts_as_expired = True
-                log.warning(
-                    "the engine died while it generated this group",
-                    seq=group.ticket.seq,
-                    task=group.ticket.task.index,
-                    attempt=group.ticket.attempt,
-                    samples=", ".join(map(str, samples)),
-                    expired_leases=group.ticket.expired_leases + 1,
-                    failed_at=self._max_attempts,
-                )
+            samples = group.samples_in_engine
+            if group.counts_as_expired or not samples:
+                continue
+            group.counts_as_expired = True
+            log.warning(
+                "the engine died while it generated this group",
+                seq=group.ticket.seq,
+                task=group.ticket.task.index,
+                attempt=group.ticket.attempt,
+                samples=", ".join(str(index) for index in samples),
+                expired_leases=group.ticket.expired_leases + 1,
+                failed_at=self._max_attempts,
+            )
 
     async def _save_partial(self, group: GroupRollout) -> None:
         partial = group.partial()
@@ -204,18 +205,20 @@ class GroupsInProgress:
             await self._buffer.save_partial(group.ticket, partial)
             group.saved_tokens = token_count(partial)
 
-        # A save that was cancelled may still be on its way to the server, where it could replace the newer partial
-        # that GiveBack saves over another connection. So it is never cancelled with this loop; GiveBack waits for it.
+        # A cancelled save may still be on its way to the buffer's server, where it could replace the newer partial that
+        # GiveBack saves over another connection. So cancelling this loop does not cancel the save, and GiveBack waits
+        # for it.
         group.saving = asyncio.create_task(save())
         group.saving.add_done_callback(_retrieve_error)
         try:
             await asyncio.shield(group.saving)
         except LeaseLost:
             if group in self and not group.is_ending:
-                self._note_lost_lease(group)
-                await self.end(group, Drop())
+                self._record_lost_lease(group)
+                await self.end_group(group, Drop())
 
     async def _give_back(self, group: GroupRollout) -> None:
+        """Save the partial and end the lease, so that another server can continue immediately."""
         if group.saving is not None:
             await asyncio.gather(group.saving, return_exceptions=True)
         try:
@@ -224,26 +227,27 @@ class GroupsInProgress:
                 await self._buffer.save_partial(group.ticket, partial)
             await self._buffer.give_back(group.ticket, count_as_expired=group.counts_as_expired)
         except BufferFault:
-            pass  # the lease or the run has ended, or the buffer is gone: the lease runs out by itself
+            pass  # the lease or the run has ended, or the buffer is unreachable and the lease will expire
 
-    def _note_lost_lease(self, group: GroupRollout) -> None:
+    def _record_lost_lease(self, group: GroupRollout) -> None:
         self.lost_leases += 1
         log.warning("lease lost, group dropped", seq=group.ticket.seq, attempt=group.ticket.attempt)
 
-    def _remove(self, group: GroupRollout) -> None:
-        """Forget a group that has ended. Does not touch a newer attempt that has replaced it."""
+    def _remove_group(self, group: GroupRollout) -> None:
+        """Remove a group that has ended, free its slots and cancel its task. Leaves a newer attempt in place."""
         if group in self:
             del self._groups[group.ticket.seq]
         self._free_slots(group, group.committed)
+        # The task itself calls this for Insert and Discard, and it must not cancel itself.
         if group.task is not None and group.task is not asyncio.current_task():
             group.task.cancel()
 
     def _free_slots(self, group: GroupRollout, count: int) -> None:
         group.committed -= count
-        self._slots.finish(count)
+        self._slots.finish_samples(count)
 
 
 def _retrieve_error(saving: asyncio.Task[None]) -> None:
-    """Retrieve the error of a save that nobody waits for any more, so that asyncio does not log it."""
+    """Retrieve the error of a save that nobody awaits any more: asyncio logs errors that are never retrieved."""
     if not saving.cancelled():
         saving.exception()

@@ -1,4 +1,4 @@
-"""What becomes of a group whose samples are complete: pure decisions, and counters of what became of each group."""
+"""Pure decisions on a group whose samples are complete, and counters of the groups' outcomes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from async_grpo.config import RunConfig
 from async_grpo.rewards.base import RewardResult, apply_overlong_rule
 from async_grpo.wire import ReleaseReason, Sample
 
-MIN_JUDGED = 2
-"""Rewards that a group needs at least, because an advantage compares the samples of a group."""
+MIN_REWARDS = 2
+"""Minimum rewards per group, because an advantage compares the samples of a group."""
 
 
-def find_invalid_sample(samples: Sequence[Sample]) -> str:
-    """The index of the first sample that `Sample.validate` refuses, with the reason; "" if it accepts all."""
+def find_invalid_sample(samples: Sequence[Sample]) -> str | None:
+    """Return index and reason of the first sample that `Sample.validate` rejects; None if all are valid."""
     for index, sample in enumerate(samples):
         try:
             sample.validate()
         except ValueError as error:
             return f"sample {index}: {error}"
-    return ""
+    return None
 
 
 def apply_length_rule(sample: Sample, result: RewardResult, config: RunConfig) -> RewardResult:
-    """The reward after the rule of the configuration for overlong samples."""
+    """Apply the configuration's rule for overlong samples to the reward."""
     return apply_overlong_rule(
         result,
         config.rewards,
@@ -37,20 +37,20 @@ def apply_length_rule(sample: Sample, result: RewardResult, config: RunConfig) -
     )
 
 
-def with_rewards(sample: Sample, result: RewardResult) -> Sample:
-    """The sample with its rewards, or with the kind of failure and the reason why it has none."""
-    why = f"{result.failure}: {result.reason}" if result.failure else ""
-    return msgspec.structs.replace(sample, rewards=result.scores, reward=result.reward, unverifiable=why)
+def attach_rewards(sample: Sample, result: RewardResult) -> Sample:
+    """Return the sample with its rewards, or with the kind of failure and its reason."""
+    unverifiable = f"{result.failure}: {result.reason}" if result.failure else ""
+    return msgspec.structs.replace(sample, rewards=result.scores, reward=result.reward, unverifiable=unverifiable)
 
 
-def reason_to_discard(samples: Sequence[Sample], *, dynamic_sampling: bool) -> ReleaseReason | None:
-    """Why the group cannot be trained, or None if it can.
+def discard_reason(samples: Sequence[Sample], *, dynamic_sampling: bool) -> ReleaseReason | None:
+    """Reason why the group cannot be trained, or None if it can.
 
-    `unverifiable`: fewer than 2 samples were judged. `filtered`: with dynamic sampling, all rewards
-    are equal, so every advantage would be 0.
+    `unverifiable`: fewer than MIN_REWARDS samples were judged. `filtered`: with dynamic sampling, all rewards are
+    equal, so every advantage would be 0.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
-    if len(rewards) < MIN_JUDGED:
+    if len(rewards) < MIN_REWARDS:
         return ReleaseReason.UNVERIFIABLE
     if dynamic_sampling and len(set(rewards)) == 1:
         return ReleaseReason.FILTERED
@@ -59,9 +59,9 @@ def reason_to_discard(samples: Sequence[Sample], *, dynamic_sampling: bool) -> R
 
 @dataclass(frozen=True, slots=True)
 class GroupCounters:
-    """What became of the groups of this server since its engine started.
+    """Outcomes of this server's groups since its engine started.
 
-    `groups`: by outcome (inserted, interrupted, and the release reasons of discarded ones). `samples`: those of
+    `groups`: by outcome (inserted, interrupted, and the release reasons of discarded ones). `samples`: samples of
     inserted groups, by finish reason. `reward_failures`: completions that were not judged, by kind.
     """
 
@@ -69,7 +69,7 @@ class GroupCounters:
     samples: Counter[str] = field(default_factory=Counter)
     reward_failures: Counter[str] = field(default_factory=Counter)
 
-    def inserted(self, samples: Iterable[Sample]) -> None:
+    def count_inserted(self, samples: Iterable[Sample]) -> None:
         """Count a group that was inserted into the buffer, and its samples."""
         self.groups["inserted"] += 1
         self.samples.update(sample.finish_reason for sample in samples)

@@ -1,1 +1,1 @@
-"""Held-out prompts: completed and graded, for the milestones of a run and for `async-grpo eval`."""
+"""Completion and grading of held-out prompts, for the milestones of a run and for `async-grpo eval`."""

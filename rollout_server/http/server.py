@@ -50,7 +50,7 @@ class ApiServer:
         self._listening = asyncio.create_task(self._server.serve(listener), name="http")
         log.info("http", address=self.address)
 
-    async def run(self) -> None:
+    async def run_serving(self) -> None:
         """Wait until cancelled; raises the error that ended the server."""
         assert self._listening is not None
         await asyncio.shield(self._listening)
@@ -62,7 +62,7 @@ class ApiServer:
         jobs = CompletionJobs(context.engine, self._config.max_concurrency)
         self._http.server = ReadyServer(context, watcher, dispatcher, evaluator, jobs)
 
-    async def finish(self, timeout_s: float) -> None:
+    async def finish_completions(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds for completions under way, then end them; for a server that drains."""
         if self._http.server is not None:
             await self._http.server.jobs.finish(timeout_s)

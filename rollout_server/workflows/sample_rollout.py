@@ -1,9 +1,9 @@
-"""Makes one sample within its deadline.
+"""Runs the workflow of one sample within its deadline.
 
-    Dispatcher, EvalRunner --make--> SampleMaker --asyncio task--> workflow --> SampleSession --> engine
+    Dispatcher, EvalRunner --generate_sample--> WorkflowRunner --asyncio task--> workflow --> SampleSession --> engine
 
-`make` waits for the workflow; its return unblocks it, or the deadline. A workflow that does not end when it is
-cancelled is left behind. A workflow that blocks the event loop is found by `utils.aio.watched_loop`.
+`generate_sample` waits until the workflow returns or the deadline passes. A workflow that does not end after it was
+cancelled is abandoned. `utils.aio.watched_loop` detects a workflow that blocks the event loop.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rollout_server.workflows.base import Workflow
 from rollout_server.workflows.session import SampleSession
 
 SLACK = 10
-"""A sample may take SLACK times as long as a sample of full length takes on average."""
-LEAST_S = 120.0
-"""Least derived deadline in seconds: pauses for new weights, and tools, take as long for short samples."""
-LEAST_LOOK_S = 0.05
-"""Least number of seconds between two looks at a clock that may stand still."""
-END_S = 1.0
+"""Factor of a derived deadline over the average time for a sample of full length."""
+MIN_DERIVED_S = 120.0
+"""Minimum of a derived deadline: pauses for new weights, and tools, do not get shorter with short samples."""
+MIN_POLL_S = 0.05
+"""Minimum poll interval; the clock stops while the engine sleeps, so waiting for the remaining time is not enough."""
+CANCEL_TIMEOUT_S = 1.0
 """Seconds that a cancelled workflow gets to end."""
 
 log = structlog.get_logger()
@@ -36,37 +36,42 @@ log = structlog.get_logger()
 
 @dataclass
 class SampleDeadline:
-    """How long a sample may take: `most_s` seconds (None: no limit), or less once the speed of the server is known."""
+    """Time limit per sample: `max_s` seconds (None: no limit), or less once the server's speed is measured.
 
-    most_s: float | None
-    longest: int = 0
-    """Most tokens of a sample, for a derived deadline; 0 if the deadline is always most_s."""
-    seconds: float = 0.0
-    tokens: int = 0
+    `max_tokens` is the length of a full sample, for a derived deadline; None if the deadline is always `max_s`.
+    """
+
+    max_s: float | None
+    max_tokens: int | None = None
+    measured_s: float = 0.0
+    measured_tokens: int = 0
 
     @classmethod
     def for_training(cls, config: RunConfig) -> SampleDeadline:
-        """The deadline of training: rollout.sample_deadline_s if it is set, else derived."""
-        is_given = config.rollout.sample_deadline_s is not None
-        return cls(config.longest_sample_s, 0 if is_given else config.sampling.max_tokens)
+        """Training's deadline: rollout.sample_deadline_s if it is set, otherwise derived."""
+        if config.rollout.sample_deadline_s is not None:
+            return cls(config.longest_sample_s)
+        return cls(config.longest_sample_s, config.sampling.max_tokens)
 
-    def record(self, seconds: float, tokens: int) -> None:
-        """Count a sample that was made on this server: its seconds and tokens."""
-        self.seconds += seconds
-        self.tokens += tokens
+    def record_sample(self, seconds: float, tokens: int) -> None:
+        """Count a sample of this server towards the measured speed."""
+        self.measured_s += seconds
+        self.measured_tokens += tokens
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds for the next sample, or None. A derived deadline is SLACK times as long as a sample of full length
-        takes at the average speed so far, within [LEAST_S, most_s]."""
-        if self.most_s is None or not self.longest or not self.tokens:
-            return self.most_s
-        return min(self.most_s, max(LEAST_S, SLACK * self.longest * self.seconds / self.tokens))
+        """Seconds for the next sample, or None.
+
+        A derived deadline is SLACK * max_tokens * measured_s / measured_tokens, within [MIN_DERIVED_S, max_s].
+        """
+        if self.max_s is None or not self.max_tokens or not self.measured_tokens:
+            return self.max_s
+        derived_s = SLACK * self.max_tokens * self.measured_s / self.measured_tokens
+        return min(self.max_s, max(MIN_DERIVED_S, derived_s))
 
 
-class SampleMaker:
-    """Runs a workflow within its deadline. `name` is the workflow's in the configuration, for error texts; `clock_s` is
-    what deadlines are measured by."""
+class WorkflowRunner:
+    """Runs a workflow within its deadline. `name` is the configured name, for error texts."""
 
     def __init__(
         self, workflow: Workflow, name: str, deadline: SampleDeadline, clock_s: Callable[[], float] = time.monotonic
@@ -76,68 +81,78 @@ class SampleMaker:
         self._deadline = deadline
         self._clock_s = clock_s
 
-    async def make(self, task: Task, session: SampleSession) -> Sample:
-        """Run the workflow once and return its sample, which is unfinished only if the engine cut it short.
+    async def generate_sample(self, task: Task, session: SampleSession) -> Sample:
+        """Run the workflow once and return its sample, which is unfinished only if the engine interrupted it.
 
-        Raises SampleOverdue, WorkflowFailed, and what the workflow raises.
+        Raises SampleOverdue, WorkflowFailed, and the workflow's own errors.
         """
         name = f"sample {session.index} of task {task.index}, workflow {self._name}"
         deadline_s = self._deadline.deadline_s
         started_s = self._clock_s()
-        making = asyncio.create_task(self._workflow.run(task, session), name=name)
+        # A task, so that its stack can be read at the deadline, and so that we can abandon it if it ignores its
+        # cancellation.
+        running = asyncio.create_task(self._workflow.run(task, session), name=name)
         try:
-            left_s = deadline_s
-            while not making.done() and (left_s is None or left_s > 0):
-                await asyncio.wait([making], timeout=None if left_s is None else max(left_s, LEAST_LOOK_S))
-                left_s = None if deadline_s is None else deadline_s - (self._clock_s() - started_s)
-            if deadline_s is not None and not making.done():
-                raise SampleOverdue(name, deadline_s, " < ".join(where_it_waits(making)))
-            sample = _result_of(making, name)
+            if deadline_s is None:
+                await asyncio.wait([running])
+            else:
+                await self._wait_until_deadline(running, started_s, deadline_s)
+                if not running.done():
+                    raise SampleOverdue(name, deadline_s, " < ".join(suspended_stack(running)))
+            sample = _take_result(running, name)
         finally:
-            await _end(making)
+            await _end_workflow(running)
+
         if sample.finish_reason == "" and not session.is_cut_short:
-            # The dispatcher would take it for an interrupted sample and have the group generated again, without end.
+            # The dispatcher would take it for an interrupted sample and have the group generated again, forever.
             raise WorkflowFailed(
                 f"{name} returned an unfinished sample, although the engine has not interrupted it. Call "
                 "`await session.turn()` before `session.sample(text)`"
             )
-        self._deadline.record(self._clock_s() - started_s, sample.length)
+        self._deadline.record_sample(self._clock_s() - started_s, sample.length)
         return sample
 
+    async def _wait_until_deadline(self, running: asyncio.Task[Sample], started_s: float, deadline_s: float) -> None:
+        remaining_s = deadline_s
+        while not running.done() and remaining_s > 0:
+            await asyncio.wait([running], timeout=max(remaining_s, MIN_POLL_S))
+            remaining_s = deadline_s - (self._clock_s() - started_s)
 
-def _result_of(making: asyncio.Task[Sample], name: str) -> Sample:
-    """The sample of a workflow that has returned. Raises what it raised, and WorkflowFailed."""
-    if making.cancelled():
-        # Nobody here has cancelled it. Passed on, the CancelledError would look like a cancellation of the whole group,
-        # whose task would end without a word while its lease is renewed for ever.
+
+def _take_result(running: asyncio.Task[Sample], name: str) -> Sample:
+    """Return the sample of a workflow that has ended, or raise its error. Raises WorkflowFailed if it has neither."""
+    if running.cancelled():
+        # We have not cancelled it. If we passed the CancelledError on, it would look like a cancellation of the whole
+        # group, whose task would end silently while its lease is renewed forever.
         raise WorkflowFailed(
-            f"{name} ended with CancelledError, although nothing has cancelled it: something that it awaits was "
-            "cancelled, such as a task that it shares with other samples. Catch that in the workflow"
+            f"{name} ended with CancelledError, although the server has not cancelled it. Something that it awaits was "
+            "cancelled, such as a task shared with other samples. Catch CancelledError in the workflow"
         )
-    sample = making.result()
+    sample = running.result()
     if not isinstance(sample, Sample):
         raise WorkflowFailed(f"{name} returned {type(sample).__name__}, not a Sample. Return `session.sample(text)`")
     return sample
 
 
-async def _end(making: asyncio.Task[Sample]) -> None:
-    """Cancel the task if it has not ended, and wait END_S for its end."""
-    if not making.done():
-        making.cancel()
-        await asyncio.wait([making], timeout=END_S)
-    if not making.done():
-        log.error("a workflow does not end when it is cancelled, and is left behind", what=making.get_name())
-    elif not making.cancelled():
-        making.exception()  # the sample may have come too late: retrieve its error, so that asyncio does not log it
+async def _end_workflow(running: asyncio.Task[Sample]) -> None:
+    """Cancel the task if it has not ended, and wait at most CANCEL_TIMEOUT_S for its end."""
+    if not running.done():
+        running.cancel()
+        await asyncio.wait([running], timeout=CANCEL_TIMEOUT_S)
+    if not running.done():
+        log.error("a workflow did not end after it was cancelled, and is abandoned", what=running.get_name())
+    elif not running.cancelled():
+        running.exception()  # it may have failed after the deadline: asyncio logs errors that are never retrieved
 
 
-def where_it_waits(task: asyncio.Task[Any]) -> list[str]:
-    """The stack of a task that is suspended, innermost first (`Task.get_stack` has its outermost frame only)."""
-    return [*_frames(task.get_coro())][::-1]
+def suspended_stack(task: asyncio.Task[Any]) -> list[str]:
+    """Stack of a suspended task, innermost frame first. (`Task.get_stack` returns only its outermost frame.)"""
+    frames = list(_coroutine_frames(task.get_coro()))
+    return frames[::-1]
 
 
-def _frames(awaited: Any) -> Iterator[str]:
-    """Frames of a coroutine or generator-based awaitable, and of what it waits for, outermost first."""
+def _coroutine_frames(awaited: Any) -> Iterator[str]:
+    """Frames of a coroutine or generator-based awaitable, and of those that it awaits, outermost first."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
         if frame is not None:

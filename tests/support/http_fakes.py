@@ -107,7 +107,7 @@ async def house_of(
     config = config or http_config()
     context = lettered(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
     watcher = watcher_of(context, FakeReceiver(WeightVersion(2, version)))
-    await watcher.first(1.0)
+    await watcher.wait_for_initial_weights(1.0)
     dispatcher = Dispatcher(context, watcher, TaskFeeder(context.buffer, context.source, target=16))
     http = HttpContext(config, context.name, keys or ApiKeys(), prompts_of(tokenizer))
     jobs = CompletionJobs(engine, config.rollout.http.max_concurrency)
@@ -129,7 +129,7 @@ async def ready_server(
     context = lettered(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
     receiver = FakeReceiver(weights)
     watcher = watcher_of(context, receiver)
-    await watcher.first(1.0)
+    await watcher.wait_for_initial_weights(1.0)
     api = ApiServer(config, "rollout-0", prompts_of())
     await api.open()
     try:
@@ -162,8 +162,8 @@ async def serving(engine: Any, tokenizer: Any, *, vocabulary: int, longest: int 
 @asynccontextmanager
 async def dispatching(house: House) -> AsyncIterator[asyncio.Task[None]]:
     """The dispatcher at work; stopped at the end of the block, if it has not ended."""
-    feeder = asyncio.create_task(TaskFeeder(house.context.buffer, house.context.source, target=16).run())
-    running = asyncio.create_task(house.dispatcher.run())
+    feeder = asyncio.create_task(TaskFeeder(house.context.buffer, house.context.source, target=16).run_feeding())
+    running = asyncio.create_task(house.dispatcher.run_until_end())
     try:
         yield running
     finally:

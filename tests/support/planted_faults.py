@@ -102,7 +102,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ("async_grpo/evaluation/estimators.py", "tests/unit/async_grpo/evaluation/test_evaluation.py"),
     "pass_at_k_of_the_right_ones: math.comb(made - right, k) --> math.comb(right, k)",
     ("async_grpo/evaluation/estimators.py", "tests/unit/async_grpo/evaluation/test_evaluation.py"),
-    "interval_one_sided: low, high = (1.0 - LEVEL) / 2, (1.0 + LEVEL) / 2 --> low, high = 1.0 - LEVEL, LEVEL",
+    "interval_one_sided: edges = ((1.0 - LEVEL) / 2, (1.0 + LEVEL) / 2) --> edges = (1.0 - LEVEL, LEVEL)",
     ("async_grpo/utils/text.py", "tests/unit/async_grpo/app/report/test_run_report.py"),
     'fence_can_be_closed: fence = "`" * max(3, longest + 1) --> fence = "`" * 3',
     ("async_grpo/telemetry/jsonl.py", "tests/unit/async_grpo/telemetry/test_telemetry_files.py"),

@@ -281,11 +281,11 @@ async def dispatching(
     """A dispatcher at work with its feeder and weights, and its task; stopped as by SIGTERM at the end of the block."""
     receiver = receiver or FakeReceiver(WeightVersion(1, 0))
     watcher = watcher_of(context, receiver, interruption=context.config.rollout.interruption)
-    await watcher.first(1.0)
+    await watcher.wait_for_initial_weights(1.0)
     feeder = TaskFeeder(context.buffer, context.source, target=64)
     dispatcher = Dispatcher(context, watcher, feeder)
-    loops = [asyncio.create_task(loop) for loop in (watcher.run(), feeder.run())]
-    running = asyncio.create_task(dispatcher.run())
+    loops = [asyncio.create_task(loop) for loop in (watcher.run_updating(), feeder.run_feeding())]
+    running = asyncio.create_task(dispatcher.run_until_end())
     try:
         yield dispatcher, running
     finally:

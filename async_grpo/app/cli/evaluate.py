@@ -117,17 +117,19 @@ def _write(report: EvalReport, save: Path | None, json_file: Path | None) -> Non
 
 
 def _print(report: EvalReport) -> None:
-    from async_grpo.evaluation.summary import INTERVALS, rows_of, shown
+    from async_grpo.evaluation.summary import INTERVALS, estimates_by_name, format_estimate
 
     grades, plan = report.grades, report.plan
-    parts = {"all": grades.figures, **grades.by_source}
+    parts = {"all": grades.metrics, **grades.by_source}
     table = Table("")
     for source in parts:
         table.add_column(escape(clean_text(source)), justify="right")
     table.add_row("prompts", *(str(part.prompts) for part in parts.values()))
-    columns = [rows_of(part, plan.samples) for part in parts.values()]
+    columns = [estimates_by_name(part, plan.samples) for part in parts.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
-        table.add_row(name, *(shown(column.get(name)) for column in columns), style="bold" if "mean" in name else "")
+        table.add_row(
+            name, *(format_estimate(column.get(name)) for column in columns), style="bold" if "mean" in name else ""
+        )
     console = Console() if Console().is_terminal else Console(width=_WIDTH)
     console.print(escape(_title(report)), highlight=False, soft_wrap=True)
     console.print(table)
@@ -147,20 +149,20 @@ def _title(report: EvalReport) -> str:
 
 
 def _remarks(report: EvalReport) -> list[str]:
-    from async_grpo.evaluation.summary import left_out, no_vote
+    from async_grpo.evaluation.summary import describe_failed, describe_unextracted
     from async_grpo.lab.evaluate.policy_source import LiveRun
 
     grades, lines = report.grades, []
     if grades.no_majority:
         lines.append(f"No maj@{report.plan.samples}: {grades.no_majority}.")
-    if grades.figures.unjudged:
-        lines.append(f"{grades.figures.unjudged} completions could not be judged and are left out.")
+    if grades.metrics.unjudged:
+        lines.append(f"{grades.metrics.unjudged} completions could not be judged and are left out.")
     if grades.failures:
-        lines.append(f"{left_out(len(grades.failures))} (first {clean_text(grades.failures[0])}).")
+        lines.append(f"{describe_failed(len(grades.failures))} (first {clean_text(grades.failures[0])}).")
     if failures := grades.extraction_failures:
         kinds = ", ".join(f"{kind} {count}" for kind, count in Counter(one.kind for one in failures).items())
         reasons = clean_text(f"{kinds}; first {failures[0].reason}")
-        lines.append(f"{no_vote(len(failures), report.plan.samples)} ({reasons}).")
+        lines.append(f"{describe_unextracted(len(failures), report.plan.samples)} ({reasons}).")
     if report.trained_on:
         lines.append(f"{report.trained_on} of the requested prompts were left out, because the run trains on them.")
     if (held_out := len(grades.prompts) + report.trained_on) < report.plan.prompts:

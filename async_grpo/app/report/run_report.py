@@ -14,7 +14,13 @@ import msgspec
 
 from async_grpo.app.report.plots import write_plots
 from async_grpo.app.report.summary import score_format
-from async_grpo.evaluation.summary import INTERVALS, left_out, no_vote, rows_of, shown
+from async_grpo.evaluation.summary import (
+    INTERVALS,
+    describe_failed,
+    describe_unextracted,
+    estimates_by_name,
+    format_estimate,
+)
 from async_grpo.telemetry.charts import STEP_TIME
 from async_grpo.telemetry.jsonl import each_row, read_rows
 from async_grpo.telemetry.rows import Facts, Row, rows_of_kind
@@ -66,11 +72,13 @@ def _by_source(row: Row) -> str:
 
 def _table(key: str, rows: Iterable[tuple[str, Row]], samples: int) -> str:
     found = [(name, msgspec.convert(row, EvalMetrics)) for name, row in rows]
-    estimates = [rows_of(figures, samples) for _, figures in found]
+    estimates = [estimates_by_name(figures, samples) for _, figures in found]
     names = list(dict.fromkeys(name for row in estimates for name in row))
     lines = [f"| {' | '.join([key, 'prompts', *names])} |", f"|{'---|' * (len(names) + 2)}"]
     for (label, figures), row in zip(found, estimates, strict=True):
-        lines.append(f"| {' | '.join([label, str(figures.prompts), *(shown(row.get(name)) for name in names)])} |")
+        lines.append(
+            f"| {' | '.join([label, str(figures.prompts), *(format_estimate(row.get(name)) for name in names)])} |"
+        )
     return "\n".join(lines)
 
 
@@ -79,9 +87,9 @@ def _remarks(row: Row) -> str:
     remarks = f" No maj@{_samples(row)}: {_cell(str(reason), characters=400)}." if reason else ""
     remarks += f" {unjudged} completions could not be judged and are left out." if unjudged else ""
     if failed := row["figures"].get("failed"):
-        remarks += f" {left_out(failed)}; `logs/` has why."
+        remarks += f" {describe_failed(failed)}; `logs/` has why."
     unextracted = row["figures"].get("unextracted")
-    return remarks + (f" {no_vote(unextracted, _samples(row))}; `logs/` has why." if unextracted else "")
+    return remarks + (f" {describe_unextracted(unextracted, _samples(row))}; `logs/` has why." if unextracted else "")
 
 
 def _samples(row: Row) -> int:

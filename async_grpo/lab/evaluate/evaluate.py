@@ -65,7 +65,7 @@ def make_eval_plan(
     config: RunConfig, *, prompts: int | None, samples: int | None, temperature: float | None
 ) -> EvalPlan:
     """Return the configured plan with the user's changes. Raises ConfigError for a temperature out of range."""
-    plan = EvalPlan.of(config)
+    plan = EvalPlan.from_config(config)
     if temperature is not None and not 0 < temperature <= 10:
         raise ConfigError(
             f"--temperature {temperature:g} is outside (0, 10]. For temperature 0, use the greedy accuracy, which is "
@@ -129,7 +129,7 @@ async def evaluate(
         open_policy(config, policy, "eval", patience_s, say) as (sampler, tokenizer_folder),
         open_eval_context(config, sampler, load_tokenizer(tokenizer_folder), "eval", kept=held_out_by_run) as context,
     ):
-        total = min(plan.prompts, len(context.source.held_out())) * plan.completions
+        total = min(plan.prompts, len(context.source.held_out())) * plan.completions_per_prompt
         started_s = time.monotonic()
         grades = await _grade(EvalProgress(total, on_answer), plan, context, patience_s)
         wall_s = time.monotonic() - started_s
@@ -169,7 +169,7 @@ class EvalProgress:
 
 async def _grade(progress: EvalProgress, plan: EvalPlan, context: EvalContext, patience_s: float) -> EvalResult:
     runner = EvalRunner(context, progress.count_completion, progress.count_graded)
-    grading = asyncio.create_task(runner.grade(plan))
+    grading = asyncio.create_task(runner.grade_prompts(plan))
     try:
         while not grading.done():
             await asyncio.wait([grading], timeout=POLL_INTERVAL_S)
@@ -181,7 +181,7 @@ async def _grade(progress: EvalProgress, plan: EvalPlan, context: EvalContext, p
 
 
 def _no_progress_error(progress: EvalProgress, runner: EvalRunner, patience_s: float) -> WaitTimeout:
-    if runner.generating:
+    if runner.unfinished:
         awaited = f"the next completion ({progress.done} of {progress.total} are done)"
         return WaitTimeout(awaited, patience_s, "Raise --patience if completions take that long")
     awaited = f"the rewards of completions ({progress.done} are generated, {progress.graded} have rewards)"
@@ -235,7 +235,7 @@ def report_as_json(report: EvalReport) -> dict[str, Any]:
         "seed": report.config.seed,
         "reward": report.config.rewards.functions[0].name,
         "right_at": report.config.eval.right_at,
-        "figures": msgspec.to_builtins(grades.figures),
+        "figures": msgspec.to_builtins(grades.metrics),
         "by_source": msgspec.to_builtins(grades.by_source),
         "no_majority": grades.no_majority,
         "intervals": INTERVALS,

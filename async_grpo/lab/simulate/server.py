@@ -22,7 +22,7 @@ from async_grpo.lab.simulate.group import SimulatedGroup
 from async_grpo.lab.simulate.processors import SharedProcessors
 from async_grpo.lab.simulate.timings import EngineTimings, Timings
 from async_grpo.wire import Ticket
-from rollout_server.dispatch.concurrency import EVERY_S, SampleSlots, next_concurrency
+from rollout_server.dispatch.concurrency import ADJUST_INTERVAL_S, SampleSlots, next_concurrency
 from rollout_server.engines.base import EngineLoad
 
 
@@ -64,7 +64,7 @@ class SimulatedServer:
         """Number of the latest scheduled look at the engine."""
         self._verifiers_free_s = [0.0] * self._timings.verifier.workers
         if self._settings.min_concurrency:
-            self._events.call_later(EVERY_S, self._adjust_slots, recurring=True)
+            self._events.call_later(ADJUST_INTERVAL_S, self._adjust_slots, recurring=True)
 
     def start(self) -> None:
         """Evaluate the first version if it is due, then request tickets."""
@@ -78,14 +78,16 @@ class SimulatedServer:
     def need(self) -> tuple[float, int]:
         """Orders waiting servers as the buffer serves them (`buffer.fair_share`): by the share of free slots."""
         size = self._settings.started_samples
-        return self.slots.groups_wanted(size) / self.slots.groups_at_once(size), -self._number
+        return self.slots.groups_to_fill_free_slots(size) / self.slots.groups_to_fill_all_slots(size), -self._number
 
     def request_tickets(self) -> None:
         """Request tickets for all free slots, as long as the buffer has any."""
         slots, size = self.slots, self._settings.started_samples
         self._buffer.stop_waiting(self)
         while self.is_up and self._takes_groups and slots.has_room:
-            tickets = self._buffer.admit_groups(self, slots.groups_wanted(size), slots.groups_at_once(size))
+            tickets = self._buffer.admit_groups(
+                self, slots.groups_to_fill_free_slots(size), slots.groups_to_fill_all_slots(size)
+            )
             if not tickets:
                 return
             for ticket in tickets:
@@ -102,7 +104,7 @@ class SimulatedServer:
         group.ticket, group.started_s = ticket, self._events.now_s
         self.groups[ticket.seq] = group
         group.committed = len(group.missing)
-        self.slots.commit(group.committed)
+        self.slots.commit_samples(group.committed)
         newest = max([ticket.version, *(version for sample in group.samples for version in sample.tokens)])
         if self.engine.version < newest:
             self._early.append(group)
@@ -112,7 +114,7 @@ class SimulatedServer:
 
     def _free_slots(self, group: SimulatedGroup, samples: int) -> None:
         group.committed -= samples
-        self.slots.finish(samples)
+        self.slots.finish_samples(samples)
 
     # Samples
 
@@ -348,7 +350,7 @@ class SimulatedServer:
         self.slots.resize(min(settings.max_concurrency, max(settings.min_concurrency, wanted)))
         self._start_samples()
         self._buffer.offer_room(self)
-        self._events.call_later(EVERY_S, self._adjust_slots, recurring=True)
+        self._events.call_later(ADJUST_INTERVAL_S, self._adjust_slots, recurring=True)
 
 
 def _engine_timings(timings: Timings, number: int, servers: int) -> EngineTimings:

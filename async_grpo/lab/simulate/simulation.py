@@ -27,7 +27,7 @@ from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.timings import Timings
 from async_grpo.lab.simulate.trainer import SimulatedStep, SimulatedTrainer
 from async_grpo.telemetry.idle import Span
-from rollout_server.dispatch.concurrency import EVERY_S
+from rollout_server.dispatch.concurrency import ADJUST_INTERVAL_S
 
 MEAN_CRASHES = 10
 """Mean times between crashes that a run may stand still before it counts as stalled: some continue after a crash."""
@@ -104,7 +104,7 @@ class Simulation:
         timings, faults = self.context.timings, self.context.timings.faults
         restarts_s = faults.server_restart_s + faults.trainer_restart_s + self.context.settings.lease_s
         crashes_s = MEAN_CRASHES * (faults.server_every_s + faults.trainer_every_s)
-        return now_s - self._progress_s > 60 * EVERY_S + 2 * timings.task_s + restarts_s + crashes_s
+        return now_s - self._progress_s > 60 * ADJUST_INTERVAL_S + 2 * timings.task_s + restarts_s + crashes_s
 
     def _schedule_faults(self) -> None:
         faults = self.context.timings.faults

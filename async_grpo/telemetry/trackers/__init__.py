@@ -25,7 +25,7 @@ import structlog
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import DependencyError
-from async_grpo.evaluation.summary import rows_of
+from async_grpo.evaluation.summary import estimates_by_name
 from async_grpo.telemetry.charts import FAMILIES, HELD_OUT
 from async_grpo.telemetry.metrics import METRICS
 from async_grpo.utils.files import write_atomic
@@ -135,7 +135,9 @@ class Trackers:
         """Log held-out accuracy and every other estimate, with the ends of its interval, at its policy version."""
         scores = {f"eval/{series.key}": getattr(evaluation, series.key) for series in HELD_OUT.series}
         scalars = {tag: score for tag, score in scores.items() if score is not None}
-        for name, estimate in rows_of(evaluation.figures, evaluation.samples).items() if evaluation.figures else ():
+        for name, estimate in (
+            estimates_by_name(evaluation.figures, evaluation.samples).items() if evaluation.figures else ()
+        ):
             scalars |= {f"eval/{name}": estimate.value, f"eval_low/{name}": estimate.low}
             scalars[f"eval_high/{name}"] = estimate.high
         self._log(evaluation.version, scalars, time.time())

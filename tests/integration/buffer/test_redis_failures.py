@@ -193,7 +193,7 @@ async def test_a_feeder_puts_again_what_a_failover_has_lost_since_it_looked(
                 asked.append(index)
                 return tasks(index, 1)[0]
 
-        await TaskFeeder(buffer, Source(), target=100).top_up()  # type: ignore[arg-type]
+        await TaskFeeder(buffer, Source(), target=100).top_up_buffer()  # type: ignore[arg-type]
         assert (asked[0], asked[-1]) == (40, 99)
         assert asked.count(20) == 1
         assert (await buffer.stats()).tasks_put == 100

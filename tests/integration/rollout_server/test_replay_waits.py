@@ -66,7 +66,7 @@ async def crashed_run(redis: RedisConfig) -> AsyncIterator[tuple[RedisBuffer, Ru
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_watcher, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(weight_watcher, "BOARD_POLL_S", 0.05)
 
 
 def server(folder: Path, receiver: FakeReceiver, board: RunBoard) -> WeightWatcher:
@@ -90,8 +90,10 @@ async def test_a_server_that_needs_the_newest_version_waits_as_long_as_the_repla
     receiver = FakeReceiver(WeightVersion(1, HEAD - 1))
     async with crashed_run(redis_config) as (buffer, board):
         watcher = server(tmp_path, receiver, board)
-        await watcher.first(TIMEOUT_S)
-        loops = [asyncio.create_task(loop) for loop in (watcher.run(), SlowTrainer(buffer, board, receiver).run())]
+        await watcher.wait_for_initial_weights(TIMEOUT_S)
+        loops = [
+            asyncio.create_task(loop) for loop in (watcher.run_updating(), SlowTrainer(buffer, board, receiver).run())
+        ]
         await watcher.wait_for_version(HEAD, TIMEOUT_S)
         for loop in loops:
             loop.cancel()

@@ -14,7 +14,7 @@ from async_grpo.utils.aio import root_cause
 from async_grpo.weights.manifest import WeightVersion
 from buffer import InMemoryBoard, InMemoryBuffer
 from rollout_server import assembly
-from rollout_server.assembly import came_before_the_end
+from rollout_server.assembly import wait_unless_run_ends
 from rollout_server.context import ServerContext
 from rollout_server.server import RolloutServer
 from tests.support.rollout_fakes import (
@@ -31,7 +31,7 @@ from tests.support.waiting import until
 
 async def server_of(context: ServerContext, receiver: FakeReceiver) -> RolloutServer:
     watcher = watcher_of(context, receiver)
-    await watcher.first(1.0)
+    await watcher.wait_for_initial_weights(1.0)
     return RolloutServer(context, watcher)
 
 
@@ -154,7 +154,7 @@ async def test_samples_and_a_timeline_are_written(tmp_path: Path) -> None:
 async def test_a_server_that_starts_while_others_finish_the_run_waits_for_no_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(assembly, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(assembly, "BOARD_POLL_S", 0.01)
     looks, ended = iter([False, False, True]), asyncio.Event()
 
     async def never() -> None:
@@ -172,11 +172,11 @@ async def test_a_server_that_starts_while_others_finish_the_run_waits_for_no_wei
     async def is_not_over() -> bool:
         return False
 
-    assert await came_before_the_end(asyncio.sleep(0.05), is_not_over)
-    assert not await came_before_the_end(never(), is_over)
+    assert await wait_unless_run_ends(asyncio.sleep(0.05), is_not_over)
+    assert not await wait_unless_run_ends(never(), is_over)
     assert ended.is_set()
     with pytest.raises(WaitTimeout, match="first publication"):
-        await came_before_the_end(late(), is_not_over)
+        await wait_unless_run_ends(late(), is_not_over)
 
 
 class LosableBoard(InMemoryBoard):

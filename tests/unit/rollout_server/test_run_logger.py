@@ -37,7 +37,7 @@ class ByteLevel:
 def rows_of(folder: Path, groups: list[Group], every: int = 1) -> list[dict[str, Any]]:
     logger = RolloutLogger(folder, "rollout-0", samples_every=every, tokenizer=ByteLevel())
     for group in groups:
-        logger.group(group, version=5)
+        logger.record_group(group, version=5)
     logger.close()
     return [json.loads(line) for line in (folder / "samples" / "rollout-0.jsonl").read_text().splitlines()]
 
@@ -85,15 +85,15 @@ def test_bytes_that_make_no_character_are_shown_as_such() -> None:
 def test_a_row_that_could_not_be_written_is_not_passed_over(tmp_path: Path) -> None:
     logger = RolloutLogger(tmp_path, "rollout-0", samples_every=1)
     logger._samples.close()
-    logger.group(group_of(0, [0, 1]), version=5)
+    logger.record_group(group_of(0, [0, 1]), version=5)
     logger._thread.submit(int).result(timeout=5)
     with pytest.raises(ValueError, match="closed"):
-        logger.group(group_of(1, [0, 1]), version=5)
+        logger.record_group(group_of(1, [0, 1]), version=5)
 
 
 def test_an_evaluation_is_in_the_folder_when_it_is_done(tmp_path: Path) -> None:
     logger = RolloutLogger(tmp_path, "rollout-0", samples_every=1)
-    logger.evaluation(Evaluation(version=4, prompts=8, samples=2, sampled_accuracy=0.75))
+    logger.record_evaluation(Evaluation(version=4, prompts=8, samples=2, sampled_accuracy=0.75))
     (row,) = read_rows(tmp_path / "evaluations" / "rollout-0.jsonl")
     assert (row["version"], row["sampled_accuracy"]) == (4, 0.75)
     assert row["time_s"] > 1e9

@@ -22,8 +22,8 @@ from tests.support.waiting import until
 @asynccontextmanager
 async def watching(tmp_path: Path, engine: FakeEngine, receiver: FakeReceiver) -> AsyncIterator[WeightWatcher]:
     watcher = watcher_of(context_of(tmp_path, config_of(), engine), receiver)
-    await watcher.first(1.0)
-    running = asyncio.create_task(watcher.run())
+    await watcher.wait_for_initial_weights(1.0)
+    running = asyncio.create_task(watcher.run_updating())
     try:
         yield watcher
     finally:
@@ -33,7 +33,7 @@ async def watching(tmp_path: Path, engine: FakeEngine, receiver: FakeReceiver) -
 async def test_without_a_trainer_the_first_weights_are_an_error_that_says_whom_to_ask(tmp_path: Path) -> None:
     watcher = watcher_of(context_of(tmp_path, config_of(), FakeEngine()), FakeReceiver())
     with pytest.raises(WaitTimeout, match=r"first publication.*weights\.bind"):
-        await watcher.first(0.01)
+        await watcher.wait_for_initial_weights(0.01)
 
 
 async def test_new_weights_are_applied_and_waiters_wake(tmp_path: Path) -> None:
@@ -85,13 +85,13 @@ async def test_an_engine_that_never_answers_an_update_is_an_error(tmp_path: Path
         context_of(tmp_path, config_of(), engine), FakeReceiver(WeightVersion(1, 0)), update_timeout_s=0.01
     )
     with pytest.raises(EngineError, match=r"version 0 of epoch 1 .*0\.01 s"):
-        await watcher.first(1.0)
+        await watcher.wait_for_initial_weights(1.0)
 
 
 async def test_a_pinned_version_stays_and_only_the_newest_is_applied_afterwards(tmp_path: Path) -> None:
     engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     async with watching(tmp_path, engine, receiver) as watcher:
-        async with watcher.pin() as version:
+        async with watcher.pin_version() as version:
             assert version == 0
             for newer in (1, 2, 3):
                 await receiver.publish(1, newer)
@@ -145,7 +145,7 @@ async def test_weights_are_held_while_the_engine_loads_them_and_not_while_it_is_
 
     engine.update_weights = watched  # type: ignore[method-assign]
     async with watching(tmp_path, engine, receiver) as watcher:
-        async with watcher.pin():
+        async with watcher.pin_version():
             await receiver.publish(1, 1)
             await asyncio.sleep(0.01)
             assert not receiver.held
@@ -160,7 +160,7 @@ async def test_the_engine_sleeps_for_a_step_with_a_clock_that_stands_still_and_l
     turn = DeviceTurn(tmp_path)
     await turn.use()
     async with watching(tmp_path, engine, receiver) as watcher:
-        giving_way = asyncio.create_task(watcher.give_way(turn))
+        giving_way = asyncio.create_task(watcher.yield_device_to_trainer(turn))
         await asyncio.to_thread(trainer.begin_step, 5.0)
         assert engine.asleep and watcher.is_asleep
         before_s = watcher.awake_s
@@ -181,6 +181,6 @@ async def test_an_engine_that_does_not_fall_asleep_is_an_error_and_no_step_begin
     engine.stuck = True
     step = asyncio.create_task(asyncio.to_thread(DeviceTurn(tmp_path).begin_step, 0.1))
     with pytest.raises(EngineError, match=r"asleep .*0\.01 s"):
-        await watcher.give_way(turn)
+        await watcher.yield_device_to_trainer(turn)
     with pytest.raises(WaitTimeout):
         await step

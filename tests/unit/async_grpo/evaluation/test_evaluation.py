@@ -9,8 +9,14 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from async_grpo.evaluation.estimators import GradedAnswer, GradedPrompt, estimates, majority, pass_at
-from async_grpo.evaluation.summary import OTHERS, eval_metrics, metrics_by_source, rows_of, shown
+from async_grpo.evaluation.estimators import GradedAnswer, GradedPrompt, estimate_ratios, majority_score, pass_at
+from async_grpo.evaluation.summary import (
+    OTHERS,
+    compute_metrics,
+    compute_metrics_by_source,
+    estimates_by_name,
+    format_estimate,
+)
 from async_grpo.wire.board import Estimate, EvalMetrics
 
 
@@ -21,7 +27,7 @@ def prompt(*scores: float | None, source: str = "", answers: str = "", greedy: f
 
 
 def figures(*prompts: GradedPrompt, samples: int, votes: bool = True, right_at: float = 1.0) -> EvalMetrics:
-    return eval_metrics(prompts, samples=samples, right_at=right_at, votes=votes)
+    return compute_metrics(prompts, samples=samples, right_at=right_at, votes=votes)
 
 
 @pytest.mark.parametrize("made", range(1, 8))
@@ -52,7 +58,7 @@ def test_the_majority_is_the_mean_over_the_most_frequent_answers_by_brute_force(
         cast = [vote for vote in votes if vote != "-"]
         winners = [vote for vote in set(cast) if cast.count(vote) == max(map(cast.count, cast))]
         expected = winners.count("a") / len(winners) if winners else 0.0
-        assert majority(grades, right_at=1.0) == pytest.approx(expected)
+        assert majority_score(grades, right_at=1.0) == pytest.approx(expected)
 
 
 def test_right_is_what_scores_at_least_the_threshold() -> None:
@@ -63,7 +69,7 @@ def test_right_is_what_scores_at_least_the_threshold() -> None:
 
 def test_the_mean_is_over_the_completions_and_pass_at_k_over_the_prompts() -> None:
     found = figures(prompt(1.0, 1.0, greedy=1.0), prompt(0.0, 1.0, greedy=0.0), samples=2)
-    assert {name: estimate.value for name, estimate in rows_of(found, 2).items()} == {
+    assert {name: estimate.value for name, estimate in estimates_by_name(found, 2).items()} == {
         "mean@2": 0.75,
         "pass@1": 0.75,
         "pass@2": 1.0,
@@ -99,16 +105,16 @@ def test_a_completion_in_which_looking_for_the_answer_failed_has_no_vote_and_is_
 def test_there_is_no_majority_without_answers_and_no_figure_at_all_without_a_judgement() -> None:
     found = figures(prompt(1.0, 0.0), samples=2, votes=False)
     assert found.majority is None and found.greedy is None
-    assert list(rows_of(found, 2)) == ["mean@2", "pass@1", "pass@2"]
-    assert rows_of(figures(prompt(None, None), samples=2), 2) == {}
-    assert rows_of(figures(samples=2), 2) == {}
+    assert list(estimates_by_name(found, 2)) == ["mean@2", "pass@1", "pass@2"]
+    assert estimates_by_name(figures(prompt(None, None), samples=2), 2) == {}
+    assert estimates_by_name(figures(samples=2), 2) == {}
 
 
 def test_the_interval_is_as_wide_as_the_normal_one_over_prompts() -> None:
     generator = random.Random(7)
     values = [generator.random() for _ in range(400)]
     totals = np.array(values)[:, None]
-    (found,) = estimates(totals, np.ones_like(totals))
+    (found,) = estimate_ratios(totals, np.ones_like(totals))
     half = 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     assert found.value == pytest.approx(math.fsum(values) / len(values), abs=1e-15)
     assert found.low == pytest.approx(found.value - half, abs=half / 8)
@@ -126,14 +132,14 @@ def test_completions_of_one_prompt_count_as_one() -> None:
 def test_the_interval_of_prompts_that_are_all_alike_is_a_point() -> None:
     found = figures(*[prompt(1.0)] * 10, samples=1).mean
     assert found == Estimate(1.0, 1.0, 1.0)
-    assert shown(found) == "1.000 [1.000, 1.000]"
+    assert format_estimate(found) == "1.000 [1.000, 1.000]"
 
 
 def test_many_prompts_are_resampled_in_pieces_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt(float(index % 4 == 0)) for index in range(30)]
     whole = figures(*prompts, samples=1).mean
     assert whole == figures(*prompts, samples=1).mean
-    monkeypatch.setattr("async_grpo.evaluation.estimators._DRAWS_AT_ONCE", 30 * 7)
+    monkeypatch.setattr("async_grpo.evaluation.estimators._MAX_DRAWS_PER_PART", 30 * 7)
     pieces = figures(*prompts, samples=1).mean
     assert whole is not None and pieces is not None
     assert (pieces.value, pieces.low, pieces.high) == (whole.value, whole.low, whole.high)
@@ -141,13 +147,13 @@ def test_many_prompts_are_resampled_in_pieces_with_the_same_result(monkeypatch: 
 
 def test_every_source_has_its_figures_unless_there_is_one() -> None:
     prompts = [prompt(1.0, source="easy"), prompt(0.0, source="hard"), prompt(1.0, source="hard")]
-    found = metrics_by_source(prompts, samples=1, right_at=1.0, votes=False)
+    found = compute_metrics_by_source(prompts, samples=1, right_at=1.0, votes=False)
     assert {source: part.mean.value for source, part in found.items()} == {"easy": 1.0, "hard": 0.5}
-    assert metrics_by_source(prompts[:1], samples=1, right_at=1.0, votes=False) == {}
+    assert compute_metrics_by_source(prompts[:1], samples=1, right_at=1.0, votes=False) == {}
 
 
 def test_of_very_many_sources_the_smallest_are_put_together() -> None:
     prompts = [prompt(1.0, source=f"s{number}") for number in range(100)] + [prompt(0.0, source="s7")]
-    found = metrics_by_source(prompts, samples=1, right_at=1.0, votes=False)
+    found = compute_metrics_by_source(prompts, samples=1, right_at=1.0, votes=False)
     assert len(found) == 16 and OTHERS in found and "s7" in found
     assert sum(part.prompts for part in found.values()) == 101

@@ -21,7 +21,7 @@ from async_grpo.rewards.base import (
     soft_length_penalty,
 )
 from async_grpo.wire import Sample, VersionSpan, logprobs_to_bytes, tokens_to_bytes
-from rollout_server.dispatch.outcomes import apply_length_rule, with_rewards
+from rollout_server.dispatch.outcomes import apply_length_rule, attach_rewards
 from tests.support.rollout_fakes import config_of
 
 HUNG, DOWN = RewardFailure("timeout", "it hung"), RewardFailure("http_status", "the judge is down")
@@ -149,5 +149,5 @@ def test_the_rule_reaches_the_sample(rewards: dict[str, Any], reward: float | No
         spans=[VersionSpan(0, 0, 8)],
         finish_reason="length",
     )
-    finished = with_rewards(sample, apply_length_rule(sample, RIGHT, config_of(rewards=rewards)))
+    finished = attach_rewards(sample, apply_length_rule(sample, RIGHT, config_of(rewards=rewards)))
     assert (finished.reward, finished.unverifiable) == (reward, unverifiable)

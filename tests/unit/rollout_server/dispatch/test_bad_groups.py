@@ -1,4 +1,4 @@
-"""A group that cannot be generated costs itself and nothing else: not its server, not its neighbours, not the run."""
+"""A group that cannot be generated fails alone: its server, the other groups and the run continue."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.waiting import until
 
 
 class KilledByGroup0(FakeEngine):
-    """Dies of a request of group 0, once every other group is in the engine as well; the others are slow."""
+    """Dies of a request of group 0, after requests of all other groups have started; those are slow."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         if not request.request_id.startswith("0-"):
@@ -45,7 +45,7 @@ class KilledByGroup0(FakeEngine):
         raise EngineError("vLLM's engine died")
 
 
-async def live_until_the_engine_dies(tmp_path: Path, buffer: InMemoryBuffer, life: int) -> None:
+async def serve_until_engine_dies(tmp_path: Path, buffer: InMemoryBuffer, life: int) -> None:
     config = config_of(rollout={"max_concurrency": 16})
     context = context_of(tmp_path / str(life), config, KilledByGroup0(), buffer, name=f"rollout-{life}")
     async with dispatching(context) as (_, running), asyncio.timeout(5):
@@ -54,20 +54,18 @@ async def live_until_the_engine_dies(tmp_path: Path, buffer: InMemoryBuffer, lif
     assert isinstance(root_cause(error), EngineError)
 
 
-async def test_a_group_that_kills_its_engine_is_failed_and_its_neighbours_are_not(tmp_path: Path) -> None:
+async def test_a_group_that_kills_its_engine_fails_alone(tmp_path: Path) -> None:
     config = config_of(rollout={"max_concurrency": 16})
     buffer = buffer_of(config)
     with structlog.testing.capture_logs() as logs:
         for life in range(config.rollout.max_attempts):
-            await live_until_the_engine_dies(tmp_path, buffer, life)
+            await serve_until_engine_dies(tmp_path, buffer, life)
 
     async with dispatching(context_of(tmp_path / "last", config, KilledByGroup0(), buffer)):
         await until_buffer(buffer, lambda stats: stats.ready == 4)
     assert {reason: count for reason, count in (await buffer.stats()).released.items() if count} == {"failed": 1}
-    expired_leases = [
-        entry["expired_leases"] for entry in logs if entry.get("seq") == 0 and "engine died" in entry["event"]
-    ]
-    assert expired_leases == [1, 2, 3, 4, 5]
+    deaths = [entry for entry in logs if entry.get("seq") == 0 and "engine died" in entry["event"]]
+    assert [entry["expired_leases"] for entry in deaths] == [1, 2, 3, 4, 5]
 
 
 async def test_groups_without_a_request_in_the_dead_engine_keep_their_leases(tmp_path: Path) -> None:
@@ -88,19 +86,17 @@ async def test_groups_without_a_request_in_the_dead_engine_keep_their_leases(tmp
     assert [(ticket.seq, ticket.expired_leases) for ticket in tickets][:2] == [(0, 0), (1, 1)]
 
 
-async def test_a_server_that_is_stopped_counts_no_lease(tmp_path: Path) -> None:
+async def test_stopping_a_server_counts_no_lease_as_expired(tmp_path: Path) -> None:
     config = config_of()
     buffer, engine = buffer_of(config), FakeEngine()
     engine.hold = True
     async with dispatching(context_of(tmp_path, config, engine, buffer)):
         await until(lambda: len(engine.held) == 8)
-    assert [ticket.expired_leases for ticket in await buffer.admit_groups(2, holder="rollout-1", timeout_s=1.0)] == [
-        0,
-        0,
-    ]
+    tickets = await buffer.admit_groups(2, holder="rollout-1", timeout_s=1.0)
+    assert [ticket.expired_leases for ticket in tickets] == [0, 0]
 
 
-async def test_a_request_that_the_engine_refuses_fails_its_group_and_the_server_goes_on(tmp_path: Path) -> None:
+async def test_a_refused_request_fails_its_group_and_not_the_server(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
 
@@ -109,11 +105,11 @@ async def test_a_request_that_the_engine_refuses_fails_its_group_and_the_server_
             raise RequestRefused("rollout-0: vLLM refused request 0-1-0.0: too long")
         return "yes"
 
-    assert await reason_of_failure(tmp_path, buffer, FakeEngine(answer)) == "RequestRefused"
+    assert await failure_of_group_0(tmp_path, buffer, FakeEngine(answer)) == "RequestRefused"
 
 
 class Misbehaves(SingleTurn):
-    """Ends in its own way for task 0."""
+    """Misbehaves for task 0, in the way that `ending` selects."""
 
     def __init__(self, ending: str) -> None:
         super().__init__(Bytes())
@@ -146,16 +142,16 @@ class Misbehaves(SingleTurn):
         ("unknown token", "ValueError"),
     ],
 )
-async def test_a_workflow_that_misbehaves_fails_its_group_with_a_named_error(
+async def test_a_misbehaving_workflow_fails_its_group_with_a_named_error(
     tmp_path: Path, ending: str, error: str
 ) -> None:
-    assert await reason_of_failure(tmp_path, buffer_of(config_of()), FakeEngine(), Misbehaves(ending)) == error
+    assert await failure_of_group_0(tmp_path, buffer_of(config_of()), FakeEngine(), Misbehaves(ending)) == error
 
 
-async def reason_of_failure(
+async def failure_of_group_0(
     tmp_path: Path, buffer: InMemoryBuffer, engine: FakeEngine, workflow: SingleTurn | None = None
 ) -> str:
-    """Name of the error that failed group 0, which is the only group that failed; the others are READY."""
+    """Name of the error that failed group 0. Checks that no other group failed."""
     context = replace(context_of(tmp_path, config_of(), engine, buffer), vocabulary=256)
     context = context if workflow is None else replace(context, workflow=workflow)
     with structlog.testing.capture_logs() as logs:
@@ -170,7 +166,7 @@ async def reason_of_failure(
 
 
 class CancelledPool(FakePool):
-    """Judging task 0 ends as if a future that it shares had been cancelled."""
+    """Judging task 0 raises CancelledError, as if it had awaited a future that was cancelled."""
 
     async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
         if items[0].prompt == "p0":
@@ -178,7 +174,7 @@ class CancelledPool(FakePool):
         return await super().judge(items)
 
 
-async def test_a_group_whose_task_ends_without_a_word_comes_back_until_it_is_failed(tmp_path: Path) -> None:
+async def test_a_group_whose_task_always_ends_silently_is_failed(tmp_path: Path) -> None:
     config = config_of(rollout={"max_concurrency": 8, "max_attempts": 3})
     buffer = buffer_of(config)
     context = replace(context_of(tmp_path, config, FakeEngine(), buffer), pool=CancelledPool())  # type: ignore[arg-type]
@@ -187,7 +183,7 @@ async def test_a_group_whose_task_ends_without_a_word_comes_back_until_it_is_fai
 
 
 class WrongLogprobs(FakeEngine):
-    """Gives the first token of group 0 this log-probability."""
+    """Returns this log-probability for the first token of group 0."""
 
     def __init__(self, logprob: float) -> None:
         super().__init__()
@@ -201,13 +197,13 @@ class WrongLogprobs(FakeEngine):
 
 
 @pytest.mark.parametrize("logprob", [np.nan, -np.inf, np.inf, 0.5])
-async def test_impossible_log_probabilities_fail_the_group_and_name_the_server(tmp_path: Path, logprob: float) -> None:
-    why = await reason_of_failure(tmp_path, buffer_of(config_of()), WrongLogprobs(logprob))
+async def test_invalid_log_probabilities_fail_the_group_and_name_the_server(tmp_path: Path, logprob: float) -> None:
+    why = await failure_of_group_0(tmp_path, buffer_of(config_of()), WrongLogprobs(logprob))
     assert why == "rollout-0 generated sample 0"
 
 
 class SlowProgress(InMemoryBuffer):
-    """The first save of a partial arrives when the test says so, or else just after the second."""
+    """The first save of a partial arrives when the test sets `arrives`, or just after the second save."""
 
     def __init__(self, buffer: InMemoryBuffer) -> None:
         self.__dict__ = buffer.__dict__
@@ -217,7 +213,7 @@ class SlowProgress(InMemoryBuffer):
     async def save_partial(self, ticket: Ticket, partial: Partial) -> None:
         self.saves += 1
         if self.saves == 1:
-            # As on a connection to a server: a caller that is cancelled does not call its command back.
+            # As with a real connection: cancelling the caller does not recall a command that was sent.
             arriving = asyncio.create_task(self.arrives.wait())
             arriving.add_done_callback(lambda _: self._state.save_partial(ticket, partial, self._clock()))
             await asyncio.shield(arriving)
@@ -228,7 +224,7 @@ class SlowProgress(InMemoryBuffer):
 
 
 class Growing(FakeEngine):
-    """Requests never end, and their tokens are as many as the test says."""
+    """Requests never end; the test sets their number of tokens."""
 
     length = 1
 
@@ -237,7 +233,7 @@ class Growing(FakeEngine):
         return Generation(tokens, np.full(self.length, -0.5, np.float32), [VersionSpan(0, 0, self.length)], "")
 
 
-async def test_a_save_on_its_way_does_not_replace_the_newer_partial_of_a_stop(tmp_path: Path) -> None:
+async def test_a_save_in_flight_does_not_replace_the_newer_partial_of_a_stop(tmp_path: Path) -> None:
     config = config_of(max_staleness=0, groups_per_step=1, rollout={"max_concurrency": 4, "progress_interval_s": 0.01})
     buffer, engine = SlowProgress(buffer_of(config)), Growing()
     engine.hold = True

@@ -1,4 +1,4 @@
-"""The dispatcher: continuous, bounded by the staleness window, and nothing is lost on the way."""
+"""The dispatcher admits groups continuously, within the staleness window, and loses none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def ready(buffer: InMemoryBuffer, groups: int) -> None:
     await until_buffer(buffer, lambda stats: stats.ready >= groups)
 
 
-async def test_groups_go_from_ticket_to_buffer(tmp_path: Path) -> None:
+async def test_tickets_become_inserted_groups(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
     async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer)):
@@ -50,7 +50,7 @@ async def test_groups_go_from_ticket_to_buffer(tmp_path: Path) -> None:
             sample.validate()
 
 
-async def test_no_more_than_the_staleness_window_is_admitted(tmp_path: Path) -> None:
+async def test_admission_stops_at_the_staleness_window(tmp_path: Path) -> None:
     config = config_of(max_staleness=1)
     buffer = buffer_of(config)
     async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer)):
@@ -74,14 +74,15 @@ async def test_the_engine_stays_full_and_is_never_overfilled(tmp_path: Path) -> 
 
 async def test_all_free_slots_are_filled_with_one_request(tmp_path: Path) -> None:
     config = config_of(max_staleness=8, rollout={"max_concurrency": 10})
-    buffer, limits = buffer_of(config), list[int]()
-    admit = buffer.admit
+    buffer = buffer_of(config)
+    limits: list[int] = []
+    admit = buffer.admit_groups
 
-    async def noted(limit: int, **options: Any) -> list[Ticket]:
+    async def record_limit(limit: int, **options: Any) -> list[Ticket]:
         limits.append(limit)
         return await admit(limit, **options)
 
-    buffer.admit = noted  # type: ignore[method-assign]
+    buffer.admit_groups = record_limit  # type: ignore[method-assign]
     engine = FakeEngine()
     engine.hold = True
     async with dispatching(context_of(tmp_path, config, engine, buffer)) as (dispatcher, _):
@@ -101,7 +102,7 @@ async def test_a_new_group_starts_while_another_is_unfinished(tmp_path: Path) ->
         assert straggler in engine.held
 
 
-async def test_verification_does_not_keep_the_engine_waiting(tmp_path: Path) -> None:
+async def test_verification_does_not_stall_the_engine(tmp_path: Path) -> None:
     config = config_of(max_staleness=8, rollout={"max_concurrency": 4})
     engine = FakeEngine()
     context = context_of(tmp_path, config, engine)
@@ -113,7 +114,7 @@ async def test_verification_does_not_keep_the_engine_waiting(tmp_path: Path) -> 
         context.pool.gate.set()
 
 
-async def test_samples_start_only_with_weights_of_their_tickets_version(tmp_path: Path) -> None:
+async def test_samples_wait_for_the_version_of_their_ticket(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
     engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
@@ -126,7 +127,7 @@ async def test_samples_start_only_with_weights_of_their_tickets_version(tmp_path
     assert set(engine.versions) == {1}
 
 
-async def test_with_no_staleness_every_group_is_of_the_trainers_version(tmp_path: Path) -> None:
+async def test_without_staleness_every_group_has_the_trainers_version(tmp_path: Path) -> None:
     config = config_of(max_staleness=0)
     buffer = buffer_of(config)
     receiver = FakeReceiver(WeightVersion(1, 0))
@@ -139,7 +140,7 @@ async def test_with_no_staleness_every_group_is_of_the_trainers_version(tmp_path
             await buffer.release_batch(batch)
 
 
-async def test_stopping_stores_what_has_finished_and_another_server_makes_the_rest(tmp_path: Path) -> None:
+async def test_another_server_generates_the_samples_that_a_stopped_one_has_not_finished(tmp_path: Path) -> None:
     config = config_of(max_staleness=0, groups_per_step=1)
     buffer = buffer_of(config)
     engine = FakeEngine()
@@ -167,7 +168,7 @@ async def test_a_group_whose_lease_was_lost_is_dropped(tmp_path: Path) -> None:
         await until(lambda: len(engine.held) == 4)
         (group,) = dispatcher.groups
         await buffer.give_back(group.ticket)
-        await buffer.admit_groups(1, holder="somebody else", timeout_s=1.0)
+        await buffer.admit_groups(1, holder="rollout-1", timeout_s=1.0)
         await dispatcher.groups.renew_leases()
         await until(lambda: engine.held == {} and dispatcher.slots.committed == 0)
         assert dispatcher.groups.lost_leases == 1
@@ -207,7 +208,7 @@ async def test_a_group_with_two_rewards_is_trained_and_the_others_are_masked(tmp
     assert (await context.board.counters())["reward_failures.raised"] >= 4
 
 
-async def test_a_workflow_that_fails_makes_the_group_failed_and_goes_on(tmp_path: Path) -> None:
+async def test_a_failing_workflow_fails_its_group_and_not_the_server(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
 
@@ -222,7 +223,7 @@ async def test_a_workflow_that_fails_makes_the_group_failed_and_goes_on(tmp_path
     assert (await buffer.stats()).released["failed"] == 1
 
 
-async def test_a_sample_that_breaks_its_guarantees_makes_the_group_failed_and_is_never_inserted(tmp_path: Path) -> None:
+async def test_an_invalid_sample_fails_its_group(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
     engine = FakeEngine(lambda request: "" if request.request_id.startswith("0-") else "yes")
@@ -234,7 +235,7 @@ async def test_a_sample_that_breaks_its_guarantees_makes_the_group_failed_and_is
     assert why == "rollout-0 generated sample 0: a sample has no tokens"
 
 
-async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_failure(
+async def test_a_stop_succeeds_although_the_buffer_accepts_no_groups_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of()
@@ -249,7 +250,7 @@ async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_fail
             await running
 
 
-async def test_when_every_group_fails_the_server_gives_up_and_says_why(tmp_path: Path) -> None:
+async def test_a_server_gives_up_with_the_reason_if_every_group_fails(tmp_path: Path) -> None:
     config = config_of()
     async with dispatching(context_of(tmp_path, config, FakeEngine(lambda request: "?"))) as (_, running):
         with pytest.raises(ExceptionGroup) as raised:
@@ -259,7 +260,7 @@ async def test_when_every_group_fails_the_server_gives_up_and_says_why(tmp_path:
     assert re.search("32 groups .*unverifiable.* raised: cannot say", str(cause))
 
 
-async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_path: Path) -> None:
+async def test_tickets_are_given_back_when_the_engine_dies(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
     engine = FakeEngine()
@@ -272,56 +273,58 @@ async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_p
     assert tickets[0].attempt == 2
 
 
-async def test_one_server_feeds_and_another_takes_over_when_it_has_died(
+async def test_another_server_feeds_when_the_claim_of_the_first_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "FED_AT_ONCE", 3)
+    monkeypatch.setattr(admission, "MAX_TASKS_PER_APPEND", 3)
     config = config_of()
-    buffer, holder, asked = buffer_of(config), "rollout-0", list[int]()
+    buffer = buffer_of(config)
+    claim_holder = "rollout-0"
+    appended: list[int] = []
     source = context_of(tmp_path, config, FakeEngine()).source
 
     def feeder(name: str) -> TaskFeeder:
         async def claim() -> bool:
-            return name == holder
+            return name == claim_holder
 
         return TaskFeeder(buffer, source, target=8, claim=claim)
 
     put_tasks = buffer.put_tasks
 
-    async def put(tasks: Sequence[Task]) -> int:
-        asked.append(len(tasks))
+    async def record_put_tasks(tasks: Sequence[Task]) -> int:
+        appended.append(len(tasks))
         return await put_tasks(tasks)
 
-    monkeypatch.setattr(buffer, "put_tasks", put)
-    assert not await feeder("rollout-1").top_up() and not asked
+    monkeypatch.setattr(buffer, "put_tasks", record_put_tasks)
+    assert not await feeder("rollout-1").top_up_buffer() and not appended
     first = feeder("rollout-0")
-    assert [await first.top_up() for _ in range(4)] == [True] * 4 and asked == [3, 3, 2]
-    assert await feeder("rollout-1").top_up()  # nothing is missing, whoever is asked
+    assert [await first.top_up_buffer() for _ in range(4)] == [True] * 4 and appended == [3, 3, 2]
+    assert await feeder("rollout-1").top_up_buffer()  # the buffer is full, so the claim does not matter
     await buffer.admit_groups(4, holder="a", timeout_s=1.0)
     monkeypatch.setattr(admission, "FEEDER_TTL_S", 0.01)
-    holder = ""
-    waiting = asyncio.create_task(feeder("rollout-1").run())
+    claim_holder = ""
+    waiting = asyncio.create_task(feeder("rollout-1").run_feeding())
     await asyncio.sleep(0)
-    holder = "rollout-1"  # the claim of rollout-0 has ended
-    await until(lambda: len(asked) > 3)
+    claim_holder = "rollout-1"  # the claim of rollout-0 has expired
+    await until(lambda: len(appended) > 3)
     await cancel_and_wait(waiting)
 
 
-async def test_a_resumed_group_needs_the_version_of_its_newest_token(tmp_path: Path) -> None:
+async def test_a_resumed_group_requires_the_version_of_its_newest_token(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
-    await TaskFeeder(buffer, context_of(tmp_path, config, FakeEngine()).source, target=4).top_up()
+    await TaskFeeder(buffer, context_of(tmp_path, config, FakeEngine()).source, target=4).top_up_buffer()
     (ticket,) = await buffer.admit_groups(1, holder="a", timeout_s=1.0)
-    work = GroupRollout.resume(ticket, 4)
-    assert (work.missing, work.version_needed) == ([0, 1, 2, 3], 0)
-    work.samples[1] = Sample(
+    group = GroupRollout.from_ticket(ticket, 4)
+    assert (group.remaining_indices, group.required_version) == ([0, 1, 2, 3], 0)
+    group.samples[1] = Sample(
         tokens=tokens_to_bytes([1]), logprobs=logprobs_to_bytes([-1.0]), spans=[VersionSpan(5, 0, 1)], finish_reason=""
     )
-    assert (work.missing, work.version_needed) == ([0, 1, 2, 3], 5)
+    assert (group.remaining_indices, group.required_version) == ([0, 1, 2, 3], 5)
 
 
 @pytest.mark.parametrize(("wanted", "platform"), [(None, "cpu"), (True, "cuda"), (None, "cuda"), (False, "cpu")])
-async def test_samples_have_seeds_on_a_cpu_and_elsewhere_only_if_asked_for(
+async def test_samples_are_seeded_on_cpus_and_elsewhere_only_on_request(
     tmp_path: Path, wanted: bool | None, platform: str
 ) -> None:
     config = config_of(rollout={"seed_per_sample": wanted, "vllm": {"platform": platform}})
@@ -333,7 +336,7 @@ async def test_samples_have_seeds_on_a_cpu_and_elsewhere_only_if_asked_for(
     assert len(set(seeds)) == (len(seeds) if seeded else 1) and (None in seeds) == (not seeded)
 
 
-def test_seeds_differ_by_sample_and_attempt_and_not_by_process() -> None:
+def test_seeds_depend_on_sample_and_attempt_but_not_on_the_process() -> None:
     names = [(task, index, attempt) for task in (0, 1) for index in (0, 1) for attempt in (1, 2)]
     assert len({sample_seed(1, "train", *name) for name in names}) == len(names)
     assert sample_seed(1, "train", 7, 0, 1) == 8956793425933621076

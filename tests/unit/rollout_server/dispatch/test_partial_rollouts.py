@@ -1,4 +1,4 @@
-"""What was generated is not generated again: by whoever, after whatever."""
+"""Generated tokens survive stops and crashes: no server generates them again."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LENGTH = 40
 
 
 def letters(request: GenerationRequest) -> list[int]:
-    """Readable bytes that depend on the position only, so that a resumed sample ends as an undisturbed one."""
+    """Letters that depend on the position only, so that a resumed sample equals an uninterrupted one."""
     return [ord("a") + position % 26 for position in range(LENGTH)]
 
 
-WHOLE = letters(GenerationRequest("", [], 1))
+COMPLETE_SAMPLE = letters(GenerationRequest("", [], 1))
 
 
 def config(**rollout: Any) -> Any:
@@ -33,122 +33,122 @@ def config(**rollout: Any) -> Any:
     return config_of(max_staleness=0, groups_per_step=1, sampling={"max_tokens": LENGTH}, rollout=rollout, redis=redis)
 
 
-async def started(tokens_per_s: float = 200.0) -> ScriptedEngine:
+async def start_engine(tokens_per_s: float = 200.0) -> ScriptedEngine:
     engine = ScriptedEngine(letters, tokens_per_s=tokens_per_s)
     await engine.start()
     return engine
 
 
-async def some_tokens(engine: ScriptedEngine, least: int) -> None:
-    await until(lambda: engine.load().generated_tokens >= least)
+async def until_generated(engine: ScriptedEngine, tokens: int) -> None:
+    await until(lambda: engine.load().generated_tokens >= tokens)
 
 
-async def stored(buffer: InMemoryBuffer) -> int:
+async def saved_tokens(buffer: InMemoryBuffer) -> int:
     """Tokens of the partial of group 0."""
-    (ticket,) = await look(buffer)
+    (ticket,) = await peek_tickets(buffer)
     return 0 if ticket.partial is None else sum(sample.length for sample in ticket.partial.samples if sample)
 
 
-async def look(buffer: InMemoryBuffer) -> list[Ticket]:
+async def peek_tickets(buffer: InMemoryBuffer) -> list[Ticket]:
     """Take the lease of group 0 and give it back."""
-    tickets = await buffer.admit_groups(1, holder="onlooker", timeout_s=1.0)
+    tickets = await buffer.admit_groups(1, holder="observer", timeout_s=1.0)
     for ticket in tickets:
         await buffer.give_back(ticket)
     return tickets
 
 
-async def the_group(buffer: InMemoryBuffer) -> Group:
+async def take_group(buffer: InMemoryBuffer) -> Group:
     await until_buffer(buffer, lambda stats: stats.ready == 1)
     (group,) = (await buffer.take_batch(epoch=0, version=0, timeout_s=1.0)).groups
     return group
 
 
-def check_whole(group: Group, samples: int = 4) -> None:
+def check_complete(group: Group, samples: int = 4) -> None:
     assert len(group.samples) == samples
     for sample in group.samples:
         sample.validate()
-        assert sample.token_ids().tolist() == WHOLE
+        assert sample.token_ids().tolist() == COMPLETE_SAMPLE
 
 
-async def test_a_server_that_stops_leaves_every_token_to_the_next_one(tmp_path: Path) -> None:
+async def test_a_stopped_server_leaves_every_token_to_the_next(tmp_path: Path) -> None:
     settings = config()
-    buffer, first = buffer_of(settings), await started()
+    buffer, first = buffer_of(settings), await start_engine()
     async with dispatching(context_of(tmp_path, settings, first, buffer)):
-        await some_tokens(first, 40)
+        await until_generated(first, 40)
     generated = first.load().generated_tokens
-    assert await stored(buffer) == generated
-    second = await started(5000.0)
+    assert await saved_tokens(buffer) == generated
+    second = await start_engine(5000.0)
     async with dispatching(context_of(tmp_path, settings, second, buffer, name="rollout-1")):
-        check_whole(await the_group(buffer))
+        check_complete(await take_group(buffer))
     assert generated + second.load().generated_tokens == 4 * LENGTH
 
 
-async def test_a_server_that_is_killed_costs_what_it_made_since_it_last_stored(tmp_path: Path) -> None:
+async def test_a_killed_server_loses_only_tokens_since_its_last_save(tmp_path: Path) -> None:
     settings = config(progress_interval_s=0.02, lease_s=0.2)
-    buffer, first = buffer_of(settings), await started()
+    buffer, first = buffer_of(settings), await start_engine()
     context = context_of(tmp_path, settings, first, buffer)
     async with dispatching(context) as (_, running):
-        await some_tokens(first, 60)
+        await until_generated(first, 60)
         first.fail = lambda reason="": None  # type: ignore[method-assign]
-        context.buffer.progress = context.buffer.give_back = nothing  # type: ignore[method-assign]
+        context.buffer.progress = context.buffer.give_back = ignore_call  # type: ignore[method-assign]
         running.cancel()
-    second = await started(5000.0)
-    async with dispatching(context_of(tmp_path, settings, second, buffer_again(buffer), name="rollout-1")):
-        check_whole(await the_group(buffer))
+    second = await start_engine(5000.0)
+    async with dispatching(context_of(tmp_path, settings, second, restore_calls(buffer), name="rollout-1")):
+        check_complete(await take_group(buffer))
     regenerated = first.load().generated_tokens + second.load().generated_tokens - 4 * LENGTH
     assert 0 <= regenerated <= 40
 
 
-async def nothing(*arguments: Any, **options: Any) -> None:
-    """A dead server's calls do not arrive."""
+async def ignore_call(*arguments: Any, **options: Any) -> None:
+    """Calls of a dead server do not arrive."""
 
 
-def buffer_again(buffer: InMemoryBuffer) -> InMemoryBuffer:
-    """The same data, as another server reaches them."""
+def restore_calls(buffer: InMemoryBuffer) -> InMemoryBuffer:
+    """The same buffer, reachable again for another server."""
     del buffer.progress, buffer.give_back
     return buffer
 
 
-async def test_the_death_of_the_engine_costs_no_token(tmp_path: Path) -> None:
+async def test_no_token_is_lost_when_the_engine_dies(tmp_path: Path) -> None:
     settings = config()
-    buffer, first = buffer_of(settings), await started()
+    buffer, first = buffer_of(settings), await start_engine()
     async with dispatching(context_of(tmp_path, settings, first, buffer)) as (_, running):
-        await some_tokens(first, 40)
+        await until_generated(first, 40)
         first.fail()
         with pytest.raises(ExceptionGroup) as errors:
             await running
         assert errors.group_contains(EngineError, match="died")
-    assert await stored(buffer) == first.load().generated_tokens
+    assert await saved_tokens(buffer) == first.load().generated_tokens
 
 
-@pytest.mark.parametrize(("most", "attempt"), [(9, 4), (1, 2)])
-async def test_abort_gives_the_group_to_whoever_has_room_at_most_max_interruptions_times(
-    tmp_path: Path, most: int, attempt: int
+@pytest.mark.parametrize(("max_interruptions", "attempt"), [(9, 4), (1, 2)])
+async def test_abort_gives_a_group_back_at_most_max_interruptions_times(
+    tmp_path: Path, max_interruptions: int, attempt: int
 ) -> None:
-    settings = config(interruption="abort", max_interruptions=most)
-    buffer, engine, receiver = buffer_of(settings), await started(), FakeReceiver(WeightVersion(1, 0))
+    settings = config(interruption="abort", max_interruptions=max_interruptions)
+    buffer, engine, receiver = buffer_of(settings), await start_engine(), FakeReceiver(WeightVersion(1, 0))
     async with dispatching(context_of(tmp_path, settings, engine, buffer), receiver):
-        for version, least in [(1, 30), (2, 70), (3, 110)]:
-            await some_tokens(engine, least)
+        for version, tokens in [(1, 30), (2, 70), (3, 110)]:
+            await until_generated(engine, tokens)
             await receiver.publish(1, version)
-        group = await the_group(buffer)
-    check_whole(group)
+        group = await take_group(buffer)
+    check_complete(group)
     assert group.attempt == attempt
     assert engine.load().generated_tokens == 4 * LENGTH
     assert all([span.version for span in sample.spans] == [0, 1, 2, 3] for sample in group.samples)
 
 
-async def test_a_group_that_over_samples_keeps_the_first_that_finish(tmp_path: Path) -> None:
+async def test_over_sampling_keeps_the_samples_that_finish_first(tmp_path: Path) -> None:
     def unequal(request: GenerationRequest) -> list[int]:
         index = int(request.request_id.split("-")[2].split(".")[0])
-        return WHOLE[: 4 + 6 * index]
+        return COMPLETE_SAMPLE[: 4 + 6 * index]
 
     settings = config(oversample=2)
     engine = ScriptedEngine(unequal, tokens_per_s=200.0)
     await engine.start()
     buffer = buffer_of(settings)
     async with dispatching(context_of(tmp_path, settings, engine, buffer)):
-        group = await the_group(buffer)
+        group = await take_group(buffer)
         await until(lambda: engine.load().running == 0)
     assert [sample.length for sample in group.samples] == [4, 10, 16, 22]
     assert engine.load().generated_tokens < 4 + 10 + 16 + 22 + 28 + 34

@@ -75,8 +75,8 @@ async def test_an_evaluation_over_http_equals_one_with_the_engine(tmp_path: Path
 
     async def evaluate(policy: Any) -> Any:
         context = EvalContext(config, "eval", policy, pool, SingleTurn(Letters()), Source())
-        evaluation = await EvalRunner(context).grade(plan)
-        return [[answer.sample.text for answer in prompt.sampled] for prompt in evaluation.prompts], evaluation.figures
+        evaluation = await EvalRunner(context).grade_prompts(plan)
+        return [[answer.sample.text for answer in prompt.sampled] for prompt in evaluation.prompts], evaluation.metrics
 
     async with server(tmp_path, engine) as api, sampler(api.address, max_concurrency=2) as live:
         assert await evaluate(live) == await evaluate(engine)

@@ -32,7 +32,7 @@ from tests.support.waiting import until
 async def evaluator_at(context: ServerContext, version: int) -> tuple[MilestoneEvaluator, WeightWatcher, FakeReceiver]:
     receiver = FakeReceiver(WeightVersion(1, version))
     watcher = watcher_of(context, receiver)
-    await watcher.first(1.0)
+    await watcher.wait_for_initial_weights(1.0)
     return MilestoneEvaluator(context, watcher), watcher, receiver
 
 
@@ -44,7 +44,7 @@ async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
     engine = FakeEngine(lambda request: "yes" if request.temperature == 0 or "-0-0-" in request.request_id else "no")
     context = context_of(tmp_path, config_of(), engine)
     evaluator, watcher, receiver = await evaluator_at(context, 0)
-    await evaluator.first()
+    await evaluator.evaluate_initial_version()
     (before,) = await context.board.evaluations()
     assert (before.version, before.prompts, before.samples, before.server) == (0, 4, 2, "rollout-0")
     assert (before.sampled_accuracy, before.greedy_accuracy) == (1 / 8, 1.0)
@@ -56,7 +56,7 @@ async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
     assert figures.mean.low <= figures.mean.value <= figures.mean.high
     assert before.no_majority == ""
 
-    loops = [asyncio.create_task(loop) for loop in (watcher.run(), evaluator.run())]
+    loops = [asyncio.create_task(loop) for loop in (watcher.run_updating(), evaluator.evaluate_milestones())]
     for version in (1, 2, 3, 4):
         await receiver.publish(1, version)
     await asyncio.wait_for(loops[1], 5.0)
@@ -67,7 +67,7 @@ async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
 async def test_without_an_extraction_the_board_says_why_there_is_no_majority(tmp_path: Path) -> None:
     context = context_of(tmp_path, config_of(rewards={"functions": [{"name": "format"}]}), FakeEngine())
     evaluator, _, _ = await evaluator_at(context, 0)
-    await evaluator.first()
+    await evaluator.evaluate_initial_version()
     (found,) = await context.board.evaluations()
     assert found.figures is not None and found.figures.majority is None
     assert found.no_majority == "format has none"
@@ -77,7 +77,7 @@ async def test_the_board_says_in_how_many_completions_looking_for_the_answer_fai
     engine = FakeEngine(lambda request: "!" if "-0-0-" in request.request_id else "yes")
     context = context_of(tmp_path, config_of(), engine)
     evaluator, _, _ = await evaluator_at(context, 0)
-    await evaluator.first()
+    await evaluator.evaluate_initial_version()
     (found,) = await context.board.evaluations()
     assert found.figures is not None and found.figures.unextracted == 1  # of the greedy completions nobody asks it
     assert (found.figures.unjudged, found.no_majority) == (0, "")
@@ -92,12 +92,12 @@ async def test_a_workflow_is_told_which_of_the_samples_of_a_prompt_it_makes(tmp_
             return await super().run(task, session)
 
     runner = EvalRunner(replace(context_of(tmp_path, config_of(), FakeEngine()), workflow=Noting(Bytes())))
-    await runner.grade(EvalPlan(prompts=4, samples=3))
+    await runner.grade_prompts(EvalPlan(prompts=4, samples=3))
     assert made == {0: 4 + 4, 1: 4, 2: 4}  # a greedy one is the first of one
     made.clear()
-    await runner.probe(version=0)
+    await runner.generate_probe(version=0)
     assert made == dict.fromkeys(range(PROBE_SAMPLES), PROBE_GROUPS)
-    assert runner.generating == 0
+    assert runner.unfinished == 0
 
 
 class Fails(SingleTurn):
@@ -114,7 +114,7 @@ class Fails(SingleTurn):
 async def test_held_out_samples_whose_workflow_fails_are_counted_and_stop_nothing(tmp_path: Path) -> None:
     context = replace(context_of(tmp_path, config_of(), FakeEngine()), workflow=Fails(Bytes()))
     evaluator, _, _ = await evaluator_at(context, 4)
-    await evaluator.run()
+    await evaluator.evaluate_milestones()
     (found,) = await context.board.evaluations()
     assert found.figures is not None
     assert (found.figures.prompts, found.figures.completions, found.figures.failed) == (2, 4, 2 * (2 + 1))
@@ -129,7 +129,7 @@ async def test_an_engine_that_fails_in_an_evaluation_ends_it(tmp_path: Path) -> 
     context = context_of(tmp_path, config_of(eval={"prompts": 1, "samples": 1, "greedy": False}), engine)
     evaluator, _, _ = await evaluator_at(context, 0)
     with pytest.raises(EngineError):
-        await evaluator.first()
+        await evaluator.evaluate_initial_version()
 
 
 async def test_time_in_which_the_engine_sleeps_does_not_count_against_an_evaluation(
@@ -137,12 +137,12 @@ async def test_time_in_which_the_engine_sleeps_does_not_count_against_an_evaluat
 ) -> None:
     clock_s = [0.0]
     monkeypatch.setattr(WeightWatcher, "awake_s", property(lambda watcher: clock_s[0]))
-    monkeypatch.setattr("rollout_server.evaluation.milestones.COMPLETION_SHARE", 0.5)
+    monkeypatch.setattr("rollout_server.evaluation.milestones.COMPLETION_TIMEOUT_FRACTION", 0.5)
     engine = FakeEngine()
     engine.hold = True
     context = context_of(tmp_path, config_of(eval={"prompts": 1, "timeout_s": 0.2}), engine)
     evaluator, _, _ = await evaluator_at(context, 0)
-    evaluating = asyncio.create_task(evaluator.first())
+    evaluating = asyncio.create_task(evaluator.evaluate_initial_version())
     await asyncio.wait([evaluating], timeout=0.4)
     assert not evaluating.done()
     clock_s[0] = 0.15  # too late for a completion, in time for the evaluation
@@ -172,14 +172,14 @@ async def test_an_evaluation_whose_claim_cannot_be_renewed_ends_with_that_error(
     evaluator, _, _ = await evaluator_at(context_of(tmp_path, config_of(), engine, board=ClaimOnce()), 0)
     with pytest.raises(ServerLost):
         async with asyncio.timeout(5):
-            await evaluator.first()
+            await evaluator.evaluate_initial_version()
     assert engine.held == {}
 
 
 async def test_the_final_probe_holds_groups_of_that_version_with_log_probabilities(tmp_path: Path) -> None:
     context = context_of(tmp_path, config_of(), FakeEngine())
     evaluator, _, _ = await evaluator_at(context, 4)
-    await evaluator.run()
+    await evaluator.evaluate_milestones()
     probe = await context.board.wait_for_probe(4, timeout_s=1.0)
     assert [len(group.samples) for group in probe.groups] == [4] * 16
     for sample in (sample for group in probe.groups for sample in group.samples):
@@ -190,10 +190,10 @@ async def test_the_final_probe_holds_groups_of_that_version_with_log_probabiliti
 async def test_a_server_without_the_final_weights_leaves_once_another_has_measured_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.evaluation.milestones.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("rollout_server.evaluation.milestones.BOARD_POLL_S", 0.01)
     context = context_of(tmp_path, config_of(), FakeEngine())
     evaluator, _, _ = await evaluator_at(context, 3)
-    running = asyncio.create_task(evaluator.run())
+    running = asyncio.create_task(evaluator.evaluate_milestones())
     await asyncio.sleep(0.05)
     assert not running.done()
     await context.board.put_evaluation(
@@ -208,8 +208,8 @@ async def test_milestones_are_evaluated_even_if_versions_are_skipped(tmp_path: P
         tmp_path, config_of(steps=10, eval={"prompts": 2, "samples": 1, "every_steps": 3}), FakeEngine()
     )
     evaluator, watcher, receiver = await evaluator_at(context, 0)
-    await evaluator.first()
-    loops = [asyncio.create_task(loop) for loop in (watcher.run(), evaluator.run())]
+    await evaluator.evaluate_initial_version()
+    loops = [asyncio.create_task(loop) for loop in (watcher.run_updating(), evaluator.evaluate_milestones())]
     for version in (1, 4, 5, 9, 10):
         await receiver.publish(1, version)
         async with asyncio.timeout(5):
@@ -226,7 +226,7 @@ async def test_only_one_of_several_servers_evaluates_a_version(tmp_path: Path) -
         context_of(tmp_path, config_of(), engine, board=board, name=f"r{n}") for n, engine in enumerate(engines)
     ]
     evaluators = [(await evaluator_at(context, 0))[0] for context in contexts]
-    await asyncio.gather(*(evaluator.first() for evaluator in evaluators))
+    await asyncio.gather(*(evaluator.evaluate_initial_version() for evaluator in evaluators))
     assert sorted(len(engine.requests) > 0 for engine in engines) == [False, True]
     assert await versions_on(board) == [0]
 
@@ -234,7 +234,7 @@ async def test_only_one_of_several_servers_evaluates_a_version(tmp_path: Path) -
 async def test_a_server_that_joins_late_does_not_measure_a_later_version_as_the_first(tmp_path: Path) -> None:
     context = context_of(tmp_path, config_of(), FakeEngine())
     evaluator, _, _ = await evaluator_at(context, 2)
-    await evaluator.first()
+    await evaluator.evaluate_initial_version()
     assert await versions_on(context.board) == []
 
 
@@ -243,8 +243,8 @@ async def test_weights_wait_until_the_evaluation_is_over(tmp_path: Path) -> None
     engine.hold = True
     context = context_of(tmp_path, config_of(), engine)
     evaluator, watcher, receiver = await evaluator_at(context, 0)
-    watching = asyncio.create_task(watcher.run())
-    evaluating = asyncio.create_task(evaluator.first())
+    watching = asyncio.create_task(watcher.run_updating())
+    evaluating = asyncio.create_task(evaluator.evaluate_initial_version())
     await until(lambda: len(engine.held) > 0)
     await receiver.publish(1, 1)
     while not evaluating.done():
@@ -261,7 +261,7 @@ async def test_an_evaluation_that_takes_too_long_is_an_error_with_the_fix(tmp_pa
     context = context_of(tmp_path, config_of(eval={"prompts": 1, "timeout_s": 0.05}), engine)
     evaluator, _, _ = await evaluator_at(context, 0)
     with pytest.raises(WaitTimeout, match=r"version 0.*eval\.prompts"):
-        await evaluator.first()
+        await evaluator.evaluate_initial_version()
     assert engine.held == {}
 
 
@@ -271,9 +271,9 @@ async def test_tokens_of_an_evaluation_are_not_counted_as_generated_for_training
     evaluator, watcher, _ = await evaluator_at(context, 0)
     feeder = TaskFeeder(context.buffer, context.source, target=4)
     heartbeat = Heartbeat(context, watcher, Dispatcher(context, watcher, feeder), evaluator)
-    await evaluator.first()
+    await evaluator.evaluate_initial_version()
     engine.tokens += 100
-    await heartbeat.beat()
+    await heartbeat.send_heartbeat()
     counters = await context.board.counters()
     assert counters == {"eval_tokens": (4 * 2 + 4) * 3, "generated_tokens": 100}
     (beat,) = await context.board.live_servers()

@@ -133,7 +133,7 @@ async def test_tokens_made_for_http_are_no_tokens_of_the_run(tmp_path: Path) -> 
 
 async def test_the_board_says_where_a_server_answers(tmp_path: Path) -> None:
     async with ready_server(tmp_path, await scripted(says("yes"))) as (api, server, _):
-        await server._heartbeat.beat()
+        await server._heartbeat.send_heartbeat()
         (beat,) = await server._context.board.live_servers()
         assert beat.http == api.address
         async with httpx.AsyncClient(base_url=beat.http) as client:

@@ -167,7 +167,9 @@ def test_the_report_has_the_figures_of_every_version_with_their_intervals(
     assert [row.split(" | ")[0] for row in rows[2:6]] == ["| 0", "| 40", "| 80", "| 120"]
     assert "| 120 | 256 | 0.830 [0.820, 0.850] |" in rows
     assert "No maj@4: `step has none`. 3 completions could not be judged" in section
-    assert "In 2 completions the reward function failed to find the answer" in section and "no vote in maj@4" in section
+    assert (
+        "In 2 completions the reward function failed to extract the answer" in section and "no vote in maj@4" in section
+    )
     (source,) = (row for row in rows if "0.880 [0.880, 0.880]" in row)
     assert not {"\x1b", "\u202e"} & set(source) and source.count("`") == 2
 
@@ -196,7 +198,7 @@ def test_the_report_says_without_which_servers_the_run_went_on(tmp_path: Path) -
 
 def test_the_report_says_which_engines_gave_captured_graphs_up_and_why(tmp_path: Path) -> None:
     logger = RolloutLogger(tmp_path, "rollout-1", samples_every=1)
-    logger.engine_note("rollout-1 runs without captured graphs")
+    logger.record_engine_note("rollout-1 runs without captured graphs")
     logger.close()
     rows = read_rows(tmp_path / "timeline" / "rollout-1.jsonl")
     summary = summarize(config(), [], [], [], {}, {}, 1.0, servers=[rows])

@@ -68,7 +68,7 @@ async def report_of(
     engine = await scripted(lambda request: [*(b"yes" if request.prompt[0] % 2 else wrong), 255])
     pool: Any = FakePool()
     context = EvalContext(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
-    grades = await EvalRunner(context).grade(plan)
+    grades = await EvalRunner(context).grade_prompts(plan)
     stated = find_stated_evaluation(config, policy, plan, len(grades.prompts))
     return EvalReport(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated)
 
