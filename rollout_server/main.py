@@ -107,7 +107,7 @@ async def _serve(config: RunConfig, model: Path, name: str) -> None:
                 if server is None:
                     log.info("the run is over: nothing to do")
                 else:
-                    with watched_loop(config.longest_sample_s, _exit_blocked):
+                    with watched_loop(config.max_sample_s, _exit_blocked):
                         await server.serve()
             _exit_at_deadline(STOP_FRACTION * config.launch.stop_timeout_s)
             return

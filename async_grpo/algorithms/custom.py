@@ -21,7 +21,7 @@ from async_grpo.algorithms.corrections import CORRECTIONS, Correction
 from async_grpo.algorithms.losses import LOSSES, Loss, TokenLoss
 from async_grpo.algorithms.tokens import Tokens
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.config.presets import is_own
+from async_grpo.config.presets import is_custom
 from async_grpo.errors import ConfigError
 from async_grpo.plugins import load_plugin
 
@@ -60,11 +60,11 @@ def check_objective(config: ObjectiveConfig) -> None:
 
     Raises ConfigError for one that cannot be imported, fails, or returns something other than its signature says.
     """
-    if is_own(config.advantage):
+    if is_custom(config.advantage):
         rewards_BG = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, float("nan")]], dtype=torch.float64)
         trial = (rewards_BG, ~rewards_BG.isnan(), torch.full((2, 3), 4))
         _check_numbers("advantage", config.advantage, _call("advantage", advantage_of, config.advantage, trial), (2, 3))
-    if is_own(config.loss):
+    if is_custom(config.loss):
         tokens = _trial_tokens()
         token = _call("loss", loss_of, config.loss, (tokens, config))
         if not isinstance(token, TokenLoss):
@@ -76,7 +76,7 @@ def check_objective(config: ObjectiveConfig) -> None:
         if not token.loss_N.requires_grad:
             raise _wrong("loss", config.loss, "lost the gradient of tokens.logprobs_N")
     for correction in config.corrections:
-        if is_own(correction.kind):
+        if is_custom(correction.kind):
             trial_tokens = (_trial_tokens().detached(), correction)
             multiplier_N = _call("correction", correction_of, correction.kind, trial_tokens)
             _check_numbers("correction", correction.kind, multiplier_N, (5,))

@@ -1,4 +1,4 @@
-"""The base of every configuration model: immutable, and unknown keys are errors."""
+"""Base class of all configuration sections: immutable, and strict about unknown keys."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
-    def problems(self) -> Iterator[str]:
-        """Yield conflicts between values of this section, each with rule and fix. The first one is reported.
+    def find_problems(self) -> Iterator[str]:
+        """Yield an error message, with rule and fix, per combination of values that cannot work.
 
-        Conflicts with other sections are yielded by a section's `problems_in_run`, which `RunConfig.problems` calls.
+        Covers this section only. Conflicts with other sections are found by the section's
+        `find_conflicts`, which `RunConfig.find_problems` calls.
         """
         yield from ()
 
     @model_validator(mode="after")
-    def _combination_works(self) -> Self:
-        if problem := next(self.problems(), None):
+    def _reject_problems(self) -> Self:
+        # Report only the first problem: the next ones are often consequences of it.
+        problem = next(self.find_problems(), None)
+        if problem is not None:
             raise ValueError(problem)
         return self

@@ -13,7 +13,7 @@ PORT_OFF = -1
 
 
 class ListenConfig(StrictModel):
-    """A socket for HTTP; on the loopback by default."""
+    """Address of an HTTP socket; on the loopback by default."""
 
     host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
     """Address to listen on."""
@@ -22,15 +22,15 @@ class ListenConfig(StrictModel):
 
     @property
     def is_on(self) -> bool:
-        """True if the socket is opened."""
+        """True if a port is configured."""
         return self.port is not None and self.port != PORT_OFF
 
 
 class HttpConfig(ListenConfig):
-    """Health, metrics, completions of the current policy, administration."""
+    """HTTP interface of a rollout server: health, metrics, completions of the current policy, administration."""
 
     host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
-    """Address to listen on. Anything but the loopback needs ASYNC_GRPO_HTTP_KEY in the environment."""
+    """Address to listen on. Any other address than the loopback needs ASYNC_GRPO_HTTP_KEY in the environment."""
     port: Annotated[int, Field(ge=PORT_OFF, le=65535)] | None = 0
     """Port to listen on. 0: any free port. N: N, or the next free port above it if several servers share a machine.
     null or -1: off."""
@@ -43,16 +43,17 @@ class HttpConfig(ListenConfig):
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """Maximum size of a request body, in bytes."""
     request_timeout_s: Seconds = 600.0
-    """Seconds for one request; after that it is cancelled."""
+    """Maximum seconds per request; after that it is cancelled."""
     drain_timeout_s: Seconds = 600.0
-    """Seconds that a draining server waits for samples in flight; after that it stores them and gives them back."""
+    """Seconds that a draining server waits for samples in flight. After that it saves them to the buffer and returns
+    their groups, so that another server continues them."""
 
     @property
     def is_local(self) -> bool:
-        """True if only this machine can reach it."""
+        """True if the socket is reachable from this machine only."""
         return is_loopback(self.host)
 
     @property
-    def most_completions(self) -> int:
+    def max_completions_per_request(self) -> int:
         """Maximum number of completions per request: max_n, but never more than max_concurrency."""
         return min(self.max_n, self.max_concurrency)

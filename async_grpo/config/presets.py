@@ -1,8 +1,8 @@
-"""Defaults of the objective's dials, by loss, by correction, and by preset.
+"""Defaults of the objective's settings, per loss, per correction and per preset.
 
     explicit key  >  defaults of a loss that differs from the preset's  >  preset  >  defaults of its loss
 
-Everything is filled in when the configuration is read, so the resolved copy beside a run shows what it used.
+Defaults are filled in when the configuration is loaded, so the run's config.yaml shows the values that were used.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from typing import Any
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "opob", "lite_ppo")
 WHOLE_BATCH_ADVANTAGES = ("reinforce_pp_baseline", "lite_ppo")
-"""Advantages that look beyond the group."""
-WEIGHED_ADVANTAGES = ("opob",)
-"""Advantages that count a sample by its importance weight, which the policy before the step has to be asked for."""
+"""Advantages that depend on the rewards of the whole batch, not only of their group."""
+IMPORTANCE_WEIGHTED_ADVANTAGES = ("opob",)
+"""Advantages that weight samples by their importance weight. They need a forward pass before the step."""
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "token_sum", "seq_mean_token_sum")
 
-DIALS = (
-    *("clip_low", "clip_high", "dual_clip"),
-    *("behaviour_cap", "behaviour_cap_mode"),
-    *("sapo_tau_positive", "sapo_tau_negative"),
+LOSS_SETTINGS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "behaviour_cap",
+    "behaviour_cap_mode",
+    "sapo_tau_positive",
+    "sapo_tau_negative",
 )
-"""Dials that only some losses know; None for the others."""
+"""Settings that only some losses use; None for the others."""
 
-CORRECTION_DIALS = ("cap", "low", "high", "limit")
+CORRECTION_SETTINGS = ("cap", "low", "high", "limit")
 
 REWEIGHTING = ("token_tis", "seq_tis", "icepop")
 """Corrections that multiply by an importance weight; the others only reject."""
@@ -33,22 +37,23 @@ REWEIGHTING = ("token_tis", "seq_tis", "icepop")
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
-    """Dials and choices that a policy loss allows."""
+    """Settings and choices of a policy loss."""
 
-    dials: Mapping[str, float | str]
+    defaults: Mapping[str, float | str]
+    """Required settings and their defaults."""
     optional: tuple[str, ...] = ()
-    """Dials that are off (None) unless set."""
+    """Settings that are off (None) by default."""
     prox: tuple[str, ...] = ("behaviour", "recompute", "loglinear")
-    """Sources of pi_prox that it allows; the first is the default."""
-    aggregation: str = ""
-    """The only one that the formula allows; "": any."""
-    weighted: bool = False
-    """The loss has the importance weight of the whole way from the behaviour policy in itself."""
+    """Allowed sources of pi_prox; the first is the default."""
+    aggregation: str | None = None
+    """The only aggregation that the formula allows. None: any."""
+    has_importance_weight: bool = False
+    """True if the formula already contains the full importance weight pi / mu."""
 
     @property
-    def known(self) -> tuple[str, ...]:
-        """Dials that the loss looks at."""
-        return (*self.dials, *self.optional)
+    def settings(self) -> tuple[str, ...]:
+        """Names of all settings that the loss uses."""
+        return (*self.defaults, *self.optional)
 
 
 LOSSES: dict[str, LossRule] = {
@@ -57,14 +62,18 @@ LOSSES: dict[str, LossRule] = {
         {"clip_low": 0.2, "clip_high": 0.28, "behaviour_cap": 5.0, "behaviour_cap_mode": "mask"},
         optional=("dual_clip",),
         prox=("recompute", "loglinear"),
-        weighted=True,
+        has_importance_weight=True,
     ),
     "gspo": LossRule({"clip_low": 3e-4, "clip_high": 4e-4}, aggregation="seq_mean_token_mean"),
     "cispo": LossRule({"clip_high": 4.0}, optional=("clip_low",)),
     "sapo": LossRule({"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}),
     "gmpo": LossRule({"clip_low": 0.4, "clip_high": 0.4}, aggregation="seq_mean_token_mean"),
-    "dppo_tv": LossRule({"clip_low": 0.2, "clip_high": 0.2, "behaviour_cap": 20.0}, prox=("behaviour",), weighted=True),
-    "topr": LossRule({}, prox=("behaviour",), weighted=True),
+    "dppo_tv": LossRule(
+        {"clip_low": 0.2, "clip_high": 0.2, "behaviour_cap": 20.0},
+        prox=("behaviour",),
+        has_importance_weight=True,
+    ),
+    "topr": LossRule({}, prox=("behaviour",), has_importance_weight=True),
 }
 
 CORRECTIONS: dict[str, dict[str, float]] = {
@@ -77,9 +86,9 @@ CORRECTIONS: dict[str, dict[str, float]] = {
     "opsm": {"limit": 1e-4},
     "ess_lr": {},
 }
-"""Dials of each correction, with their defaults."""
+"""Settings of each correction, with their defaults."""
 
-_CORRECTED = {"advantage": "grpo", "aggregation": "token_mean", "loss": "ppo_clip", "prox": "recompute"}
+_CORRECTED_PPO = {"advantage": "grpo", "aggregation": "token_mean", "loss": "ppo_clip", "prox": "recompute"}
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "loss": "ppo_clip", "clip_high": 0.2},
     "dr_grpo": {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm", "loss": "ppo_clip", "clip_high": 0.2},
@@ -87,11 +96,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "loss": "gspo"},
     "cispo": {"advantage": "grpo", "aggregation": "token_mean", "loss": "cispo"},
     "areal": {"advantage": "grpo", "aggregation": "token_mean", "loss": "decoupled"},
-    "tis": {**_CORRECTED, "corrections": ["token_tis"]},
-    "icepop": {**_CORRECTED, "corrections": ["icepop"]},
+    "tis": {**_CORRECTED_PPO, "corrections": ["token_tis"]},
+    "icepop": {**_CORRECTED_PPO, "corrections": ["icepop"]},
     "m2po": {"advantage": "grpo", "aggregation": "token_mean", "loss": "ppo_clip", "corrections": ["m2po"]},
     "vcpo": {
-        **_CORRECTED,
+        **_CORRECTED_PPO,
         "advantage": "opob",
         "aggregation": "seq_mean_token_mean",
         "corrections": [{"kind": "seq_tis", "cap": 8.0}, "ess_lr"],
@@ -100,43 +109,56 @@ PRESETS: dict[str, dict[str, Any]] = {
 DEFAULT_PRESET = "areal"
 
 
-def is_own(name: str) -> bool:
-    """True if a name is `module:attribute`, a function of the user's own."""
+def is_custom(name: str) -> bool:
+    """True if the name is `module:attribute`, a function of the user."""
     return ":" in name
 
 
-def fill(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The objective's section with every key that follows from the others; what is wrong is left as it is."""
+def fill_objective(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objective's section with the defaults of its preset and its loss.
+
+    This runs before validation, so invalid values are passed through: pydantic reports them with their key.
+    """
     name = raw.get("preset", DEFAULT_PRESET)
     preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+
     loss = raw.get("loss", preset.get("loss"))
     rule = LOSSES.get(loss) if isinstance(loss, str) else None
-    of_loss: dict[str, Any] = {"prox": "behaviour"}
+    loss_defaults: dict[str, Any] = {"prox": "behaviour"}
     if rule is not None:
-        of_loss = {"prox": rule.prox[0], **dict.fromkeys(DIALS), **rule.dials}
+        loss_defaults = {"prox": rule.prox[0], **dict.fromkeys(LOSS_SETTINGS), **rule.defaults}
+
     if loss != preset.get("loss"):
+        # The preset's clip range, prox and corrections were chosen for its own loss. Under another loss they may be
+        # wrong by orders of magnitude (gspo clips at 4e-4), so only the parts independent of the loss remain.
         preset = {key: preset[key] for key in ("advantage", "aggregation") if key in preset}
-        if rule is not None and rule.aggregation:
+        if rule is not None and rule.aggregation is not None:
             preset["aggregation"] = rule.aggregation
-    return {**of_loss, **preset, **raw}
+    return {**loss_defaults, **preset, **raw}
 
 
-def fill_quantized(raw: Any) -> Any:
-    """The objective's section for an engine of 8-bit matrices, which samples from another distribution than the trainer
-    computes: `token_tis`, if no correction is named and neither the loss nor its ratio carries the weight pi_prox / mu.
+def add_quantization_correction(raw: Any) -> Any:
+    """Return the objective's section with the correction `token_tis`, for an engine with 8-bit matrices.
+
+    Such an engine samples from a slightly different distribution (mu) than the trainer computes, so tokens need the
+    importance weight pi_prox / mu. The section stays as it is if it sets corrections, or if the loss or its ratio
+    already contains that weight.
     """
     if not isinstance(raw, Mapping):
         return raw
-    filled = fill(raw)
-    rule = LOSSES.get(str(filled.get("loss")))
-    if filled.get("corrections") is not None or rule is None or rule.weighted or filled.get("prox") == "behaviour":
+
+    resolved = fill_objective(raw)
+    rule = LOSSES.get(str(resolved.get("loss")))
+    if resolved.get("corrections") is not None or rule is None:
+        return raw
+    if rule.has_importance_weight or resolved.get("prox") == "behaviour":
         return raw
     return {**raw, "corrections": ["token_tis"]}
 
 
-def fill_correction(raw: Any) -> Any:
-    """`token_tis` or {kind: token_tis, ...} -> with the defaults of its kind."""
-    given = {"kind": raw} if isinstance(raw, str) else raw
-    if not isinstance(given, dict) or not isinstance(given.get("kind"), str):
-        return given
-    return {**CORRECTIONS.get(given["kind"], {}), **given}
+def fill_correction_defaults(raw: Any) -> Any:
+    """Return a correction, `token_tis` or {kind: token_tis, ...}, as a mapping with the defaults of its kind."""
+    section = {"kind": raw} if isinstance(raw, str) else raw
+    if not isinstance(section, dict) or not isinstance(section.get("kind"), str):
+        return section
+    return {**CORRECTIONS.get(section["kind"], {}), **section}

@@ -1,4 +1,4 @@
-"""The reward functions, and the limits of the processes and requests that run them."""
+"""Reward functions, and the limits of their processes and HTTP requests."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class HttpRewardConfig(StrictModel):
-    """A judge behind HTTP: one POST a completion, JSON there and back."""
+    """An HTTP judge: one POST per completion, with a JSON body and a JSON reply."""
 
     url: str
-    """http:// or https://, without a password in it."""
+    """http:// or https:// address of the judge, without a password."""
     timeout_s: Seconds = 30.0
-    """Seconds for one attempt."""
+    """Maximum seconds per attempt."""
     retries: NonNegativeInt = 3
-    """Attempts after the first, for connections that fail, time-outs and the statuses 408, 425, 429 and 5xx."""
+    """Attempts after the first, for failed connections, time-outs and the statuses 408, 425, 429 and 5xx."""
     backoff_s: Seconds = 0.5
-    """The n-th pause is random in (0, backoff_s * 2^n], at most `backoff_max_s`."""
+    """Base of the retry delay: the n-th is random in (0, backoff_s * 2^n], at most `backoff_max_s`."""
     backoff_max_s: Seconds = 10.0
     """Maximum delay between two attempts."""
     concurrency: PositiveInt = 16
-    """Largest number of concurrent requests of one rollout server."""
+    """Maximum number of concurrent requests per rollout server."""
     score_pointer: str = "/score"
-    """Position of the score in the reply: a JSON pointer (RFC 6901)."""
+    """JSON pointer (RFC 6901) to the score in the reply."""
     max_reply_bytes: PositiveInt = 64 << 10
-    """A longer reply is a failure."""
+    """Maximum size of a reply, in bytes; a longer one is a failure."""
     extra: dict[str, Any] = {}
-    """Fields to add to the body of every request."""
+    """Additional fields in the body of every request."""
     headers: dict[str, str] = {}
-    """Headers of every request. They are written to the run's config.yaml, so a secret belongs into `token_env`."""
+    """Headers of every request. They are written to the run's config.yaml, so use `token_env` for a secret."""
     token_env: EnvironmentName | None = None
-    """Name of the environment variable that holds the token; the token is read at the start and never written."""
+    """Environment variable with the token. The token is read at startup and never written to disk."""
     token_header: str = "Authorization"
     """Header that carries the token."""
     token_prefix: str = "Bearer "
@@ -48,73 +48,75 @@ class HttpRewardConfig(StrictModel):
 
     @field_validator("url")
     @classmethod
-    def _is_http(cls, url: str) -> str:
+    def _check_url(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(
-                f"{parts.scheme}://{parts.hostname} is not an http:// or https:// address. Give the judge's URL"
+                f"{parts.scheme}://{parts.hostname} is not an http:// or https:// address. Set the judge's URL"
             )
         if parts.username or parts.password:
             raise ValueError(
-                "a URL with a password in it would be written to logs and to the run's config.yaml. "
-                "Put the secret into an environment variable and name that in token_env"
+                "the URL contains a password, which would be written to logs and to the run's config.yaml. "
+                "Put the secret into an environment variable and set token_env to its name"
             )
         return url
 
     @field_validator("headers")
     @classmethod
-    def _hold_no_secret(cls, headers: dict[str, str]) -> dict[str, str]:
+    def _reject_secret_headers(cls, headers: dict[str, str]) -> dict[str, str]:
         for name in headers:
             if name.lower() in ("authorization", "proxy-authorization", "cookie") or "key" in name.lower():
                 raise ValueError(
-                    f"the header {name} would be written to the run's config.yaml. Put its value into an environment "
-                    "variable, name that in token_env, and the header in token_header"
+                    f"the header {name} is probably a secret and would be written to the run's config.yaml. Put its "
+                    f"value into an environment variable, set token_env to that variable and token_header to {name}"
                 )
         return headers
 
     @field_validator("score_pointer")
     @classmethod
-    def _is_a_pointer(cls, pointer: str) -> str:
+    def _check_pointer(cls, pointer: str) -> str:
         if pointer and not pointer.startswith("/"):
-            raise ValueError(f"{pointer!r} is not a JSON pointer. Begin it with /, for example /choices/0/score")
+            raise ValueError(f"{pointer!r} is not a JSON pointer. Start it with /, for example /choices/0/score")
         return pointer
 
 
 class RewardConfig(StrictModel):
-    """One reward; the reward of a sample is the weighted sum of all of them."""
+    """One reward function. The reward of a sample is the weighted sum of all scores."""
 
     name: str
     """A built-in verifier (docs/verifiers.md) or `module:attribute`; with `http`, any name."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Factor of its score in the sum."""
+    """Weight of the score in the sum."""
     required: bool = True
-    """A failure of this reward makes the sample unverifiable. false: it is left out of the sum."""
+    """If this function fails, the sample is unverifiable. False: the sum omits its score instead."""
     http: HttpRewardConfig | None = None
+    """The HTTP judge that computes this score. None: a verifier in a local process."""
 
     @field_validator("name")
     @classmethod
-    def _is_free(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if name == OVERLONG:
-            raise ValueError(f"{name!r} is the name of the punishment of length. Choose another")
+            raise ValueError(f"{name!r} is reserved for the length penalty. Choose another name")
         return name
 
 
 class RewardsConfig(StrictModel):
-    """Verifiers run outside the event loop, in processes that can be killed."""
+    """Reward functions and the processes that run verifiers. These are separate from the server, so that a verifier
+    that hangs or leaks can be killed."""
 
     functions: Annotated[list[RewardConfig], Field(min_length=1)] = [RewardConfig(name="answer_tag")]
-    """The rewards of a sample."""
+    """The reward functions of a sample."""
     workers: PositiveInt = 1
-    """Verifier processes of one rollout server."""
+    """Verifier processes per rollout server."""
     deadline_s: Seconds = 10.0
-    """Seconds for one verifier on one completion. After that the verifier is killed and the sample is `unverifiable`,
-    which is not a score of 0."""
+    """Maximum seconds per verifier and completion. After that the process is killed and the sample is `unverifiable`,
+    which is different from a score of 0."""
     start_timeout_s: Seconds = 60.0
-    """Seconds for a verifier process to import its verifiers."""
+    """Maximum seconds for a verifier process to import its verifiers."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 2 << 30
-    """Memory limit of one verifier process, including everything that it started."""
+    """Memory limit of one verifier process, including its child processes."""
     items_per_worker: PositiveInt = 1000
-    """Number of completions after which a verifier process is replaced; this bounds what leaks."""
+    """Completions after which a verifier process is replaced, which bounds memory leaks."""
     environment: list[EnvironmentName] = []
     """Environment variables that verifiers get in addition to PATH, HOME and the like (docs/rewards.md)."""
     overlong: Literal["none", "filter", "soft"] = "none"
@@ -124,23 +126,27 @@ class RewardsConfig(StrictModel):
     soft_overlong_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Penalty at sampling.max_tokens, the largest."""
 
-    def problems(self) -> Iterator[str]:
+    def find_problems(self) -> Iterator[str]:
         names = [function.name for function in self.functions]
-        if twice := {name for name in names if names.count(name) > 1}:
-            yield (f"functions: {', '.join(sorted(twice))} is given twice. Keep one and give it the whole weight")
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            yield f"functions: {', '.join(duplicates)} is given twice. Keep one of them, with the sum of both weights"
         if not any(function.required for function in self.functions):
-            yield ("functions: none is required, so a sample could have no reward at all. Require one of them")
+            yield (
+                "functions: no function is required, so a sample could end up without any reward. Set required: true "
+                "for at least one of them"
+            )
         if (self.overlong == "soft") != (self.soft_overlong_tokens is not None):
             yield (
                 f"overlong is {self.overlong!r} and soft_overlong_tokens is {self.soft_overlong_tokens}. "
                 "Set rewards.soft_overlong_tokens with overlong: soft, and only then"
             )
 
-    def problems_in_run(self, max_tokens: int) -> Iterator[str]:
-        """Clashes with the longest completion, in tokens (sampling.max_tokens)."""
-        punished = self.soft_overlong_tokens
-        if punished is not None and punished >= max_tokens:
+    def find_conflicts(self, max_tokens: int) -> Iterator[str]:
+        """Find conflicts with the maximum completion length (sampling.max_tokens)."""
+        penalised_tokens = self.soft_overlong_tokens
+        if penalised_tokens is not None and penalised_tokens >= max_tokens:
             yield (
-                f"rewards.soft_overlong_tokens ({punished}) is not below sampling.max_tokens ({max_tokens}): "
+                f"rewards.soft_overlong_tokens ({penalised_tokens}) is not below sampling.max_tokens ({max_tokens}): "
                 "every completion would be penalised for its length. Lower rewards.soft_overlong_tokens"
             )

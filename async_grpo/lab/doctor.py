@@ -193,7 +193,7 @@ def _check_memory_of(config: RunConfig) -> Finding:
     generation, and about 1 GiB of code for each process."""
     copy, limits, there = model_bytes(config) or 0, config.rollout.limits, available_memory()
     ranks = config.trainer.processes_per_node if config.trainer.platform == "cpu" else 0
-    servers = config.most_servers if limits.platform == "cpu" else 0
+    servers = config.max_servers_at_once if limits.platform == "cpu" else 0
     trained = 16 * copy // ELEMENT_BYTES[config.model.precision] if ranks else 0
     needed = (ranks + servers) * GIB + trained + servers * (copy + (limits.cache_bytes or 0))
     found = f"{gib(there)} GiB available; {ranks} rank(s) and {servers} engine(s) on the CPU need about {gib(needed)}"

@@ -98,10 +98,10 @@ class CompletionApi:
     def _check(self, body: Sampling, *, prompts: int) -> None:
         if body.model not in (None, self._http.config.name):
             raise HttpError(404, f"the model of this server is {self._http.config.name!r}", code="model_not_found")
-        if not 1 <= prompts * body.n <= self._limits.most_completions:
+        if not 1 <= prompts * body.n <= self._limits.max_completions_per_request:
             raise HttpError(
                 400,
-                f"prompts ({prompts}) times n ({body.n}) must be from 1 to {self._limits.most_completions} "
+                f"prompts ({prompts}) times n ({body.n}) must be from 1 to {self._limits.max_completions_per_request} "
                 "(rollout.http.max_n, rollout.http.max_concurrency). Ask for the rest in other requests",
             )
 

@@ -50,8 +50,8 @@ class SampleDeadline:
     def for_training(cls, config: RunConfig) -> SampleDeadline:
         """Training's deadline: rollout.sample_deadline_s if it is set, otherwise derived."""
         if config.rollout.sample_deadline_s is not None:
-            return cls(config.longest_sample_s)
-        return cls(config.longest_sample_s, config.sampling.max_tokens)
+            return cls(config.max_sample_s)
+        return cls(config.max_sample_s, config.sampling.max_tokens)
 
     def record_sample(self, seconds: float, tokens: int) -> None:
         """Count a sample of this server towards the measured speed."""

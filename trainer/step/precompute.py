@@ -70,13 +70,13 @@ def prepare_sequences(
     # Some advantages depend on these passes. The sequences above have advantages from the rewards alone, so build them
     # again.
     squared_weights = None
-    if objective.weighs_samples:
+    if objective.advantages_use_weights:
         assert logprobs_N is not None
         squared_weights = squared_sample_weights(logprobs_N, sequences, objective, batch.version)
-    if objective.penalises_rewards:
+    if objective.subtracts_kl_from_rewards:
         assert reference_N is not None
         batch = subtract_kl_from_rewards(batch, sequences, reference_N, objective)
-    if objective.weighs_samples or objective.penalises_rewards:
+    if objective.advantages_use_weights or objective.subtracts_kl_from_rewards:
         with phases.span("pack"):
             sequences = build_sequences(batch, config, squared_weights)
 
@@ -90,14 +90,14 @@ def prepare_sequences(
         prox_N=logprobs_N if objective.prox == "recompute" else None,
         multiplier_N=correction_multiplier(before, objective),
     )
-    lr_scale = ess_scale(*ess_sums(before).tolist()) if objective.scales_step else None
+    lr_scale = ess_scale(*ess_sums(before).tolist()) if objective.scales_learning_rate else None
     return sequences, lr_scale
 
 
 def needs_policy_pass(trainer: TrainerConfig) -> bool:
     """True if the log-probabilities of the policy before the step need a separate pass."""
     objective = trainer.objective
-    if objective.needs_pass:
+    if objective.needs_forward_pass:
         return True
     return trainer.updates > 1 and bool(objective.prox == "recompute" or objective.corrections)
 

@@ -77,7 +77,7 @@ def trained_row(batch: Batch, config: RunConfig, *, skipped: bool) -> dict[str, 
     """
     objective = config.trainer.objective
     advantages: list[list[float]] | None = None
-    if not (objective.penalises_rewards or objective.weighs_samples):
+    if not (objective.subtracts_kl_from_rewards or objective.advantages_use_weights):
         advantages = group_advantages(batch.groups, objective.advantage)
 
     groups: dict[int, list[float] | None] = {}

@@ -184,7 +184,7 @@ def set_lr_scale(
 
     `batch_scale`: scale of the whole batch, if it was computed before the step; else the update's own is used.
     """
-    if not objective.scales_step:
+    if not objective.scales_learning_rate:
         return
     if batch_scale is None:
         totals.lr_scale = ess_scale(sums["sequence_weight"], sums["sequence_weight_squared"], sums["sequences"])

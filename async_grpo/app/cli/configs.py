@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.app.cli.common import exit_with_code, print_line
-from async_grpo.config.load import find_config, shipped_configs
+from async_grpo.config.load import resolve_config_path, shipped_configs
 from async_grpo.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def configs(
     """
     if name is None:
         return Console().print(_table())
-    files = list(_layers(find_config(Path(name))))
+    files = list(_layers(resolve_config_path(Path(name))))
     targets = [to / file.relative_to(shipped_configs()) for file in files]
     if taken := [target for target in targets if target.exists()]:
         raise ConfigError(f"{taken[0]} exists and would be overwritten. Name another folder with --to")

@@ -59,7 +59,7 @@ class Autoscaler:
     def __init__(self, config: RunConfig, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         self._supervisor = supervisor
         self._say = say
-        self._max_servers = config.most_servers
+        self._max_servers = config.max_servers_at_once
         self._demand = ServerDemand.of(config)
         self._steady_demand = SteadyDemand(config.rollout.servers, self._max_servers, config.launch.autoscale.after_s)
 

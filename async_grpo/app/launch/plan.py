@@ -162,7 +162,7 @@ def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
     yield "Workflow", lambda: check_workflow(config, policy)
     if plan.downloads:
         yield "Trackers", lambda: check_trackers(config)
-    if config.trainer.objective.own_functions:  # the built-in ones need no torch in this process
+    if config.trainer.objective.custom_functions:  # the built-in ones need no torch in this process
         yield "Objective", lambda: _check_objective(config.trainer.objective)
 
     excused: set[str] = set()

@@ -103,7 +103,7 @@ def devices_by_role(config: RunConfig) -> dict[str, tuple[Platform, int]]:
     trains, generates = select_platform(config.trainer.platform), select_platform(config.rollout.limits.platform)
     ranks = config.trainer.processes if trains.visible_variable else 0
     workers = config.rollout.limits.devices if generates.visible_variable else 0
-    servers = {f"rollout-{index}": (generates, workers) for index in range(config.most_servers)}
+    servers = {f"rollout-{index}": (generates, workers) for index in range(config.max_servers_at_once)}
     return {"trainer": (trains, ranks), **servers}
 
 

@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from async_grpo.config import RunConfig, dump, load
-from async_grpo.config.load import MACHINE_SECTIONS, RESOLVED, differing_keys, is_at_or_below
+from async_grpo.config.load import MACHINE_SECTIONS, RESOLVED_CONFIG, differing_keys, is_in_sections
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.role_history import failure, record_start, restarts
 from async_grpo.utils.files import is_locked, locked, try_lock, write_atomic
@@ -87,7 +87,7 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         """The resolved configuration: `async-grpo run` with it makes the same run."""
-        return self.path / RESOLVED
+        return self.path / RESOLVED_CONFIG
 
     @property
     def roles_file(self) -> Path:
@@ -255,7 +255,7 @@ def run_name(base: str, overrides: Iterable[str]) -> str:
 
     parts = [base]
     for key, value in sorted(values.items()):
-        if not is_at_or_below(key, _FREE_KEYS):
+        if not is_in_sections(key, _FREE_KEYS):
             parts.append(f"{key.split('.')[-1]}.{_spell_value(value)}")
     name = "-".join(parts)
     if len(name) <= _NAME_LENGTH:
@@ -269,7 +269,7 @@ def changed_keys(before: Any, after: Any) -> list[str]:
     >>> changed_keys({"seed": 1, "redis": {"url": "a"}}, {"seed": 2, "redis": {"url": "b"}})
     ['seed']
     """
-    return differing_keys(before, after, free=_FREE_KEYS)
+    return differing_keys(before, after, ignored=_FREE_KEYS)
 
 
 def _spell_value(text: str) -> str:

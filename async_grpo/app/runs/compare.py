@@ -59,7 +59,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     if len(runs) < 2:
         raise ConfigError(f"a comparison needs two runs or more, and this is {len(runs)}. Name another run folder")
     settings, summaries = [run.settings() for run in runs], [run.summary() for run in runs]
-    keys = sorted({key for other in settings[1:] for key in differing_keys(settings[0], other, free=_PLACE)})
+    keys = sorted({key for other in settings[1:] for key in differing_keys(settings[0], other, ignored=_PLACE)})
     return Comparison(
         names=_short_names([run.path for run in runs]),
         settings={key: [look_up(one, key) for one in settings] for key in keys},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from async_grpo.config.rollout import OURS
+from async_grpo.config.rollout import RESERVED_ENGINE_ARGUMENTS
 from async_grpo.lab.importers.conversions import (
     ON_POLICY,
     convert_keys,
@@ -210,7 +210,7 @@ def _engine(t: Translation) -> None:
     prefix = f"{_ROLLOUT}engine_kwargs.vllm."
     for key in [key for key in t.given.values if key.startswith(prefix)]:
         name, *below = key.removeprefix(prefix).split(".")
-        if name in OURS or below:
+        if name in RESERVED_ENGINE_ARGUMENTS or below:
             t.drop(key, "it has a key of its own here, or is a section", "rollout.vllm.extra")
         else:
             t.set(f"rollout.vllm.extra.{name}", t.get(key))

@@ -49,7 +49,7 @@ class LengthModel(StrictModel):
     recorded: list[list[int]] = []
     """recorded: lengths of the completions of each group; a group may hold one."""
 
-    def problems(self) -> Iterator[str]:
+    def find_problems(self) -> Iterator[str]:
         given = [name for name in ("mean", "median", "p99", "sigma") if getattr(self, name) is not None]
         if self.kind == "recorded" and not any(self.recorded):
             yield "kind is recorded, but there are no recorded lengths. Give them, or calibrate with --from RUN"

@@ -14,7 +14,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from async_grpo.app.report.drawing import BLUE, GREEN, GREY, RED, legend_above, new_figure
-from async_grpo.config.load import key_lines, read_plain
+from async_grpo.config.load import find_key_lines, read_raw_config
 from async_grpo.lab.simulate.calibrate import Measured
 from async_grpo.lab.sweep.plots import place_labels
 from async_grpo.lab.tune.goals import UNITS, Goal
@@ -174,10 +174,10 @@ def reasons_for(search: TuningSearch, goal: Goal, chosen: TunedPoint) -> dict[st
 def recommended_yaml(file: Path, overrides: Sequence[str], advice: Advice, command: str) -> str:
     """The configuration with the recommended values, for `async-grpo run`; the reason stands behind every change."""
     changed = changes_of(advice.chosen, advice.present)
-    plain, source = read_plain(file, [*overrides, *(f"{key}={value}" for key, value in changed.items())])
+    plain, source = read_raw_config(file, [*overrides, *(f"{key}={value}" for key, value in changed.items())])
     plain["name"] = f"{plain['name']}-tuned"[:64]
     lines = yaml.safe_dump(plain, sort_keys=False).splitlines()
-    places = key_lines("\n".join(lines))
+    places = find_key_lines("\n".join(lines))
     for key, why in advice.reasons.items():
         lines[places[key] - 1] += f"  # {why}"
     head = [f"{source} as tuned by: {command}", advice.verdict, *advice.notes]

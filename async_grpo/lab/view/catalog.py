@@ -12,7 +12,7 @@ from fastapi import HTTPException
 
 from async_grpo.app.runs.run import Run, RunStatus, is_run, list_runs
 from async_grpo.config import RunConfig, validate
-from async_grpo.config.load import renew
+from async_grpo.config.load import remove_former_values
 from async_grpo.errors import ConfigError
 from async_grpo.lab.view.columns import READ_S, StepColumns
 
@@ -80,7 +80,7 @@ class KnownRun:
     def _config(self, settings: dict[str, Any]) -> RunConfig | None:
         """The configuration; None if this release refuses it."""
         try:
-            renew(settings)
+            remove_former_values(settings)
             return validate(settings, str(self.run.path))
         except ConfigError:
             return None

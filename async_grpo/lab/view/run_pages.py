@@ -189,7 +189,7 @@ def _evaluations(run: KnownRun, axis: Axis) -> list[dict[str, Any]]:
 def differences_of(runs: list[KnownRun]) -> list[dict[str, Any]]:
     """The dotted keys of config.yaml that differ between any two runs, with the value in each."""
     settings = [run.run.settings() for run in runs]
-    keys = {key for other in settings[1:] for key in differing_keys(settings[0], other, free=("name",))}
+    keys = {key for other in settings[1:] for key in differing_keys(settings[0], other, ignored=("name",))}
     return [{"key": key, "values": [look_up(each, key) for each in settings]} for key in sorted(keys)]
 
 

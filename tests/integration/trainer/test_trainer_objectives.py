@@ -58,7 +58,7 @@ def assert_plain_step(found: Outcome, model_folder: Path, name: str) -> None:
     expected = token_objective(tokens, objective)
     loss = (expected.loss_N * weights_N).sum()
     loss.backward()
-    scale = ess_scale(*ess_sums(tokens.detached()).tolist()) if objective.scales_step else 1.0
+    scale = ess_scale(*ess_sums(tokens.detached()).tolist()) if objective.scales_learning_rate else 1.0
     moved = minus_gradient(model)
     grad_norm = torch.stack([gradient.square().sum() for gradient in moved.values()]).sum().sqrt().item()
     assert grad_norm > 1e-3

@@ -39,7 +39,7 @@ def test_an_own_advantage_replaces_the_rule() -> None:
 
 def test_an_own_correction_may_ask_for_the_whole_batch() -> None:
     kinds = [{"kind": f"{HERE}:halves", "whole_batch": whole} for whole in (False, True)]
-    assert [ObjectiveConfig(corrections=[kind]).needs_pass for kind in kinds] == [False, True]
+    assert [ObjectiveConfig(corrections=[kind]).needs_forward_pass for kind in kinds] == [False, True]
 
 
 @pytest.mark.parametrize(

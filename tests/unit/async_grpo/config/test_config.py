@@ -1,4 +1,4 @@
-"""The configuration refuses what cannot work and says how to mend it."""
+"""Loading, layering and validation of configurations, and their error messages."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
-def refusal(folder: Path, text: str = MINIMAL, overrides: tuple[str, ...] = ()) -> str:
+def load_error(folder: Path, text: str = MINIMAL, overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
         load(write(folder, text), overrides)
     return str(caught.value)
 
 
-def test_a_minimal_file_gets_defaults_that_work(tmp_path: Path) -> None:
+def test_a_minimal_file_gets_working_defaults(tmp_path: Path) -> None:
     config = load(write(tmp_path, MINIMAL))
     assert config.max_staleness == 2
     assert config.capacity_groups == 3 * config.groups_per_step
 
 
-def test_an_override_wins_over_the_file_and_keeps_its_yaml_type(tmp_path: Path) -> None:
+def test_an_override_takes_precedence_and_keeps_its_yaml_type(tmp_path: Path) -> None:
     config = load(write(tmp_path, MINIMAL + "seed: 3\n"), ["seed=7", "trainer.optimizer.lr=2e-4"])
     assert config.seed == 7
     assert config.trainer.optimizer.lr == pytest.approx(2e-4)
 
 
-def test_base_files_are_layered_key_by_key_in_their_order(tmp_path: Path) -> None:
+def test_later_base_files_override_earlier_ones_key_by_key(tmp_path: Path) -> None:
     write(tmp_path, MINIMAL + "seed: 3\nsampling: {max_tokens: 32, temperature: 0.7}\n", "first.yaml")
     write(tmp_path, "sampling: {max_tokens: 16}\n", "second.yaml")
     config = load(write(tmp_path, "base: [first.yaml, second.yaml]\nsampling: {temperature: 0.5}\n"))
@@ -45,12 +45,12 @@ def test_base_files_are_layered_key_by_key_in_their_order(tmp_path: Path) -> Non
     assert (config.name, config.sampling.max_tokens) == ("other", 32)
 
 
-def test_the_resolved_copy_reads_back_equal(tmp_path: Path) -> None:
+def test_dumped_configuration_loads_equal(tmp_path: Path) -> None:
     config = load(write(tmp_path, MINIMAL), ["max_staleness=4"])
     assert load(write(tmp_path, dump(config), "resolved.yaml")) == config
 
 
-def test_auto_staleness_is_bounded_by_its_largest_and_begins_where_it_is_told(tmp_path: Path) -> None:
+def test_auto_staleness_starts_at_start_and_is_bounded_by_max(tmp_path: Path) -> None:
     config = load(write(tmp_path, MINIMAL), ["max_staleness=auto", "auto_staleness.max=4", "auto_staleness.start=2"])
     assert (config.max_staleness, config.capacity_groups) == (4, 5 * config.groups_per_step)
     assert (config.replay_policy.window.effective_staleness, config.replay_policy.age_bound) == (2, 4)
@@ -76,8 +76,8 @@ def test_auto_staleness_is_bounded_by_its_largest_and_begins_where_it_is_told(tm
         (MINIMAL, ("trainer.optimizer=3",), ["trainer.optimizer", "lr, min_lr"]),
         (MINIMAL + "trainer:\n  optimizer:\n    lrr: 1\n", (), ["trainer.optimizer.lrr (line 5)"]),
         ("base: below.yaml\nsteps: 3\n", (), ["below.yaml, line 2)", "model: "]),
-        ("", (), ["holds nothing"]),
-        ("- a\n", (), ["holds a list"]),
+        ("", (), ["contains nothing"]),
+        ("- a\n", (), ["contains a list"]),
         ("name: a\n  steps: 3\n", (), ["run.yaml, line 2, column 8"]),
         (MINIMAL, ("rewards.functions=[]",), ["rewards.functions"]),
         (MINIMAL, ("trainer.optimizer.beta1=1.0",), ["trainer.optimizer.beta1"]),
@@ -85,11 +85,11 @@ def test_auto_staleness_is_bounded_by_its_largest_and_begins_where_it_is_told(tm
         (MINIMAL, ("trainer.platform=abacus",), ["trainer.platform"]),
     ],
 )
-def test_every_problem_is_named_with_its_key_and_rule(
+def test_every_problem_names_its_key_and_rule(
     tmp_path: Path, text: str, overrides: tuple[str, ...], words: list[str]
 ) -> None:
     write(tmp_path, "name: test\nlr: 1\n", "below.yaml")
-    message = refusal(tmp_path, text, overrides)
+    message = load_error(tmp_path, text, overrides)
     assert all(word in message for word in words), message
 
 
@@ -120,18 +120,20 @@ def test_every_problem_is_named_with_its_key_and_rule(
         (("rollout.sample_deadline_s=600",), "rollout.sample_deadline_s (600)"),
     ],
 )
-def test_an_impossible_combination_says_how_to_mend_it(tmp_path: Path, overrides: tuple[str, ...], fix: str) -> None:
-    assert fix in refusal(tmp_path, overrides=overrides)
+def test_conflicting_values_name_the_fix(tmp_path: Path, overrides: tuple[str, ...], fix: str) -> None:
+    assert fix in load_error(tmp_path, overrides=overrides)
 
 
-def test_leases_last_longer_than_an_absence_of_the_server_that_calls_outlive(tmp_path: Path) -> None:
+def test_default_leases_survive_a_redis_outage(tmp_path: Path) -> None:
     derived = load(write(tmp_path, MINIMAL), ["redis.timeout_s=20"])
-    assert derived.lease_s - derived.lease_s / 3 >= derived.redis.timeout_s, "it was renewed a third of it ago"
+    assert derived.lease_s - derived.lease_s / 3 >= derived.redis.timeout_s, (
+        "a lease is renewed after a third of its duration"
+    )
     assert load(write(tmp_path, MINIMAL), ["redis.timeout_s=20", "rollout.lease_s=25"]).lease_s == 25
 
 
-def test_a_password_in_the_url_is_not_repeated_in_the_refusal(tmp_path: Path) -> None:
-    assert "hunter2" not in refusal(tmp_path, overrides=("redis.url=redis://:hunter2@host:6379",))
+def test_a_password_in_the_url_is_not_repeated_in_the_error(tmp_path: Path) -> None:
+    assert "hunter2" not in load_error(tmp_path, overrides=("redis.url=redis://:hunter2@host:6379",))
 
 
 ALIASES = b"a0: &a0 [x, x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b"*a%d," % (i - 1) * 10) for i in range(1, 6))
@@ -155,16 +157,16 @@ MAPPINGS = b"a0: &a0 {x: 1}\n" + b"".join(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_hostile_file_is_refused_in_a_few_words(tmp_path: Path, data: bytes, message: str) -> None:
+def test_a_hostile_file_gets_a_short_error(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=message) as refusal:
+    with pytest.raises(ConfigError, match=message) as error:
         load(path)
-    assert len(str(refusal.value)) < 10_000
+    assert len(str(error.value)) < 10_000
 
 
 @pytest.mark.parametrize("text", ["[" * 20_000, "2024-99-99", "9" * 5_000])
-def test_a_hostile_override_is_refused_likewise(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="not valid YAML") as refusal:
+def test_a_hostile_override_gets_a_short_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="not valid YAML") as error:
         load(write(tmp_path, MINIMAL), [f"name={text}"])
-    assert len(str(refusal.value)) < 1_000
+    assert len(str(error.value)) < 1_000

@@ -1,4 +1,4 @@
-"""The shipped configurations for accelerators can be planned anywhere, and are refused where they cannot fit."""
+"""The shipped configurations for accelerators can be planned anywhere, and are rejected where they cannot fit."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ QWEN_7B = {
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, on a machine whose tools list no device."""
+def _run_in_an_empty_folder_without_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a machine whose vendor tools list no device."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(base, "TOOL_TIMEOUT_S", 0.0)
 
@@ -56,25 +56,25 @@ def read(name: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_a_dry_run_needs_neither_devices_nor_files_and_says_which_are_missing(name: str) -> None:
+def test_a_dry_run_needs_neither_devices_nor_files_and_lists_missing_ones(name: str) -> None:
     result = plan(name)
     assert result.exit_code == 0, result.output
-    said = ("trainer device", "engine device", "stay free", "rollout-0", "not here yet", "model.path", "data.path")
-    assert all(words in result.output for words in said), result.output
+    labels = ("trainer device", "engine device", "stay free", "rollout-0", "not here yet", "model.path", "data.path")
+    assert all(words in result.output for words in labels), result.output
     assert not list(Path.cwd().iterdir())
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)
-def test_one_device_is_enough_to_begin(name: str) -> None:
+def test_one_device_is_enough_to_start(name: str) -> None:
     result = plan(name)
     assert result.exit_code == 0, result.output
     assert "trainer: 0; rollout-0: 0" in result.output
-    there = 22 if "gpu" in name else 60
+    device_gib = 22 if "gpu" in name else 60
     [row] = [line for line in result.output.splitlines() if "shared device" in line]
-    assert re.findall(r"of (\d+) GiB", row) == [f"{there}"]
+    assert re.findall(r"of (\d+) GiB", row) == [f"{device_gib}"]
     sums = [float(figure) for figure in re.findall(r"= ([\d.]+) GiB", row)]
     assert len(sums) == (2 if read(name).launch.share_devices == "sleep" else 1)
-    assert all(0.7 * there < figure <= there for figure in sums)
+    assert all(0.7 * device_gib < figure <= device_gib for figure in sums)
 
 
 @pytest.mark.parametrize(
@@ -90,29 +90,29 @@ def test_one_device_is_enough_to_begin(name: str) -> None:
         (["trainer.device_memory_share=0.5"], "a rank may take 0.5"),
     ],
 )
-def test_what_cannot_share_a_device_is_refused(overrides: list[str], words: str) -> None:
+def test_conflicts_of_a_shared_device_are_rejected(overrides: list[str], words: str) -> None:
     result = plan("qwen2.5_0.5b_gsm8k_one_gpu", *overrides)
     assert result.exit_code == 1
     assert words in result.output, result.output
 
 
-def test_an_engine_that_sleeps_in_a_step_cannot_feed_it() -> None:
+def test_streaming_is_rejected_with_sleeping_engines() -> None:
     result = plan("qwen2.5_1.5b_gsm8k_one_gpu", "trainer.streaming=true")
     assert "launch.share_devices is sleep" in result.output and "trainer.streaming" in result.output
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_a_node_is_used_up(name: str) -> None:
+def test_node_configs_use_all_devices(name: str) -> None:
     config = read(name)
     used = config.trainer.processes + config.rollout.servers * config.rollout.vllm.tensor_parallel
     assert used == (16 if name.endswith("ascend") else 8)
 
 
-def test_two_nodes_are_planned_as_their_recipe_says() -> None:
+def test_the_plan_of_two_nodes_matches_the_documented_commands() -> None:
     output = plan("qwen2.5_32b_deepscaler_ascend_two_nodes").output
     for node, servers in enumerate((("rollout-0", "rollout-1"), ("rollout-2", "rollout-3"))):
-        dealt = f"trainer: 0,1,2,3,4,5,6,7; {servers[0]}: 8,9,10,11; {servers[1]}: 12,13,14,15"
-        assert re.search(rf"devices, node {node} +│ {dealt} ", output), output
+        devices = f"trainer: 0,1,2,3,4,5,6,7; {servers[0]}: 8,9,10,11; {servers[1]}: 12,13,14,15"
+        assert re.search(rf"devices, node {node} +│ {devices} ", output), output
     recipe = (CONFIGS.parent / "docs/operations.md").read_text()
     commands = re.findall(r"ASCEND_RT_VISIBLE_DEVICES=[\d,]+ async-grpo \w+ CONFIG --[\w-]+ [\w-]+", output)
     assert len(commands) == 6
@@ -125,17 +125,17 @@ ON_DEVICES = sorted(path.stem for path in CONFIGS.glob("qwen*.yaml"))
 
 
 @pytest.mark.parametrize("name", ON_DEVICES)
-def test_a_shipped_layout_fits_and_one_of_fewer_pipeline_stages_would_not(name: str) -> None:
-    planned = plan_devices(read(name))
-    assert planned is not None and planned.trainer_gib is not None and planned.engine_gib is not None
-    planned.check()
+def test_shipped_layouts_fit_and_need_their_pipeline_stages(name: str) -> None:
+    shipped = plan_devices(read(name))
+    assert shipped is not None and shipped.trainer_gib is not None and shipped.engine_gib is not None
+    shipped.check()
     if read(name).trainer.pipeline_parallel > 1:
-        flatter = plan_devices(load(CONFIGS / f"{name}.yaml", ["trainer.pipeline_parallel=1"]))
-        assert flatter is not None and flatter.trainer is not None
-        assert flatter.trainer.total > planned.trainer_gib * GIB
+        one_stage = plan_devices(load(CONFIGS / f"{name}.yaml", ["trainer.pipeline_parallel=1"]))
+        assert one_stage is not None and one_stage.trainer is not None
+        assert one_stage.trainer.total > shipped.trainer_gib * GIB
 
 
-def test_the_task_is_all_that_differs_between_two_runs_of_a_node() -> None:
+def test_configs_of_one_model_differ_only_in_their_task() -> None:
     gsm8k, deepscaler = (read(f"qwen2.5_7b_{task}_cuda").model_dump() for task in ("gsm8k", "deepscaler"))
     different = {key for key in gsm8k if gsm8k[key] != deepscaler[key]}
     assert different == {"name", "steps", "data", "rewards", "sampling", "rollout"}
@@ -153,20 +153,20 @@ def test_the_task_is_all_that_differs_between_two_runs_of_a_node() -> None:
         (("rollout.vllm.platform=cpu",), ["gpu_memory_utilization", "rollout.vllm.platform"]),
     ],
 )
-def test_what_cannot_fit_or_be_known_is_refused_with_its_arithmetic(overrides: list[str], words: list[str]) -> None:
+def test_layouts_that_do_not_fit_are_rejected_with_their_arithmetic(overrides: list[str], words: list[str]) -> None:
     result = plan("qwen2.5_7b_gsm8k_cuda", *overrides)
     assert result.exit_code == 1
     assert all(word in result.output for word in words), result.output
 
 
-def test_devices_of_unknown_size_are_said_to_be_unknown() -> None:
+def test_the_plan_marks_devices_of_unknown_size() -> None:
     keys = ("trainer.device_memory_gib=null", "rollout.vllm.device_memory_gib=null")
     result = plan("qwen2.5_7b_gsm8k_cuda", *keys)
     assert result.exit_code == 0
     assert "not known (trainer.device_memory_gib)" in result.output
 
 
-def test_a_run_wants_its_files_whatever_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_needs_the_model_files_even_with_an_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_plan, "check_machine", lambda _: None)  # as on a machine with the devices
     words = ["run", str(CONFIGS / "qwen2.5_7b_gsm8k_cuda.yaml"), "-o", "model.path=models/Qwen2.5-7B"]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
@@ -174,7 +174,7 @@ def test_a_run_wants_its_files_whatever_the_architecture(monkeypatch: pytest.Mon
     assert "models/Qwen2.5-7B is not there" in result.output
 
 
-def test_the_shape_comes_from_config_json_where_it_is() -> None:
+def test_shape_is_read_from_config_json_if_present() -> None:
     folder = Path("Qwen/Qwen2.5-7B")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(QWEN_7B))

@@ -1,4 +1,4 @@
-"""Presets, defaults that follow from the loss, and combinations that are refused with a way out."""
+"""Presets, defaults per loss, and conflicts between settings of the objective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_with(objective: dict[str, Any]) -> RunConfig:
     return validate(raw, "test.yaml")
 
 
-def shown(objective: ObjectiveConfig) -> tuple[Any, ...]:
+def resolved_values(objective: ObjectiveConfig) -> tuple[Any, ...]:
     keys = ("advantage", "aggregation", "loss", "prox", "clip_low", "clip_high", "behaviour_cap")
     return tuple(getattr(objective, key) for key in keys)
 
@@ -41,34 +41,45 @@ def shown(objective: ObjectiveConfig) -> tuple[Any, ...]:
         ("vcpo", ("opob", "seq_mean_token_mean", "ppo_clip", "recompute", 0.2, 0.28, None)),
     ],
 )
-def test_a_preset_sets_all_rows_together(preset: str, resolved: tuple[Any, ...]) -> None:
+def test_a_preset_sets_all_values(preset: str, resolved: tuple[Any, ...]) -> None:
     assert preset in PRESETS
-    assert shown(ObjectiveConfig(preset=preset)) == resolved
+    assert resolved_values(ObjectiveConfig(preset=preset)) == resolved
 
 
-def test_presets_of_corrections_set_them_and_a_list_of_ones_own_replaces_theirs() -> None:
+def test_explicit_corrections_replace_those_of_the_preset() -> None:
     vcpo = ObjectiveConfig(preset="vcpo")
-    assert [(one.kind, one.cap) for one in vcpo.corrections] == [("seq_tis", 8.0), ("ess_lr", None)]
-    assert (vcpo.scales_step, vcpo.weighs_samples, vcpo.needs_pass) == (True, True, True)
-    assert [one.kind for one in ObjectiveConfig(preset="tis", corrections=["icepop"]).corrections] == ["icepop"]
+    assert [(correction.kind, correction.cap) for correction in vcpo.corrections] == [
+        ("seq_tis", 8.0),
+        ("ess_lr", None),
+    ]
+    assert (vcpo.scales_learning_rate, vcpo.advantages_use_weights, vcpo.needs_forward_pass) == (True, True, True)
+    assert [correction.kind for correction in ObjectiveConfig(preset="tis", corrections=["icepop"]).corrections] == [
+        "icepop"
+    ]
 
 
-def test_the_default_is_areal_with_masked_weights() -> None:
+def test_default_is_areal_with_masked_weights() -> None:
     assert ObjectiveConfig() == ObjectiveConfig(preset="areal", behaviour_cap_mode="mask")
 
 
-def test_explicit_keys_win_over_the_preset() -> None:
+def test_explicit_keys_take_precedence_over_the_preset() -> None:
     objective = ObjectiveConfig(preset="gspo", advantage="rloo", clip_high=0.01)
     assert (objective.advantage, objective.clip_low, objective.clip_high) == ("rloo", 3e-4, 0.01)
 
 
-def test_a_loss_that_differs_from_the_presets_brings_its_own_defaults() -> None:
-    assert shown(ObjectiveConfig(loss="gspo"))[1:6] == ("seq_mean_token_mean", "gspo", "behaviour", 3e-4, 4e-4)
+def test_a_different_loss_uses_its_own_defaults() -> None:
+    assert resolved_values(ObjectiveConfig(loss="gspo"))[1:6] == (
+        "seq_mean_token_mean",
+        "gspo",
+        "behaviour",
+        3e-4,
+        4e-4,
+    )
     assert ObjectiveConfig(loss="ppo_clip").prox == "behaviour"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_resolved_copy_shows_every_value_and_reads_back_equal(preset: str) -> None:
+def test_resolved_objective_shows_all_values_and_loads_equal(preset: str) -> None:
     config = run_with({"preset": preset, "corrections": ["geo_rs", {"kind": "opsm", "limit": 0.1}]})
     text = dump(config)
     assert f"loss: {config.trainer.objective.loss}" in text
@@ -77,7 +88,7 @@ def test_the_resolved_copy_shows_every_value_and_reads_back_equal(preset: str) -
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_choice_of_the_code_is_a_choice_of_the_configuration(loss: str) -> None:
+def test_configuration_allows_every_implemented_choice(loss: str) -> None:
     for advantage, estimator in product(ADVANTAGES, ESTIMATORS):
         objective = ObjectiveConfig(advantage=advantage, loss=loss, kl_estimator=estimator)
         assert (objective.loss, objective.advantage, objective.kl_estimator) == (loss, advantage, estimator)
@@ -85,13 +96,13 @@ def test_every_choice_of_the_code_is_a_choice_of_the_configuration(loss: str) ->
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
-def test_a_correction_is_named_alone_and_gets_its_defaults(kind: str) -> None:
+def test_a_correction_given_by_name_gets_its_defaults(kind: str) -> None:
     (correction,) = ObjectiveConfig(loss="ppo_clip", prox="recompute", corrections=[kind]).corrections
     assert any(dial is not None for dial in (correction.cap, correction.low, correction.high, correction.limit))
 
 
 @pytest.mark.parametrize(
-    ("objective", "says"),
+    ("objective", "message"),
     [
         ({"preset": "grpp"}, "trainer.objective.preset: 'grpp'"),
         ({"loss": "gspoo"}, "loss 'gspoo'.*'gspo'"),
@@ -123,19 +134,19 @@ def test_a_correction_is_named_alone_and_gets_its_defaults(kind: str) -> None:
         ({"options": {"scale": 2}}, r"options .*decoupled"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason_and_the_fix(objective: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as refusal:
+def test_invalid_objectives_are_rejected_with_reason_and_fix(objective: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
         run_with(objective)
     assert "trainer.objective" in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", ["seq_mis", "geo_rs", "m2po", "opsm", "ess_lr"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_only_rejects_or_scales_the_step_goes_with_every_preset(preset: str, kind: str) -> None:
+def test_corrections_without_weights_work_with_every_preset(preset: str, kind: str) -> None:
     assert run_with({"preset": preset, "corrections": [kind]}).trainer.objective.corrections[0].kind == kind
 
 
-def test_a_line_shows_the_resolved_values() -> None:
+def test_summary_shows_the_resolved_values() -> None:
     assert ObjectiveConfig(corrections=["geo_rs"]).summary == (
         "areal: grpo advantages, decoupled (prox recompute, clip_low 0.2, clip_high 0.28, behaviour_cap 5, "
         "behaviour_cap_mode mask) + geo_rs, token_mean"
@@ -154,20 +165,20 @@ def test_a_line_shows_the_resolved_values() -> None:
         ({"loss": "mine:loss", "prox": "recompute"}, []),
     ],
 )
-def test_tokens_of_an_engine_of_8_bit_matrices_are_weighed_unless_they_are_already(
+def test_quantized_engines_add_an_importance_weight_unless_one_is_included(
     quantization: str, objective: dict[str, Any], corrections: list[str]
 ) -> None:
     raw: dict[str, Any] = {"name": "test", "model": {"random": {}}, "trainer": {"objective": objective}}
     plain = validate(raw, "test.yaml").trainer.objective
     config = validate(raw | {"rollout": {"vllm": {"quantization": quantization}}}, "test.yaml")
-    assert [each.kind for each in config.trainer.objective.corrections] == corrections
+    assert [correction.kind for correction in config.trainer.objective.corrections] == corrections
     if corrections != ["token_tis"]:
         assert config.trainer.objective == plain
     assert validate(yaml.safe_load(dump(config)), "resolved.yaml") == config
 
 
 @pytest.mark.parametrize(
-    ("vllm", "model", "said"),
+    ("vllm", "model", "message"),
     [
         (
             {"quantization": "fp8", "platform": "ascend"},
@@ -188,13 +199,13 @@ def test_tokens_of_an_engine_of_8_bit_matrices_are_weighed_unless_they_are_alrea
         ({"extra": {"quantization": "fp8"}}, {}, "extra sets quantization"),
     ],
 )
-def test_what_8_bit_matrices_do_not_go_with_is_refused(vllm: Any, model: Any, said: str) -> None:
+def test_conflicts_with_quantization_are_rejected(vllm: Any, model: Any, message: str) -> None:
     raw = {"name": "test", "model": {"random": {}, **model}, "rollout": {"vllm": vllm}}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validate(raw, "test.yaml")
 
 
-def test_sequences_shared_by_ranks_are_refused_in_float32_on_a_gpu() -> None:
+def test_context_parallel_in_float32_is_rejected_on_cuda() -> None:
     trainer = {"platform": "cuda", "processes": 2, "context_parallel": 2}
     raw: dict[str, Any] = {"name": "test", "model": {"random": {}, "precision": "float32"}, "trainer": trainer}
     with pytest.raises(ConfigError, match=r"trainer\.context_parallel is 2.*model\.precision"):

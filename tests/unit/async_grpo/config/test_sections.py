@@ -1,4 +1,4 @@
-"""Sections of the configuration: what cannot work is refused before anything starts, with the reason and the fix."""
+"""Conflicts within and between sections are rejected before anything starts, with reason and fix."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ WARMUP = [
 REWARDS = [
     ({"functions": [{"name": "format"}, {"name": "format", "weight": 2}]}, "functions: format .*twice"),
     ({"functions": [{"name": "format", "required": False}]}, "functions: .*required"),
-    ({"functions": [{"name": "overlong"}]}, "'overlong'.*punishment"),
+    ({"functions": [{"name": "overlong"}]}, "'overlong'.*length penalty"),
     ({"functions": [{"name": "format", "weight": float("nan")}]}, "weight.*finite"),
     ({"overlong": "soft"}, "overlong is 'soft' and soft_overlong_tokens is None"),
     ({"overlong": "filter", "soft_overlong_tokens": 4}, "overlong is 'filter' and soft_overlong_tokens is 4"),
@@ -76,33 +76,33 @@ def run_with(section: str, keys: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("section", "keys", "says"),
+    ("section", "keys", "message"),
     [
         *(("trainer", *row) for row in TRAINER),
         *(("rewards", *row) for row in REWARDS),
         *(("model", {"warmup": keys}, fix) for keys, fix in WARMUP),
     ],
 )
-def test_what_cannot_work_is_refused(section: str, keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_conflicting_settings_are_rejected(section: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         run_with(section, keys)
 
 
-@pytest.mark.parametrize(("lora", "reference", "says"), LORA)
-def test_adapters_that_cannot_work_are_refused(lora: dict[str, Any], reference: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(("lora", "reference", "message"), LORA)
+def test_invalid_adapters_are_rejected(lora: dict[str, Any], reference: dict[str, Any], message: str) -> None:
     raw = {"name": "a", "model": {"random": {}, "lora": lora}, "trainer": {"reference": reference}}
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         validate(raw, "test")
 
 
-def test_an_engine_that_computes_with_adapters_does_not_sleep() -> None:
+def test_an_engine_with_its_own_adapters_cannot_sleep() -> None:
     model = {"random": {}, "lora": {"engine": "adapters"}}
     with pytest.raises(ConfigError, match=r"launch\.share_devices is sleep.*model\.lora\.engine"):
         validate({"name": "a", "model": model, "launch": {"share_devices": "sleep"}}, "test")
 
 
 @pytest.mark.parametrize(("keys", "scale"), [({}, 2.0), ({"alpha": 8}, 0.5), ({"alpha": 8, "rslora": True}, 2.0)])
-def test_the_scale_of_adapters_is_alpha_over_rank_or_over_its_root(keys: dict[str, Any], scale: float) -> None:
+def test_adapter_scale_is_alpha_over_rank_or_its_root(keys: dict[str, Any], scale: float) -> None:
     assert LoraConfig(rank=16, **keys).scale == scale
 
 
@@ -119,7 +119,7 @@ def test_the_scale_of_adapters_is_alpha_over_rank_or_over_its_root(keys: dict[st
         ({"url": "http://judge/", "token_env": "Bearer abc"}, "token_env"),
     ],
 )
-def test_a_judge_that_cannot_be_asked_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_judges_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HttpRewardConfig(**settings)
 
@@ -138,8 +138,8 @@ def test_a_judge_that_cannot_be_asked_is_refused(settings: dict[str, Any], messa
         {"processes": 4, "tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4},
     ],
 )
-def test_what_works_reads_back_equal_from_the_resolved_copy(keys: dict[str, Any]) -> None:
+def test_dumped_sections_load_equal(keys: dict[str, Any]) -> None:
     judge = {"name": "judge", "weight": 0.5, "http": {"url": "https://judge/v1"}}
     config = run_with("trainer", keys).model_dump(mode="json")
-    again = validate({**config, "rewards": {"functions": [{"name": "gsm8k"}, judge]}}, "test")
-    assert validate(yaml.safe_load(dump(again)), "test") == again
+    config_with_rewards = validate({**config, "rewards": {"functions": [{"name": "gsm8k"}, judge]}}, "test")
+    assert validate(yaml.safe_load(dump(config_with_rewards)), "test") == config_with_rewards

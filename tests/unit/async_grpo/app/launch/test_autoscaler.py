@@ -41,7 +41,7 @@ def test_servers_change_only_after_a_steady_demand(demands: list[int], running: 
 
 def test_max_servers_below_the_configured_servers_is_refused() -> None:
     run = {"name": "a", "model": {"random": {}}, "rollout": {"servers": 2}}
-    assert validate(run, "test").most_servers == 2
-    assert validate(run | {"launch": {"autoscale": {"max_servers": 5}}}, "test").most_servers == 5
+    assert validate(run, "test").max_servers_at_once == 2
+    assert validate(run | {"launch": {"autoscale": {"max_servers": 5}}}, "test").max_servers_at_once == 5
     with pytest.raises(ConfigError, match=r"launch\.autoscale\.max_servers \(1\).*rollout\.servers \(2\)"):
         validate(run | {"launch": {"autoscale": {"max_servers": 1}}}, "test")
