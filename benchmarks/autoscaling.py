@@ -1,10 +1,10 @@
-"""`python -m benchmarks.autoscaling`: the gauge of wanted servers beside the servers that simulations find enough.
+"""`python -m benchmarks.autoscaling`: compares the estimate of wanted servers with the optimum found by simulation.
 
-    workload --simulated with `present` servers--> rows, heartbeats --> ServerDemand --> the gauge
-    workload --simulated with 1 to MAX_SERVERS servers--> the fewest within WORTHWHILE of the fastest
+    workload --simulated with `present` servers--> rows, heartbeats --> ServerDemand --> estimate
+    workload --simulated with 1 to MAX_SERVERS servers--> the fewest servers within WORTHWHILE of the fastest
 
-The gauge knows what a live run would show and nothing else: the rows of its steps and its servers' heartbeats. The
-simulation (docs/simulate.md, what `async-grpo tune` searches by) knows the timings. No engine and no trainer runs.
+The estimate uses only what a live run shows: the rows of its steps and its servers' heartbeats. The simulation
+(docs/simulate.md, also the basis of `async-grpo tune`) knows the timings. No engine and no trainer runs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from buffer.base import Batch
 MAX_SERVERS, STEPS, SEED = 16, 60, 1
 BEAT_S = 1.0
 PRESENT = (1, 4)
-"""Servers that a run has when the gauge is read."""
+"""Numbers of servers that a run has when the estimate is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledWorkload:
-    """A run whose best number of servers is asked for."""
+    """A run to find the best number of servers for."""
 
     name: str
     max_staleness: int
@@ -48,13 +48,13 @@ class ScaledWorkload:
     slots: int = 64
 
     def settings(self, servers: int) -> SimulatedSettings:
-        """16 groups of 8 samples a step."""
+        """Settings of a simulation with 16 groups of 8 samples per step."""
         policy = ReplayPolicy(StalenessWindow(self.max_staleness, 16, STEPS * 16))
         return SimulatedSettings(policy=policy, steps=STEPS, group_size=8, servers=servers, max_concurrency=self.slots)
 
     @property
     def timings(self) -> Timings:
-        """The timings of its simulation."""
+        """Timings of the simulation."""
         return Timings(trainer=self.trainer, engine=self.engine, lengths=self.lengths)
 
 
@@ -72,21 +72,23 @@ WORKLOADS = (
 
 
 class WatchedBuffer(SimulatedBuffer):
-    """A simulated buffer that notes the lengths of the completions of each batch."""
+    """A simulated buffer that records the completion lengths of each batch."""
 
     def __init__(self, context: SimulationContext) -> None:
         super().__init__(context)
         self.lengths: list[list[float]] = []
 
     def release_batch(self, batch: Batch) -> None:
-        """Note the lengths, then release the batch."""
-        samples = [sample for record in batch.groups for sample in self.groups[record.seq].ended]
+        """Record the lengths, then release the batch."""
+        samples = []
+        for record in batch.groups:
+            samples += self.groups[record.seq].ended
         self.lengths.append([sum(sample.tokens.values()) for sample in samples])
         super().release_batch(batch)
 
 
 class WatchedSimulation(Simulation):
-    """A simulated run that notes what a live one would show."""
+    """A simulated run that sends the rows and heartbeats of a live run to a `ServerDemand`."""
 
     buffer: WatchedBuffer
 
@@ -113,8 +115,8 @@ class WatchedSimulation(Simulation):
             self.demand.add_heartbeats([beat])
         self.context.events.call_later(BEAT_S, self._send_heartbeats)
 
-    def learn_demand(self) -> ServerDemand:
-        """Run to the end; returns the demand that its rows and heartbeats show."""
+    def run_and_measure_demand(self) -> ServerDemand:
+        """Run to the end. Returns the demand measured from its rows and heartbeats."""
         for step, lengths in zip(self.run().steps, self.buffer.lengths, strict=True):
             mean, longest = sum(lengths) / len(lengths), max(lengths)
             row = {"step_s": step.step_s, "wait_s": step.wait_s, "staleness": step.staleness}
@@ -122,56 +124,67 @@ class WatchedSimulation(Simulation):
         return self.demand
 
 
-def gauge(workload: ScaledWorkload, servers: int) -> int | None:
-    """What the gauge says of the workload while it has so many servers."""
-    return WatchedSimulation(workload, servers).learn_demand().estimate_servers(MAX_SERVERS)
+def estimate_servers(workload: ScaledWorkload, servers: int) -> int | None:
+    """Return the estimate of wanted servers for a run of this workload with `servers` servers."""
+    return WatchedSimulation(workload, servers).run_and_measure_demand().estimate_servers(MAX_SERVERS)
 
 
-def simulated(workload: ScaledWorkload, servers: int) -> SimulatedFigures:
-    """The figures of the workload with so many servers."""
+def simulate_workload(workload: ScaledWorkload, servers: int) -> SimulatedFigures:
+    """Simulate the workload with `servers` servers."""
     return figures_of(simulate(workload.settings(servers), workload.timings, seed=SEED))
 
 
-def enough(figures: Sequence[SimulatedFigures]) -> int:
-    """The fewest servers within WORTHWHILE of the most, of figures with 1, 2, 3 and so on."""
-    least_s = figures[-1].step_s * (1 + WORTHWHILE)
-    return next(number for number, found in enumerate(figures, start=1) if found.step_s <= least_s)
+def fewest_sufficient(results: Sequence[SimulatedFigures]) -> int:
+    """Return the fewest servers whose step is within WORTHWHILE of the last result; results are for 1, 2, 3 ..."""
+    max_step_s = results[-1].step_s * (1 + WORTHWHILE)
+    return next(servers for servers, result in enumerate(results, start=1) if result.step_s <= max_step_s)
 
 
 def random_workloads(count: int, seed: int) -> list[ScaledWorkload]:
-    """Workloads that nothing was chosen for."""
-    drawn = random.Random(seed)
-    found = []
+    """Draw workloads to which nothing was fitted."""
+    generator = random.Random(seed)
+    workloads: list[ScaledWorkload] = []
     for number in range(count):
-        step_s, busy_s = drawn.choice([0.005, 0.01, 0.03]), drawn.choice([0.2, 1.0, 3.0, 10.0, 30.0])
-        engine = EngineTimings(step_s=step_s, request_s=step_s * drawn.choice([0.003, 0.01, 0.03, 0.1]))
+        step_s = generator.choice([0.005, 0.01, 0.03])
+        busy_s = generator.choice([0.2, 1.0, 3.0, 10.0, 30.0])
+        engine = EngineTimings(step_s=step_s, request_s=step_s * generator.choice([0.003, 0.01, 0.03, 0.1]))
         trainer = TrainerTimings(base_s=0.2 * busy_s, token_s=0.8 * busy_s / 60_000, variation=0.1)
-        lengths = LengthModel(kind="lognormal", mean=400, sigma=drawn.choice([0.3, 0.7, 1.2]), cap=6000)
-        staleness, slots = drawn.choice([0, 1, 2, 4, 8]), drawn.choice([16, 32, 64, 128])
-        found.append(ScaledWorkload(f"random {number}: S = {staleness}", staleness, trainer, engine, lengths, slots))
-    return found
+        lengths = LengthModel(kind="lognormal", mean=400, sigma=generator.choice([0.3, 0.7, 1.2]), cap=6000)
+        staleness = generator.choice([0, 1, 2, 4, 8])
+        slots = generator.choice([16, 32, 64, 128])
+        name = f"random {number}: S = {staleness}"
+        workloads.append(ScaledWorkload(name, staleness, trainer, engine, lengths, slots))
+    return workloads
 
 
 def main() -> None:
     """Print the table of the named workloads, or of random ones."""
-    given = argparse.ArgumentParser(description="The gauge of wanted servers beside simulations.")
-    given.add_argument("--random", type=int, default=0, metavar="N", help="so many random workloads instead")
-    given.add_argument("--seed", type=int, default=0)
-    asked = given.parse_args()
-    workloads = random_workloads(asked.random, asked.seed) if asked.random else WORKLOADS
+    parser = argparse.ArgumentParser(description="Compare the estimate of wanted servers with simulations.")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="use N random workloads instead")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    workloads: Sequence[ScaledWorkload] = WORKLOADS
+    if arguments.random:
+        workloads = random_workloads(arguments.random, arguments.seed)
+
     title = f"servers wanted, of 1 to {MAX_SERVERS}: the fewest within {WORTHWHILE:.0%} of the speed of {MAX_SERVERS}"
     table = Table(title=title)
     seconds = ("step with 1", "with the gauge's", "with the simulation's", f"with {MAX_SERVERS}")
     for column in ("workload", "gauge, having 1", "having 4", "simulation", *seconds):
         table.add_column(column)
-    excess, losses = [], []
+
+    excess: list[int] = []
+    losses: list[float] = []
     for workload in workloads:
-        figures = [simulated(workload, servers) for servers in range(1, MAX_SERVERS + 1)]
-        said, best = [gauge(workload, servers) or 1 for servers in PRESENT], enough(figures)
-        steps = [figures[servers - 1].step_s for servers in (1, said[0], best, MAX_SERVERS)]
-        table.add_row(workload.name, *map(str, (*said, best)), *(f"{step_s:.2f} s" for step_s in steps))
-        excess.append(said[0] - best)
-        losses.append(steps[1] / steps[3] - 1)
+        results = [simulate_workload(workload, servers) for servers in range(1, MAX_SERVERS + 1)]
+        estimates = [estimate_servers(workload, servers) or 1 for servers in PRESENT]
+        best = fewest_sufficient(results)
+        steps_s = [results[servers - 1].step_s for servers in (1, estimates[0], best, MAX_SERVERS)]
+        counts = [str(count) for count in (*estimates, best)]
+        table.add_row(workload.name, *counts, *(f"{step_s:.2f} s" for step_s in steps_s))
+        excess.append(estimates[0] - best)
+        losses.append(steps_s[1] / steps_s[3] - 1)
+
     console = Console(width=120)
     console.print(table)
     console.print(f"{sum(map(abs, excess)) / len(excess):.1f} servers off in the mean, at most {max(map(abs, excess))}")

@@ -27,7 +27,7 @@ from async_grpo.data.prepared_source import PreparedSource
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.lab.bench.measure import Measurement, Stopwatch, progress_bar
 from async_grpo.models.tiny.random_qwen2 import train_tokenizer
-from benchmarks.harness import main, parser
+from benchmarks.harness import main, make_parser
 
 _TEXT = "sum of apples and pears that each child buys per day for a price in dollars after the half third part"
 _WORDS = _TEXT.split()
@@ -145,4 +145,4 @@ def _write_rows(path: Path, rows: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    main("python -m benchmarks.data", parser(__doc__), measure)
+    main("python -m benchmarks.data", make_parser(__doc__), measure)

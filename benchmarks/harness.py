@@ -1,9 +1,9 @@
-"""The command line of a benchmark: figures with their baselines as a table, and as JSON with `--json FILE`.
+"""Command line of a benchmark: prints measurements with their baselines as a table, and as JSON with `--json FILE`.
 
     if __name__ == "__main__":
-        main("python -m benchmarks.NAME", parser(__doc__), measure)
+        main("python -m benchmarks.NAME", make_parser(__doc__), measure)
 
-`measure(progress, quick=..., **options)` gets the other options of the parser by name.
+`measure(progress, quick=..., **options)` gets the parser's other options by name.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from async_grpo.errors import AsyncGrpoError
 from async_grpo.lab.bench.measure import Machine, Measurement, make_room, table, write
 
 Measure = Callable[..., Coroutine[Any, Any, Sequence[Measurement]]]
-View = Callable[[str, Sequence[Measurement], Machine], RenderableType]
+Render = Callable[[str, Sequence[Measurement], Machine], RenderableType]
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
-    made.add_argument("--quick", action="store_true", help="only check that it works; the figures mean little")
-    return made
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the measurements to FILE")
+    parser.add_argument("--quick", action="store_true", help="only check that it works; the results mean little")
+    return parser
 
 
-def main(title: str, arguments: argparse.ArgumentParser, measure: Measure, view: View = table) -> None:
-    """Measure, print and write. Exits with 1 for an error raised on purpose, which is printed without a traceback."""
-    options: dict[str, Any] = vars(arguments.parse_args())
+def main(title: str, parser: argparse.ArgumentParser, measure: Measure, render: Render = table) -> None:
+    """Measure, print and write the results. Prints an AsyncGrpoError without a traceback and exits with 1."""
+    options: dict[str, Any] = vars(parser.parse_args())
     json_file: Path | None = options.pop("json")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         if json_file is not None:
-            make_room(json_file)
+            make_room(json_file)  # before measuring: a path that cannot be written fails now, not after minutes
         machine = Machine.here()
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            figures = uvloop.run(measure(progress, **options))
-        Console().print(view(title, figures, machine))
+            measurements = uvloop.run(measure(progress, **options))
+        Console().print(render(title, measurements, machine))
         if json_file is not None:
-            write(json_file, figures, machine)
+            write(json_file, measurements, machine)
     except AsyncGrpoError as error:
         Console(stderr=True).print(f"{type(error).__name__}: {error}", highlight=False, markup=False)
         sys.exit(1)

@@ -4,9 +4,9 @@ Producer processes send groups of 8 samples (276 KB) to a consumer process. Take
 """
 
 from benchmarks.buffer.bench import measure
-from benchmarks.harness import main, parser
+from benchmarks.harness import main, make_parser
 
-arguments = parser(__doc__)
+arguments = make_parser(__doc__)
 arguments.add_argument("--url", help="server to measure (default: start one)")
 arguments.add_argument(
     "--fsync",

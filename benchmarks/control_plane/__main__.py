@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.control_plane.bench import measure, render
-from benchmarks.harness import main, parser
+from benchmarks.harness import main, make_parser
 
 
 def parse_numbers(text: str) -> list[int]:
@@ -27,7 +27,7 @@ def parse_at_least_1(text: str) -> float:
     return number
 
 
-arguments = parser(__doc__)
+arguments = make_parser(__doc__)
 arguments.add_argument(
     "--servers", type=parse_numbers, default=[64, 256, 1000], metavar="64,256,1000", help="numbers of servers"
 )

@@ -5,10 +5,10 @@ Updates a vLLM engine with 56 million random parameters, sends 1.08 GB with the 
 several ranks to two engines. Needs 21 GB of free memory and takes about ten minutes.
 """
 
-from benchmarks.harness import main, parser
+from benchmarks.harness import main, make_parser
 from benchmarks.weights.bench import measure
 
-arguments = parser(__doc__)
+arguments = make_parser(__doc__)
 arguments.add_argument(
     "--bucket", metavar="URL", help="also send versions through this bucket: s3://BUCKET/PREFIX, gs://, az://"
 )

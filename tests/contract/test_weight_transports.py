@@ -308,7 +308,7 @@ async def test_another_model_is_refused(plane: Plane, receiver: WeightReceiver) 
     with sending(plane.run("other"), layout=layout, epoch=EPOCH + 3) as other:
         other.publish_weights(0, [("embed", np.zeros(10, np.float32))])
         plane.board.address = other.address
-        with pytest.raises(WeightsCorrupt, match="not those that this receiver started with"):
+        with pytest.raises(WeightsCorrupt, match="differ from those that this receiver started with"):
             await receiver.wait_for_newer_version(version, COMES_S)
 
 
