@@ -1,4 +1,4 @@
-"""Hosts of endpoints, and which hosts are this machine's own."""
+"""Hosts of endpoints, and the test for loopback addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_loopback(host: str) -> bool:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Host and port of an endpoint.
+    """Split an endpoint into host and port.
 
     >>> split_endpoint("tcp://[::1]:5600")
     ('[::1]', '5600')

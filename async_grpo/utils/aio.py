@@ -1,19 +1,19 @@
-"""Helpers for asyncio: races, cancellation, signals, the cause among several errors, a watch on the event loop.
+"""Helpers for asyncio: races, cancellation, signals, root causes, and a watchdog of the event loop.
 
     race(work, rival)        the result of the work, unless the rival is done first
     cancel_and_wait(tasks)   cancel tasks and wait until they have ended
     stop_signals(stop)       SIGTERM and Ctrl-C call `stop`
-    root_cause(error)        which of several errors to show
-    watched_loop(...)        a thread that reports what blocks the event loop
+    root_cause(error)        the error of a group that explains the others
+    watched_loop(...)        a thread that reports code that blocks the event loop
 
-The watching thread asks the event loop for a sign of life every second:
+The watchdog thread pings the event loop every second:
 
-    watched_loop (thread) --call_soon_threadsafe--> event loop --> sign of life
+    watched_loop (thread) --call_soon_threadsafe--> event loop --> reply
 
 Code that blocks the event loop stops everything in its process: heartbeats, weights, HTTP. After WARN_S the log names
 the task and the lines that block it; after `limit_s` the process ends, so that another one can continue its groups. A
-process that was stopped (SIGSTOP) has missed one sign of life, however long it was stopped. Code that also holds
-Python's global lock (a regular expression, a loop in C) stops the watching thread too, so it goes unnoticed.
+process that was stopped (SIGSTOP) has missed one ping, regardless of how long it was stopped. Code that also holds
+Python's global lock (a regular expression, a loop in C) stops the watchdog as well, so it is not detected.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from async_grpo.errors import EngineError
 
 T = TypeVar("T")
 
-LOOK_EVERY_S = 1.0
+PING_EVERY_S = 1.0
 WARN_S = 10.0
-FRAMES = 12
+MAX_FRAMES = 12
 
 log = structlog.get_logger()
 
@@ -48,17 +48,24 @@ async def race(work: Awaitable[T], rival: Awaitable[object]) -> T:
     """Return the result of `work`, or raise its error, if it is done first; if both are done, `work` counts.
 
     Raises Overtaken if the rival is done first, or the rival's error. Coroutines that are not done are cancelled, and
-    have ended when this returns; tasks and futures of the caller go on.
+    have ended when this returns; tasks and futures of the caller continue.
     """
-    working, other = asyncio.ensure_future(work), asyncio.ensure_future(rival)
+    work_task = asyncio.ensure_future(work)
+    rival_task = asyncio.ensure_future(rival)
     try:
-        await asyncio.wait({working, other}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        other.result()
+        await asyncio.wait({work_task, rival_task}, return_when=asyncio.FIRST_COMPLETED)
+        if work_task.done():
+            return work_task.result()
+        rival_task.result()
         raise Overtaken
     finally:
-        await cancel_and_wait(*(own for own, given in ((working, work), (other, rival)) if own is not given))
+        # `ensure_future` returns tasks and futures of the caller unchanged: those are not ours to cancel.
+        own_tasks: list[asyncio.Future[Any]] = []
+        if work_task is not work:
+            own_tasks.append(work_task)
+        if rival_task is not rival:
+            own_tasks.append(rival_task)
+        await cancel_and_wait(*own_tasks)
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
@@ -71,7 +78,8 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
 @contextmanager
 def stop_signals(stop: Callable[[], object]) -> Iterator[None]:
     """Within the block, each SIGTERM and Ctrl-C calls `stop` in the event loop instead of ending this process."""
-    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
         loop.add_signal_handler(number, stop)
     try:
@@ -82,34 +90,42 @@ def stop_signals(stop: Callable[[], object]) -> Iterator[None]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error itself; of a group, the engine's error, which explains the others, or else the first."""
+    """Return the error itself; of a group, the engine's error, which explains the others, or else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [root_cause(inner) for inner in error.exceptions]
-    return next((cause for cause in causes if isinstance(cause, EngineError)), causes[0])
+    for cause in causes:
+        if isinstance(cause, EngineError):
+            return cause
+    return causes[0]
 
 
 @contextmanager
 def watched_loop(limit_s: float, on_limit: Callable[[str], None], *, warn_s: float = WARN_S) -> Iterator[None]:
-    """Watch the running event loop for the length of the block.
+    """Watch the running event loop for the duration of the block.
 
-    After `limit_s` the watching thread calls `on_limit` with the lines that block the loop; it must end the process.
+    After `limit_s` the watchdog calls `on_limit` with the lines that block the loop; it must end the process.
     """
-    loop, thread_id, ended = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
+    loop = asyncio.get_running_loop()
+    thread_id = threading.get_ident()
+    ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(LOOK_EVERY_S):
-            sign = threading.Event()
-            loop.call_soon_threadsafe(sign.set)
-            missed, warned = 0, False
-            while not sign.wait(LOOK_EVERY_S) and not ended.is_set():
-                missed += 1
-                if missed * LOOK_EVERY_S >= limit_s:
-                    on_limit(holder_of(loop, thread_id))
+        while not ended.wait(PING_EVERY_S):
+            replied = threading.Event()
+            loop.call_soon_threadsafe(replied.set)
+            # Count waits rather than read a clock: a process that was stopped would seem blocked for all that time.
+            blocked_s = 0.0
+            has_warned = False
+            while not replied.wait(PING_EVERY_S) and not ended.is_set():
+                blocked_s += PING_EVERY_S
+                if blocked_s >= limit_s:
+                    on_limit(describe_running_task(loop, thread_id))
                     return
-                if missed * LOOK_EVERY_S >= warn_s and not warned:
-                    warned = True
-                    log.error("the event loop is blocked", by=holder_of(loop, thread_id), for_s=missed * LOOK_EVERY_S)
+                if blocked_s >= warn_s and not has_warned:
+                    has_warned = True
+                    task = describe_running_task(loop, thread_id)
+                    log.error("the event loop is blocked", by=task, for_s=blocked_s)
 
     threading.Thread(target=watch, name="loop-watch", daemon=True).start()
     try:
@@ -118,10 +134,10 @@ def watched_loop(limit_s: float, on_limit: Callable[[str], None], *, warn_s: flo
         ended.set()
 
 
-def holder_of(loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
-    """The task that the loop is running and its stack, innermost line first."""
+def describe_running_task(loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
+    """Return the name of the task that the loop is running, and its stack, innermost line first."""
     task = asyncio.current_task(loop)
     frame = sys._current_frames().get(thread_id)
-    stack = traceback.extract_stack(frame)[-FRAMES:] if frame is not None else []
+    stack = traceback.extract_stack(frame)[-MAX_FRAMES:] if frame is not None else []
     lines = [f"{line.filename}:{line.lineno} in {line.name}" for line in reversed(stack)]
     return f"{task.get_name() if task is not None else 'a callback'}: {' < '.join(lines)}"

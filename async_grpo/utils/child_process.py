@@ -15,19 +15,19 @@ import sys
 from collections.abc import Sequence
 
 MARK_VARIABLE = "ASYNC_GRPO_ROLE_MARK"
-"""Environment variable of every role and its children: the role to which they belong, and with which they end."""
+"""Environment variable of every role and its children: the role that they belong to and end with."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_mark(role_mark: str) -> str:
-    """The mark of a process that a role starts for all roles of its run; it ends with the last of them."""
+    """Return the mark of a process that a role starts for all roles of its run. It ends with the last of them."""
     return f"{role_mark.rpartition('/')[0]}/"
 
 
 def signal_name(number: int) -> str:
-    """Name of a signal; real-time signals have only their number.
+    """Return the name of a signal; real-time signals have only a number.
 
     >>> signal_name(9), signal_name(40)
     ('SIGKILL', 'signal 40')
@@ -41,28 +41,28 @@ def signal_name(number: int) -> str:
 def child_argv(
     argv: Sequence[str], *, with_signal: signal.Signals = signal.SIGKILL, cores: Sequence[int] = ()
 ) -> list[str]:
-    """The command that runs `argv` in the process that is started with it.
+    """Return the command that runs `argv` as a child of the calling thread, on `cores` only; () for all cores.
 
-    The kernel sends that process `with_signal` when the thread that started it ends. It runs on `cores` only; () for
-    all cores.
+    The kernel sends the process `with_signal` when the thread that started it ends.
     """
-    kept_to = ",".join(map(str, cores))
-    # Isolated and without site: it needs the standard library alone, and starts in a fraction of the time.
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(with_signal)), kept_to, *argv]
+    core_list = ",".join(map(str, cores))
+    # Isolated and without site: it needs only the standard library, and starts in a fraction of the time.
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(with_signal)), core_list, *argv]
 
 
 def die_with_parent(parent: int, with_signal: int = signal.SIGKILL) -> None:
     """Have the kernel send this process `with_signal` when the thread that started it ends.
 
-    `parent` is the process id of the parent. If that process has already ended, the signal is sent at once.
+    `parent` is the process id of the parent. If that process has already ended, the signal is sent immediately.
     """
     _prctl(_PR_SET_PDEATHSIG, with_signal)
+    # Check after the setting: a parent that ended before it caused no signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), with_signal)
 
 
 def adopt_orphans() -> None:
-    """Make descendants whose parent dies children of this process, which can then end them."""
+    """Make this process the parent of descendants whose parent dies, so that it can end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -79,8 +79,9 @@ def _become(parent: str, with_signal: str, cores: str, *argv: str) -> None:
     die_with_parent(int(parent), int(with_signal))
     if cores:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
-    for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):  # and by whatever it becomes, unless reset
-        signal.signal(ignored_by_python, signal.SIG_DFL)
+    # Python ignores these signals, and exec would pass that on to the program.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
     os.execvp(argv[0], argv)
 
 

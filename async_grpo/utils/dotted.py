@@ -7,7 +7,7 @@ from typing import Any
 
 
 def look_up(mapping: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value at a dotted key; `default` if there is none.
+    """Return the value at a dotted key; `default` if there is none.
 
     >>> look_up({"trainer": {"optimizer": {"lr": 0.0001}}}, "trainer.optimizer.lr")
     0.0001

@@ -1,17 +1,17 @@
 """Files and folders written atomically, data synced to disk, and locks between processes.
 
-A writer writes a draft beside the target and renames it when it is complete, so that a reader never sees half a file.
-Locks are the kernel's (flock): they end with the process that holds them, however it ends.
+A writer writes a draft next to the target and renames it when it is complete, so that a reader never sees a part of a
+file. Locks are the kernel's (flock): the kernel releases them when the process that has them ends.
 
-`DeviceTurn` is about devices on which the trainer makes steps while the engines of the machine sleep:
+`DeviceTurn` coordinates the use of devices on which the trainer makes steps while the engines of the machine sleep:
 
     trainer    locks `wish`  -->  waits for the lock of `use`  -->  makes a step  -->  unlocks both
     server     shares the lock of `use` while its engine has memory on the devices
                sees that `wish` is locked  -->  its engine sleeps  -->  unlocks `use`
                sees that `wish` is free    -->  locks `use`        -->  its engine wakes
 
-A step waits for the slowest server (with a timeout), a server for the step. No engine sleeps for good: the locks of a
-trainer that dies fall free. A server that dies, or that starts in the middle of a step, does not disturb the step.
+A step waits for the slowest server (with a timeout), a server for the step. No engine sleeps for ever: the locks of a
+trainer that dies are released. A server that dies, or that starts in the middle of a step, does not disturb the step.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import IO, BinaryIO
 
 from async_grpo.errors import ConfigError, DataError, WaitTimeout
 
-LOOK_EVERY_S = 0.02
-"""Seconds between two looks at a lock: the kernel tells nobody when it falls free."""
+POLL_LOCK_S = 0.02
+"""Interval of polling a lock: the kernel does not notify anyone when a lock is released."""
 
-LOOK_TAKES_S = 0.2
-"""A lock that stays held for this many seconds belongs to a process at work, not to one that only tests it."""
+MAX_TEST_S = 0.2
+"""Maximum seconds for which `is_locked` can have a lock. After that, the lock belongs to a process at work."""
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def atomic_file(path: Path, *, synced: bool = False) -> Iterator[BinaryIO]:
     """Open a draft for writing. It replaces `path` when the block succeeds, and is removed otherwise.
 
     Several processes, also on different machines, may write the same path at the same time: each has its own draft.
-    With `synced` the file and its name are on disk when this returns.
+    With `synced`, the file and its name are on disk when this returns.
     """
     draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
@@ -59,17 +59,17 @@ def atomic_file(path: Path, *, synced: bool = False) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, content: str | bytes, *, synced: bool = False) -> Path:
-    """Write the file atomically (text as UTF-8) and return its path; see `atomic_file`."""
+    """Write the file atomically (text as UTF-8) and return its path."""
     with atomic_file(path, synced=synced) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     return path
 
 
-def read_end(path: Path, most: int, *, start: int = 0) -> bytes:
-    """The last `most` bytes of a file, or less if it has less behind `start`. Raises OSError."""
+def read_end(path: Path, max_bytes: int, *, start: int = 0) -> bytes:
+    """Return the last `max_bytes` bytes of a file, or fewer if it has fewer after `start`. Raises OSError."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(start, size - most))
+        file.seek(max(start, size - max_bytes))
         return file.read()
 
 
@@ -85,18 +85,18 @@ def sync(path: Path) -> None:
 def make_private_folder(folder: Path) -> None:
     """Create the folder with mode 700, or use one that only this user can use.
 
-    For folders with a predictable path in a place where every user may write (/dev/shm, /tmp): somebody else may have
-    made it first. Raises ConfigError for a folder of another user, one that others may use, and a link.
+    Use it for a predictable path in a folder where all users may write (/dev/shm, /tmp): another user may have created
+    it first. Raises ConfigError for a folder of another user, a folder that others may use, and a link.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         problem = "is a link or a file, not a folder"
-    elif found.st_uid != os.geteuid():
-        problem = f"belongs to user {found.st_uid}, but this process runs as user {os.geteuid()}"
-    elif found.st_mode & 0o077:
-        problem = f"has mode {stat.S_IMODE(found.st_mode):o}, but group and others must have no rights (700)"
+    elif status.st_uid != os.geteuid():
+        problem = f"belongs to user {status.st_uid}, but this process runs as user {os.geteuid()}"
+    elif status.st_mode & 0o077:
+        problem = f"has mode {stat.S_IMODE(status.st_mode):o}, but group and others must have no rights (700)"
     else:
         return
     raise ConfigError(
@@ -106,16 +106,16 @@ def make_private_folder(folder: Path) -> None:
 
 
 def is_own_folder(folder: Path) -> bool:
-    """True for a folder of this user; False for a link, a folder of another user, and if there is none."""
+    """True for a folder of this user; False for a link, a folder of another user, and a missing one."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def try_lock(file: int | IO[str], *, shared: bool = False) -> bool:
-    """Lock an open file, exclusively or together with others, without waiting; False if that is not possible now."""
+    """Lock an open file without waiting, exclusively or shared. False if that is not possible now."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -125,18 +125,18 @@ def try_lock(file: int | IO[str], *, shared: bool = False) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, busy: Exception) -> Iterator[None]:
-    """Hold the lock file `path` for the length of the block. Raises `busy` if another process holds it."""
+    """Lock the file `path` for the duration of the block. Raises `busy` if another process has the lock."""
     with path.open("w") as lock:
-        until_s = time.monotonic() + LOOK_TAKES_S
+        until_s = time.monotonic() + MAX_TEST_S
         while not try_lock(lock):
             if time.monotonic() > until_s:
                 raise busy
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_LOCK_S)
         yield
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock file. The test itself shares the lock for a moment, which `locked` waits for."""
+    """True if a process has locked the file. The test itself takes a shared lock briefly, for which `locked` waits."""
     try:
         with path.open() as lock:
             return not try_lock(lock, shared=True)
@@ -145,16 +145,17 @@ def is_locked(path: Path) -> bool:
 
 
 class DeviceTurn:
-    """Whose turn it is on the devices that the trainer and the servers of a machine share; one object a process."""
+    """The turn on devices that the trainer and the servers of a machine share. One object per process."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of the run, which all of them see."""
+        """`folder`: a folder of the run that all processes share."""
         folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT
-        self._wish, self._use = (os.open(folder / f".device-{name}", flags, 0o600) for name in ("wish", "use"))
+        self._wish = os.open(folder / ".device-wish", flags, 0o600)
+        self._use = os.open(folder / ".device-use", flags, 0o600)
 
     def begin_step(self, timeout_s: float) -> None:
-        """Wait until all engines sleep. Raises WaitTimeout, and they may wake again."""
+        """Wait until all engines sleep. After a WaitTimeout they may wake again."""
         deadline_s = time.monotonic() + timeout_s
         for lock in (self._wish, self._use):
             while not try_lock(lock):
@@ -163,9 +164,9 @@ class DeviceTurn:
                     raise WaitTimeout(
                         "the engines on the trainer's devices to sleep (launch.share_devices)",
                         timeout_s,
-                        "The logs of the rollout servers say what they wait for",
+                        "The logs of the rollout servers have what they wait for",
                     )
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_LOCK_S)
 
     def end_step(self) -> None:
         """Let the engines wake."""
@@ -173,22 +174,24 @@ class DeviceTurn:
             fcntl.flock(lock, fcntl.LOCK_UN)
 
     async def use(self) -> None:
-        """Wait until no step is made or wanted; after that none begins before `yield_to_step`. No timeout: a long step
-        is no fault, and that of a trainer that dies ends."""
+        """Wait until no step is made or wanted; after that none starts before `yield_to_step`.
+
+        No timeout: a long step is no fault, and that of a trainer that dies ends.
+        """
         while self._is_wanted() or not try_lock(self._use, shared=True):  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_LOCK_S)
 
     async def wanted(self) -> None:
         """Wait until the trainer wants to make a step. No timeout: it may wait long for its batch."""
         while not self._is_wanted():  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_LOCK_S)
 
     def yield_to_step(self) -> None:
-        """Say that the engine of this process sleeps."""
+        """Announce that the engine of this process sleeps."""
         fcntl.flock(self._use, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Give up all locks."""
+        """Release all locks."""
         os.close(self._use)
         os.close(self._wish)
 

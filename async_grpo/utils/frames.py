@@ -1,9 +1,9 @@
-"""Length-prefixed frames: how messages are told apart on a stream of bytes.
+"""Length-prefixed frames, which separate the messages on a stream of bytes.
 
     4 bytes (big-endian): length of the payload | payload
 
-Every reader has a limit, so that a few stray bytes in a stream cannot claim gigabytes. Frames know nothing of their
-payloads, and this module imports little: it is loaded in every verifier process.
+Every reader has a limit, so that a few stray bytes in a stream cannot claim gigabytes. This module imports little,
+because every verifier process loads it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ LENGTH = struct.Struct(">I")
 
 
 def pack_frame(payload: bytes, max_bytes: int) -> bytes:
-    """The payload as a frame. Raises ValueError above `max_bytes`."""
+    """Return the payload as a frame. Raises ValueError above `max_bytes`."""
     if len(payload) > max_bytes:
         raise ValueError(f"a message of {len(payload)} bytes is above the limit of {max_bytes}")
     return LENGTH.pack(len(payload)) + payload
 
 
 class FrameReader:
-    """Reads the frames of one stream. A `next` that is cancelled loses nothing: the following one continues it."""
+    """Reads the frames of one stream. A cancelled `next` loses nothing: the next call continues it."""
 
     def __init__(self, stream: asyncio.StreamReader, max_bytes: int) -> None:
         self._stream = stream
@@ -33,31 +33,33 @@ class FrameReader:
         self._length: int | None = None
 
     async def next(self) -> bytes:
-        """The payload of the next frame.
+        """Return the payload of the next frame.
 
         Raises IncompleteReadError when the stream has ended, and WireError if the frame is above the limit.
         """
         if self._length is None:
-            self._length = _length(await self._stream.readexactly(LENGTH.size), self._max_bytes)
+            self._length = _parse_length(await self._stream.readexactly(LENGTH.size), self._max_bytes)
         payload = await self._stream.readexactly(self._length)
         self._length = None
         return payload
 
 
 def read_frame(stream: BinaryIO, max_bytes: int) -> bytes | None:
-    """The payload of the next frame of a blocking stream, None at its end. Raises WireError above the limit."""
+    """Return the payload of the next frame of a blocking stream; None at its end. Raises WireError above the limit."""
     head = stream.read(LENGTH.size)
-    return stream.read(_length(head, max_bytes)) if len(head) == LENGTH.size else None
+    if len(head) < LENGTH.size:
+        return None
+    return stream.read(_parse_length(head, max_bytes))
 
 
 def take_frame(received: bytearray, max_bytes: int) -> bytes | None:
-    """Remove the first frame from `received` and return its payload; None if it is not there as a whole.
+    """Remove the first frame from `received` and return its payload; None if it is not complete.
 
     Raises WireError above the limit.
     """
     if len(received) < LENGTH.size:
         return None
-    end = LENGTH.size + _length(received[: LENGTH.size], max_bytes)
+    end = LENGTH.size + _parse_length(received[: LENGTH.size], max_bytes)
     if len(received) < end:
         return None
     payload = bytes(received[LENGTH.size : end])
@@ -65,8 +67,10 @@ def take_frame(received: bytearray, max_bytes: int) -> bytes | None:
     return payload
 
 
-def _length(head: bytes | bytearray, max_bytes: int) -> int:
+def _parse_length(head: bytes | bytearray, max_bytes: int) -> int:
     length: int = LENGTH.unpack(head)[0]
     if length > max_bytes:
-        raise WireError(f"a frame claims {length} bytes, above the limit of {max_bytes}: something else wrote it")
+        raise WireError(
+            f"a frame claims {length} bytes, above the limit of {max_bytes}: another program wrote to this stream"
+        )
     return length

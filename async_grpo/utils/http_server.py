@@ -1,4 +1,4 @@
-"""uvicorn in a process that also does other work and keeps its own signal handlers and log, and its listening socket.
+"""uvicorn in a process that also does other work, with its own signal handlers, log and listening socket.
 
     connection --headers, within HEADERS_S--> RequestLimit --> application
 
@@ -25,11 +25,11 @@ from async_grpo.utils.addresses import is_loopback
 
 KEEP_ALIVE_S = 15
 HEADERS_S = 10
-"""Seconds that a client has to send the headers of a request, counted from the connection or from their first byte."""
+"""Seconds within which a client must send the headers of a request, from the connection or from their first byte."""
 CLOSE_S = 2
-"""Seconds that pending answers have when the server stops."""
+"""Seconds for pending responses when the server stops."""
 MAX_CONNECTIONS = 320
-"""Most open connections. Above any limit of requests, so that no connection with a request is closed for another."""
+"""Maximum number of open connections. It exceeds all request limits, so that no active request loses its connection."""
 ALWAYS_ANSWERED = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
@@ -89,8 +89,10 @@ class RequestLimit:
 
 
 class LocalNamesOnly:
-    """Refuses requests for host names that are not this machine's: a web page whose name resolves to the loopback would
-    otherwise be of the same origin."""
+    """Refuses requests for host names other than this machine's.
+
+    Otherwise a web page whose name resolves to the loopback would have the same origin (DNS rebinding).
+    """
 
     def __init__(self, app: ASGIApp, refusal: ASGIApp | None = None) -> None:
         self._app = app
@@ -105,7 +107,7 @@ class LocalNamesOnly:
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a Host header names the loopback."""
+    """True if a Host header names the loopback."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -114,8 +116,10 @@ def is_local_name(host: str) -> bool:
 
 
 class DeadlineProtocol(H11Protocol):
-    """uvicorn's connection with a limit of HEADERS_S on waiting for headers. (Between requests, until the first byte,
-    uvicorn's keep-alive timer applies.)"""
+    """uvicorn's connection, with a limit of HEADERS_S on waiting for headers.
+
+    Between requests, until the first byte, uvicorn's keep-alive timer applies.
+    """
 
     deadline: asyncio.TimerHandle | None = None
     waits_since_s = 0.0
@@ -143,7 +147,7 @@ class DeadlineProtocol(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the connection waits for a request."""
+        """True if the connection waits for a request."""
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_headers(self) -> None:
@@ -170,7 +174,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host` and `port` (0: any free port). Raises OSError if it cannot.
+    """Return a socket that listens at `host` and `port` (0: any free port). Raises OSError if it cannot.
 
     Both bind and listen are called here, because two sockets may be bound to one port as long as neither listens.
     """
@@ -188,7 +192,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(host: str, port: int) -> str:
-    """The URL at which others reach a socket at `host` and `port`; for all addresses, with this machine's name."""
+    """Return the URL of a socket at `host` and `port`; for all addresses, with this machine's name."""
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
         return f"http://{socket.gethostname()}:{port}"

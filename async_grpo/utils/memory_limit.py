@@ -1,4 +1,4 @@
-"""Memory limit of this process's cgroup: that of its container, its Slurm job or its systemd unit."""
+"""Memory limit of this process's cgroup: of its container, Slurm job or systemd unit."""
 
 from __future__ import annotations
 
@@ -9,30 +9,39 @@ import psutil
 
 
 def total_memory() -> int:
-    """Bytes of memory that this process may use at most: the machine's, or less by the limit of its cgroup."""
-    total, limit = psutil.virtual_memory().total, cgroup_memory_limit()
+    """Maximum bytes of memory that this process may use: those of the machine, or the limit of its cgroup."""
+    total = psutil.virtual_memory().total
+    limit = cgroup_memory_limit()
     return total if limit is None else min(total, limit)
 
 
 def available_memory() -> int:
-    """Bytes that are available without swapping, bounded by the limit of this process's cgroup. What the cgroup uses
-    already is not subtracted: much of it is cached files."""
+    """Bytes that are available without swapping, bounded by the limit of this process's cgroup.
+
+    The memory that the cgroup uses already is not subtracted: much of it is cached files.
+    """
     return min(psutil.virtual_memory().available, total_memory())
 
 
 def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
     """Bytes of memory that this process and its siblings may use together; None without a limit.
 
-    psutil shows the memory of the whole machine in a container too, whose kernel kills what exceeds the limit. Limits
-    of all parents hold as well. cgroup v1 has a number near 2**63 where there is no limit.
+    In a container, psutil reports the memory of the whole machine, but the kernel kills processes above the limit of
+    the container. The limits of all parent groups apply as well. cgroup v1 has a number near 2**63 if there is no
+    limit.
     """
     file = root / "proc/self/cgroup"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return min((limit for line in lines for limit in _limits(line, root / "sys/fs/cgroup")), default=None)
+    if not file.is_file():
+        return None
+    limits: list[int] = []
+    for line in file.read_text().splitlines():
+        limits += _read_limits(line, root / "sys/fs/cgroup")
+    return min(limits, default=None)
 
 
-def _limits(line: str, folder: Path) -> Iterator[int]:
-    """Limits of one line of /proc/self/cgroup (NUMBER:CONTROLLERS:PATH; no controllers: cgroup v2) and its parents."""
+def _read_limits(line: str, folder: Path) -> Iterator[int]:
+    """Yield the limits of one line of /proc/self/cgroup (NUMBER:CONTROLLERS:PATH; v2: no controllers) and its
+    parents."""
     _, controllers, path = line.split(":", 2)
     if controllers and "memory" not in controllers.split(","):
         return

@@ -1,5 +1,7 @@
-"""Binds torch to one address. By default its stores listen on all interfaces, and its collectives on the address of the
-machine's name."""
+"""Binds torch to one address.
+
+By default its stores listen on all interfaces, and its collectives on the address of the machine's name.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ LOOPBACK = "127.0.0.1"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-def card_of(address: str) -> str | None:
-    """The network card that has the address (`eth0`, say); None if there is none."""
-    wanted = LOOPBACK if address.startswith("127.") else address
-    cards = psutil.net_if_addrs().items()
-    return next((card for card, found in cards if any(entry.address == wanted for entry in found)), None)
+def find_card(address: str) -> str | None:
+    """Return the network card with the address, such as `eth0`; None if there is none."""
+    if address.startswith("127."):
+        address = LOOPBACK
+    for card, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return card
+    return None
 
 
 def address_towards(host: str, port: int = 1) -> str:
-    """The address from which this machine reaches `host`; the loopback if there is no route."""
+    """Return the address from which this machine reaches `host`; the loopback if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, port))  # finds the route; nothing is sent
@@ -35,19 +40,24 @@ def address_towards(host: str, port: int = 1) -> str:
 
 
 def card_environment(address: str, variables: Iterable[str] = ()) -> dict[str, str]:
-    """Environment in which collectives run over the card that has the address; empty if none has.
+    """Return the environment in which collectives use the card with the address; empty if there is none.
 
-    `variables` are those of libraries other than gloo. They get `=` before the name, which asks for exactly this card:
-    `eth1` would also mean eth10.
+    `variables` are those of libraries other than gloo. They get `=` before the name, which selects exactly this card:
+    `eth1` would also match eth10.
     """
-    card = card_of(address)
-    return {} if card is None else {GLOO_VARIABLE: card} | {name: f"={card}" for name in variables}
+    card = find_card(address)
+    if card is None:
+        return {}
+    environment = {GLOO_VARIABLE: card}
+    for name in variables:
+        environment[name] = f"={card}"
+    return environment
 
 
 def keep_stores_at_their_address() -> None:
     """Make stores that `init_process_group("tcp://HOST:PORT")` or `env://` opens in this process listen at HOST only.
 
-    This is for third-party code; this project opens its own stores on sockets that are already bound. Raises
+    Third-party code needs this; this project opens its own stores on sockets that are already bound. Raises
     DependencyError if torch no longer has the name that is replaced.
     """
     check_private_names("engine worker, torch")

@@ -1,4 +1,4 @@
-"""Processes as the kernel lists them in /proc: who descends from whom, and how much memory they hold."""
+"""Processes in /proc: their descent and their memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PROC = Path("/proc")
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory of a process, with all of its shared pages; 0 if it is gone."""
+    """Resident memory of a process, including all of its shared pages; 0 if it is gone."""
     try:
         return int((_PROC / str(pid) / "statm").read_bytes().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
@@ -19,24 +19,31 @@ def rss_bytes(pid: int) -> int:
 
 
 def pss_bytes(pid: int) -> int:
-    """Resident memory of a process, with its share of shared pages; takes longer to read than `rss_bytes`."""
+    """Resident memory of a process, including its share of shared pages. Slower to read than `rss_bytes`."""
     try:
         rollup = (_PROC / str(pid) / "smaps_rollup").read_bytes()
     except OSError:
         return rss_bytes(pid)
-    return next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith(b"Pss:")), 0)
+    for line in rollup.splitlines():
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 def parents() -> dict[int, int]:
-    """The parent of every visible process, by process id."""
+    """Return the parent of every visible process, by process id."""
     with os.scandir(_PROC) as entries:
         names = [entry.name for entry in entries if entry.name.isdigit()]
-    found = {int(name): _parent(name) for name in names}
-    return {pid: parent for pid, parent in found.items() if parent is not None}
+    parents: dict[int, int] = {}
+    for name in names:
+        parent = _read_parent(name)
+        if parent is not None:
+            parents[int(name)] = parent
+    return parents
 
 
 def own_children() -> list[int]:
-    """The children of this process, from the kernel's list if it keeps one, else from the whole process table."""
+    """Return the children of this process, from the kernel's list if it has one, else from the process table."""
     me = os.getpid()
     try:
         return [int(pid) for pid in (_PROC / "self" / "task" / str(me) / "children").read_bytes().split()]
@@ -45,22 +52,23 @@ def own_children() -> list[int]:
 
 
 def descendants(root: int, parents: Mapping[int, int]) -> list[int]:
-    """The children of `root`, their children, and so on; `parents` maps process id to parent."""
+    """Return the children of `root`, their children, and so on. `parents` maps process id to parent."""
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
-    found: list[int] = []
+    result: list[int] = []
     generation = [root]
     while generation:
         generation = [child for pid in generation for child in children.get(pid, []) if child != root]
-        found += generation
-    return found
+        result += generation
+    return result
 
 
-def _parent(name: str) -> int | None:
-    """The fourth field of /proc/<pid>/stat; the second, a name in brackets, may contain any characters.
+def _read_parent(name: str) -> int | None:
+    """Return the parent of a process: the fourth field of /proc/<pid>/stat; None if the process is gone.
 
-    Does not use pathlib, which would take most of the time: there may be thousands of processes.
+    The second field, a name in brackets, may contain any characters. Does not use pathlib, which would take most of the
+    time: there may be thousands of processes.
     """
     try:
         descriptor = os.open(f"/proc/{name}/stat", os.O_RDONLY)

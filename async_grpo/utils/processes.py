@@ -1,8 +1,8 @@
-"""Process trees: ending everything that a dead role left, and engines that end with their rollout server.
+"""Process trees: killing the children of a dead role, and engines that end with their rollout server.
 
-Every role is started in a process group of its own, with a mark in its environment. Its children inherit both, unless
+Every role is started in a separate process group, with a mark in its environment. Its children inherit both, unless
 they leave the group or overwrite their environment with their title (as vLLM's engine does). The supervisor adopts
-orphans, so it finds and ends everything that a killed role had started (`end_family`).
+orphans, so it finds and kills all processes that a killed role had started (`end_family`).
 
 vLLM's engine process does not notice that the rollout server was killed. Its workers do, with `exit_with_owner`:
 
@@ -33,8 +33,10 @@ _GRACE_S = 5.0
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Import large packages with garbage collection off, which saves a third of the time. Objects that exist at the end
-    are exempt from later collections, so forked processes share their memory."""
+    """Disable garbage collection while large packages are imported, which saves a third of the time.
+
+    Objects that exist at the end are exempt from later collections, so forked processes share their memory.
+    """
     gc.disable()
     try:
         yield
@@ -44,25 +46,26 @@ def uncollected() -> Iterator[None]:
 
 
 def mark(run: str, role: str = "") -> str:
-    """Identifies the processes of one role of this supervisor; without a role, processes that all its roles share."""
+    """Return the mark of one role of this supervisor; without a role, of processes that all its roles share."""
     return f"{os.getpid()}/{run}/{role}"
 
 
 def end_family(value: str, group: int | None = None) -> int:
-    """SIGKILL and reap every descendant that carries the mark or is in the group; returns how many there were.
+    """Kill and reap all descendants that have the mark or are in the group. Returns their number."""
+    family = [process for process in psutil.Process().children(recursive=True) if _belongs(process, value, group)]
 
-    Python's resource trackers among them end by themselves after all others, and remove what those left in shared
-    memory. They are killed only if they do not end.
-    """
-    left = [process for process in psutil.Process().children(recursive=True) if _belongs(process, value, group)]
-    trackers = [process for process in left if _is_tracker(process)]
-    killed = [process for process in left if process not in trackers]
-    _kill(killed)
-    _kill(psutil.wait_procs(trackers, timeout=_GRACE_S)[1])
-    for process in left:
+    # Python's resource trackers end by themselves after all others, and remove what those left in shared memory. So
+    # kill them last, and only if they do not end.
+    trackers = [process for process in family if _is_tracker(process)]
+    others = [process for process in family if process not in trackers]
+    _kill(others)
+    _, running_trackers = psutil.wait_procs(trackers, timeout=_GRACE_S)
+    _kill(running_trackers)
+
+    for process in family:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)
-    return len(left)
+    return len(family)
 
 
 def _kill(processes: list[psutil.Process]) -> None:
@@ -73,7 +76,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    """Whether this is the resource tracker of `multiprocessing`, which frees semaphores and shared memory of a role."""
+    """True for the resource tracker of `multiprocessing`, which frees semaphores and shared memory of a role."""
     try:
         return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -89,16 +92,16 @@ def _belongs(process: psutil.Process, value: str, group: int | None) -> bool:
 
 def become_owner() -> None:
     """Make this process the owner of the engines that it starts; the rollout server calls it before it starts vLLM."""
-    os.environ[OWNER] = f"{_here()} {os.getpid()}"
+    os.environ[OWNER] = f"{_machine_id()} {os.getpid()}"
 
 
 def exit_with_owner() -> None:
-    """End the engine when the rollout server ends, however it ends; at once if it has already ended.
+    """Kill the engine when the rollout server ends, immediately if it has already ended.
 
     Called in a worker. Does nothing in a worker on another machine or in another container.
     """
     machine, _, number = os.environ.get(OWNER, "").rpartition(" ")
-    if not machine or machine != _here() or not hasattr(os, "pidfd_open"):
+    if not machine or machine != _machine_id() or not hasattr(os, "pidfd_open"):
         return
     owner = int(number)
     ancestors = [process.pid for process in psutil.Process().parents()[:2]]
@@ -126,8 +129,8 @@ def _environment(process: int) -> dict[str, str]:
         return {}
 
 
-def _here() -> str:
-    """Identifies this machine (until it reboots) and this container; "" if that is not known."""
+def _machine_id() -> str:
+    """Return an identifier of this machine (until it reboots) and this container; "" if it is unknown."""
     try:
         return f"{BOOT_ID.read_text().strip()}/{PID_NAMESPACE.readlink()}"
     except OSError:

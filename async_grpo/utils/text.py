@@ -17,7 +17,7 @@ _INVISIBLE_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def escape_controls(text: str, limit: int | None = None) -> str:
-    r"""The text on one line, with unsafe characters as escapes; text longer than `limit` is cut, and the line says so.
+    r"""Return the text on one line, with unsafe characters as escapes. Text longer than `limit` is cut, with a note.
 
     >>> print(escape_controls("a\x1b[2Jb\nc"))
     a\x1b[2Jb\nc
@@ -35,7 +35,7 @@ def _spelled(character: str) -> str:
 
 
 def short_digest(text: str) -> str:
-    """Eight hexadecimal digits of the SHA-256 of a text, to tell names apart that are cut or spelled alike.
+    """Return eight hexadecimal digits of the SHA-256 of a text, to distinguish names that are cut or spelled alike.
 
     >>> short_digest("quickstart")
     'ed4f0b24'
@@ -44,7 +44,7 @@ def short_digest(text: str) -> str:
 
 
 def gib(size_bytes: float) -> str:
-    """A size in GiB with one decimal.
+    """Format a size in GiB with one decimal.
 
     >>> gib(3 * 2**30)
     '3.0'
@@ -53,17 +53,17 @@ def gib(size_bytes: float) -> str:
 
 
 def figure(value: float | None, form: str) -> str:
-    """The value in the format `form`, "-" for None."""
+    """Return the value in the format `form`; "-" for None."""
     return "-" if value is None else format(value, form)
 
 
 def clean_text(text: str) -> str:
-    """The text without control, bidirectional-override, surrogate and private-use characters; newline and tab stay."""
+    """Remove control, direction-override, surrogate and private-use characters, except newline and tab."""
     return "".join(c for c in text if c in _KEPT or unicodedata.category(c) not in _UNSAFE_CATEGORIES)
 
 
 def fenced(text: str, limit: int = 600) -> str:
-    """The text as a code block that it cannot close: the fence is longer than any run of backticks in it."""
+    """Return the text as a code block that it cannot close: the fence is longer than any run of backticks in it."""
     text = clean_text(text)
     if len(text) > limit:
         text = f"{text[:limit]} [... {len(text) - limit} more characters]"
@@ -73,8 +73,9 @@ def fenced(text: str, limit: int = 600) -> str:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and its neighbours, `window` // 2 on either side as far as there are so many: unlike a
-    trailing mean it does not lag.
+    """Return the mean of each value and its neighbours, up to `window` // 2 on either side.
+
+    Unlike a trailing mean, it does not lag.
 
     >>> smooth([1, 3, 8, 4, 5], 3)
     [2.0, 4.0, 5.0, 5.666666666666667, 4.5]
@@ -85,7 +86,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A series as at most `width` bars, scaled from its lowest to its highest value; longer series are averaged.
+    """Return a series as at most `width` bars, scaled from its lowest to its highest value. Averages longer series.
 
     >>> sparkline([0, 1, 2, 3], 8)
     '▁▃▆█'
