@@ -2,23 +2,24 @@
 
     python -m trainer.node_main [--node-rank R] --config runs/NAME/roles.yaml --model FOLDER
 
-First it waits for the other nodes or for SIGTERM (bounded; a single node skips this). Then it waits for its ranks, the
-other nodes, or SIGTERM, whichever comes first. Node 0 keeps the store in which all ranks find each other.
+    rendezvous with the other nodes --> ranks run --> all ranks have ended
+    (skipped by a single node)          supervised until they end, another node fails, or SIGTERM arrives
 
-- All ranks end with 0: the node ends with 0. Node 0 stays until the other nodes are done, since it keeps their store.
-- A rank fails, or another node does: the step in progress is lost. The node ends its ranks, tells the other nodes, and
-  ends with the reason, including the last error of the rank. The supervisors start all nodes again, and they meet
-  again.
-- SIGTERM to any node: node 0 passes it to rank 0, which writes a checkpoint and lets all ranks leave. If it ends rank 0
-  before that has joined the run, there is nothing to save: all nodes end their ranks, and exit with 0. During the
-  rendezvous it ends this node alone.
+Node 0 owns the store in which all ranks find each other.
 
-Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint holds what was trained. 78: the
-configuration, the data or the installation is at fault. Otherwise the code of the rank that has failed, or 1; the last
-line of the log gives the reason. Started again on all machines, the trainer resumes.
+- All ranks end with 0: the node ends with 0. Node 0 stays until the other nodes have ended, because it has the store.
+- A rank or another node fails: the step in progress is lost. The node ends its ranks, sends the reason to the other
+  nodes, and ends with it, including the last error of the rank. The supervisors restart all nodes, which meet again.
+- SIGTERM to any node: node 0 forwards it to rank 0, which writes a checkpoint and lets all ranks end. If it kills rank
+  0 before that has joined the run, there is nothing to save: all nodes end their ranks and exit with 0. During the
+  rendezvous it only ends this node.
 
-Rank 0 keeps two copies of the weights in /dev/shm. The node removes them when its ranks have ended, since a rank 0 that
-was killed leaves them.
+Exit code 0: the run is trained to its end, or a checkpoint was written after SIGTERM. 78: the configuration, the data
+or the installation is wrong. Otherwise the code of the rank that failed, or 1; the last line of the log has the reason.
+Restarted on all machines, the trainer resumes.
+
+Rank 0 has two copies of the weights in /dev/shm. The node removes them when its ranks have ended, in case rank 0 was
+killed.
 """
 
 from __future__ import annotations
@@ -44,29 +45,30 @@ from async_grpo.utils.network import LOOPBACK
 from async_grpo.weights.shared_memory import remove_trainer_files
 from trainer.ranks.local_ranks import LocalRanks, RankFailed, Terminated, network_environment, rank_environments
 from trainer.ranks.peers import Ended, Hello, Peers, Start, Stop, Stopped, StoppedEarly
-from trainer.ranks.rendezvous import Host, Invitation, hosted, join
+from trainer.ranks.rendezvous import Host, Invitation, host_rendezvous, join_rendezvous
 from trainer.ranks.store import RankStore, listen
 
 CAUSE_S = 2.0
-"""Seconds to wait for the reason from another node: a rank ends as soon as its connection to another breaks."""
+"""Seconds to wait for another node's reason. If a rank fails elsewhere, ours fail too, with broken connections, and
+often before the real reason arrives."""
 
 LINGER_S = 60.0
-"""Seconds for which node 0 keeps the store, at most, for ranks that leave later."""
+"""Maximum seconds that node 0 keeps the store for ranks of other nodes that end later."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSetup:
-    """What a node has once its ranks may start."""
+    """Connections and store of a node that is ready to start its ranks."""
 
     peers: Peers
     host: Host | None = None
     """Server of the rendezvous, on node 0 of several."""
     store_at: tuple[str, int] | None = None
-    """Where the ranks find each other; None for a single rank."""
+    """Address of the store of the ranks; None for a single rank."""
     store: RankStore | None = None
-    """The store itself, on node 0."""
+    """The store, on node 0."""
 
 
 @dataclass(slots=True)
@@ -79,10 +81,10 @@ class Node:
     rank: int
     stop_asked: asyncio.Event = field(default_factory=asyncio.Event)
     argv: Sequence[str] | None = None
-    """The program of every rank; None: `trainer.main`."""
+    """Command of every rank; None for `trainer.main`."""
 
     async def run(self) -> None:
-        """Train until the run ends or is stopped. Raises AsyncGrpoError for every other end."""
+        """Train until the run ends or is stopped. Raises AsyncGrpoError otherwise."""
         try:
             with stop_signals(self.stop_asked.set):
                 async with AsyncExitStack() as stack:
@@ -93,27 +95,28 @@ class Node:
                     else:
                         await self._train(setup)
         finally:
-            remove_trainer_files(self.config.local_name)  # of a rank 0 that was killed
+            remove_trainer_files(self.config.local_name)  # left over if rank 0 was killed
 
     async def _train(self, setup: NodeSetup) -> None:
-        """Start this node's ranks, wait for their end, and tell the other nodes how they ended."""
-        async with setup.peers.followed():
+        """Start this node's ranks, wait until they end, and report to the other nodes how they ended."""
+        async with setup.peers.exchange_heartbeats():
             ranks = await LocalRanks.start(self._argv(), self._environments(setup))
             try:
                 await self._supervise(ranks, setup)
             except StoppedEarly:
                 log.info("stopped before the ranks had joined the run", node=self.rank)
-                setup.peers.tell(Stopped())
+                setup.peers.broadcast(Stopped())
             except AsyncGrpoError as error:
-                setup.peers.tell(_ended(error))
+                setup.peers.broadcast(_make_ended(error))
                 raise
             finally:
-                await ranks.end()
+                await ranks.terminate()
 
     @asynccontextmanager
     async def _set_up(self) -> AsyncIterator[NodeSetup]:
-        """Meet the other nodes, if there are any, and open the store; connections and store are closed afterwards."""
-        trainer, where = self.config.trainer, self.config.trainer.rendezvous
+        """Meet the other nodes, if any, and open the store. Connections and store are closed on exit."""
+        trainer = self.config.trainer
+        where = trainer.rendezvous
         if trainer.processes == 1:
             yield NodeSetup(Peers([], where.silence_s))
         elif trainer.nodes == 1:
@@ -122,15 +125,16 @@ class Node:
         elif self.rank == 0:
             invitation = self._invitation()
             place = (invitation.address, where.port + 1)
-            with contextlib.closing(self._store(*place)) as store:  # a taken port is reported before any wait
-                async with hosted(invitation) as host:
+            # Bind the port of the store before waiting for the others: if it is taken, fail immediately.
+            with contextlib.closing(self._store(*place)) as store:
+                async with host_rendezvous(invitation) as host:
                     await store.open()
                     peers = Peers(host.connections.values(), where.silence_s)
-                    peers.tell(Start())
+                    peers.broadcast(Start())
                     yield NodeSetup(peers, host, place, store)
         else:
             invitation = self._invitation()
-            connection = await join(invitation)
+            connection = await join_rendezvous(invitation)
             try:
                 yield NodeSetup(Peers([connection], where.silence_s), None, (invitation.address, where.port + 1))
             finally:
@@ -140,78 +144,90 @@ class Node:
         return RankStore(listen(address, port), self.config.trainer.rendezvous.timeout_s)
 
     async def _supervise(self, ranks: LocalRanks, setup: NodeSetup) -> None:
-        working, watching = asyncio.create_task(ranks.wait()), asyncio.create_task(_watch(setup.peers, setup.host))
-        stopping = asyncio.create_task(self._stop_when_asked(ranks, setup.peers))
-        # Beside the ranks, which connect before they are answered: they take as long to import PyTorch as this does.
-        opening = [asyncio.create_task(setup.store.open())] if setup.store is not None else []
-        own_tasks = (working, watching, stopping, *opening)
-        tasks = set(own_tasks)
+        """Wait until the ranks have ended. Raises the first failure of a rank, another node, the store or the stop."""
+        working = asyncio.create_task(ranks.wait())
+        watching = asyncio.create_task(_watch_peers(setup.peers, setup.host))
+        stopping = asyncio.create_task(self._stop_on_request(ranks, setup.peers))
+        own_tasks = [working, watching, stopping]
+        if setup.store is not None:
+            # In parallel with the start of the ranks: both import PyTorch for seconds. A rank that connects first is
+            # answered when the store is open.
+            own_tasks.append(asyncio.create_task(setup.store.open()))
+        pending = set(own_tasks)
         try:
             while not working.done():
-                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 if working in done:
                     await self._report_end(working, watching, setup.peers)
                 for ended in done:
                     ended.result()
             if setup.host is not None:
-                await setup.peers.left(LINGER_S)  # the run is trained; the other nodes report their own failures
+                # The run is trained. Only keep the store for the others, which report their own failures.
+                await setup.peers.wait_until_gone(LINGER_S)
         finally:
             await cancel_and_wait(*own_tasks)
 
-    async def _stop_when_asked(self, ranks: LocalRanks, peers: Peers) -> None:
-        """Raises TrainingError if the ranks have not left in time; they are killed then."""
-        await self._asked(peers)
+    async def _stop_on_request(self, ranks: LocalRanks, peers: Peers) -> None:
+        """Wait for SIGTERM on any node and stop the trainer.
+
+        Raises TrainingError if the ranks do not end in time; they are killed then.
+        """
+        await self._wait_for_stop_request(peers)
         if self.rank == 0:
-            ranks.stop()
+            ranks.request_stop()
         else:
-            peers.tell(Stop())
+            peers.broadcast(Stop())
         timeout_s = self.config.launch.stop_timeout_s
         await asyncio.sleep(timeout_s)
         raise TrainingError(
-            f"the ranks were still at work launch.stop_timeout_s ({timeout_s:g} s) after SIGTERM, and were killed. "
-            "What was trained since the newest checkpoint is trained again"
+            f"the ranks did not end within launch.stop_timeout_s ({timeout_s:g} s) after SIGTERM and were killed. The "
+            "steps since the newest checkpoint will be trained again"
         )
 
     async def _report_end(self, working: asyncio.Task[None], watching: asyncio.Task[None], peers: Peers) -> None:
-        """Tell the other nodes that the ranks have ended.
+        """Report the end of the ranks to the other nodes.
 
-        Raises TrainingError if not well, with what the others say of it; StoppedEarly if SIGTERM ended one, here or
-        there, because of which the others fail.
+        Raises TrainingError if a rank failed, with the reason of another node if that failed first; StoppedEarly if a
+        rank was ended by SIGTERM, here or on another node.
         """
         error = working.exception()
-        if isinstance(error, Terminated) and await self._was_asked(peers):
+        if isinstance(error, Terminated) and await self._was_stop_requested(peers):
             raise StoppedEarly
         if error is None:
-            peers.tell(Ended(reason=""))
+            peers.broadcast(Ended(reason=""))
             return
-        peers.tell(_ended(error))
+        peers.broadcast(_make_ended(error))
         await asyncio.wait({watching}, timeout=CAUSE_S)
         theirs = watching.exception() if watching.done() else None
         if isinstance(theirs, StoppedEarly):
             raise theirs
-        echo = str(error) in str(theirs)  # they ended because of what they were just told
-        if theirs is None or echo or _exit_code(error) == EXIT_CONFIG:
+        is_echo = str(error) in str(theirs)  # the other node failed because of our message
+        if theirs is None or is_echo or _exit_code(error) == EXIT_CONFIG:
             raise error
         kind = ConfigError if isinstance(theirs, ConfigError) else NodeLost
         raise kind(f"{error}; {theirs}")
 
-    async def _was_asked(self, peers: Peers) -> bool:
-        """Whether this node or another was asked to stop; one that was at the same time as its rank will soon know."""
+    async def _was_stop_requested(self, peers: Peers) -> bool:
+        """True if this node or another was asked to stop.
+
+        A launcher may send SIGTERM to node and ranks together, and the rank's end can be noticed first: wait CAUSE_S.
+        """
         try:
-            await asyncio.wait_for(self._asked(peers), CAUSE_S)
+            await asyncio.wait_for(self._wait_for_stop_request(peers), CAUSE_S)
         except TimeoutError:
             return False
         return True
 
-    async def _asked(self, peers: Peers) -> None:
+    async def _wait_for_stop_request(self, peers: Peers) -> None:
         """Wait until this node or another is asked to stop."""
         with contextlib.suppress(Overtaken):
             await race(self.stop_asked.wait(), peers.stop_asked.wait())
 
     def _invitation(self) -> Invitation:
         where = self.config.trainer.rendezvous
-        assert where.address is not None, "the configuration asks for it"
-        trainer, run_id = self.config.trainer, where.id or self.config.name
+        assert where.address is not None, "the configuration requires it for several nodes"
+        trainer = self.config.trainer
+        run_id = where.id or self.config.name
         hello = Hello(id=run_id, rank=self.rank, nodes=trainer.nodes, processes=trainer.processes)
         return Invitation(where, where.address, hello)
 
@@ -227,26 +243,33 @@ class Node:
         return [network | environment for environment in rank_environments(trainer, self.rank, setup.store_at)]
 
 
-async def _watch(peers: Peers, host: Host | None) -> None:
-    """As `Peers.watch`; on node 0 it also raises NodeLost for a node that is back before its loss was noticed."""
+async def _watch_peers(peers: Peers, host: Host | None) -> None:
+    """Wait until all other nodes have ended successfully.
+
+    Raises the errors of `Peers.wait_for_success`, and on node 0 NodeLost for a node that was restarted, even before the
+    loss of its earlier process is detected.
+    """
     if host is None:
-        await peers.watch()
+        await peers.wait_for_success()
         return
     with contextlib.suppress(Overtaken):
-        await race(host.again.wait(), peers.watch())  # if both are done, the restart explains the loss
-        raise NodeLost(f"{host.again_peer} was started again, and the ranks wait for its earlier process")
+        # If both have happened, `race` prefers the first: the restart explains the loss.
+        await race(host.node_restarted.wait(), peers.wait_for_success())
+        raise NodeLost(f"{host.restarted_peer} was restarted, and the ranks wait for its earlier process")
 
 
-def _ended(error: BaseException) -> Ended:
-    """What the other nodes are told of an end with this error."""
+def _make_ended(error: BaseException) -> Ended:
+    """Make the message to the other nodes about an end with this error."""
     return Ended(reason=str(error), config_fault=_exit_code(error) == EXIT_CONFIG)
 
 
 def _exit_code(error: BaseException) -> int:
-    """The exit code of a node that ends with this error."""
+    """Return the exit code of a node that ends with this error."""
     if isinstance(error, CONFIG_FAULTS):
         return EXIT_CONFIG
-    return error.code if isinstance(error, RankFailed) else 1
+    if isinstance(error, RankFailed):
+        return error.code
+    return 1
 
 
 def main() -> None:

@@ -1,10 +1,8 @@
-"""What the ranks compare before they train, in their store, whatever has started them.
+"""Startup check: all ranks must have the same config, model and checkpoint folder, regardless of the launcher.
 
-    rank 0   Claim --> store          and a file in the folder of checkpoints
-    rank R   compares its own, looks for the file --> "" or an objection --> store
-    rank 0   "" or the first objection --> store --> every rank goes on, or ends with it
-
-Ranks agree if they have the same configuration and first policy, and see one folder of checkpoints.
+rank 0   writes its Claim to the store, and a file into the checkpoint folder
+rank R   compares its own claim, looks for the file, and writes "" or an objection to the store
+rank 0   writes "" or the first objection to the store; with an objection, every rank raises ConfigError
 """
 
 from __future__ import annotations
@@ -34,49 +32,55 @@ if TYPE_CHECKING:
 _ENDS_BYTES = 1 << 20
 
 LOOK_S = 30.0
-"""Seconds that a file of another machine may take to appear: as long as NFS caches a folder without it."""
+"""Seconds until a file of another machine must be visible: NFS caches the listing of a folder that long."""
 
-_LOOK_EVERY_S = 0.05
-_LAST_WORD_S = 5.0
-_CLAIM, _AGREED, _KNOWN = "claim of rank 0", "agreed", "known"
+_POLL_EVERY_S = 0.05
+_FAREWELL_S = 5.0
+"""Seconds that rank 0 keeps the store after a failure, for the other ranks to read the reason."""
+_CLAIM = "claim of rank 0"
+_AGREED = "agreed"
+_KNOWN = "known"
 _START_IT = "Is it started, with the same MASTER_ADDR or trainer.rendezvous?"
 
 
 class Claim(Record, frozen=True, kw_only=True, tag="claim"):
-    """What a rank would train, and where rank 0 has put a file for the others to find."""
+    """Configuration, model and checkpoint folder of a rank."""
 
     config: str
     """The resolved configuration, as YAML."""
     model: str
     """Fingerprint of the folder of the first policy."""
     folder: str
-    """Folder of the checkpoints, as this rank knows it."""
+    """Checkpoint folder, as a path of this rank."""
     token: str
-    """Content of the file."""
+    """Content of the file that rank 0 writes there."""
 
     @classmethod
     def of(cls, config: RunConfig, model: Path) -> Claim:
-        """The claim of a rank with this configuration and first policy."""
+        """Make the claim of this rank."""
         folder = config.run_dir.absolute() / "checkpoints"
         return cls(config=dump(config), model=fingerprint(model), folder=str(folder), token=os.urandom(8).hex())
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """One rank among `ranks`, and the patience that it has with the others, in seconds."""
+    """The startup check of one of `ranks` ranks. `timeout_s`: maximum wait for the others."""
 
     store: Store
     rank: int
     ranks: int
     timeout_s: float
 
-    def reach(self, own: Claim) -> None:
+    def reach_agreement(self, own: Claim) -> None:
         """Wait until all ranks agree. Raises ConfigError if one does not, WaitTimeout if one is missing."""
-        file = Path(own.folder) / _name(self.rank)
-        unwritable = _write(file, own.token, self.rank)
+        # Every rank writes a file of its own, because every rank writes its part of a checkpoint there. Rank 0's file
+        # also shows the others whether they see the same folder.
+        file = Path(own.folder) / _file_name(self.rank)
+        unwritable = _try_to_write(file, own.token, self.rank)
         try:
-            if self.rank:
-                self.store.set(_answer_of(self.rank), (unwritable or self._objection(own)).encode())
+            if self.rank != 0:
+                answer = unwritable or self._find_objection(own)
+                self.store.set(_answer_key(self.rank), answer.encode())
             else:
                 self.store.set(_CLAIM, encode(own))
                 self._wait_for_answers()
@@ -86,73 +90,79 @@ class Agreement:
                 file.unlink(missing_ok=True)
         reason = self._read(_AGREED).decode()
         if reason:
-            self._wait_until_all_know()
+            self._wait_until_all_have_read()
             raise ConfigError(reason)
 
     def _wait_for_answers(self) -> None:
-        end_s = time.monotonic() + self.timeout_s
+        deadline_s = time.monotonic() + self.timeout_s
         missing = list(range(1, self.ranks))
-        while missing := [rank for rank in missing if not self.store.check([_answer_of(rank)])]:
-            if time.monotonic() > end_s:
+        while True:
+            missing = [rank for rank in missing if not self.store.check([_answer_key(rank)])]
+            if not missing:
+                return
+            if time.monotonic() > deadline_s:
                 raise WaitTimeout(f"rank {', '.join(map(str, missing))} of the trainer", self.timeout_s, _START_IT)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
 
     def _first_answer(self) -> bytes:
-        """The first objection; b"" if there is none."""
-        answers = (self.store.get(_answer_of(rank)) for rank in range(1, self.ranks))
+        """Return the first objection; b"" if there is none."""
+        answers = (self.store.get(_answer_key(rank)) for rank in range(1, self.ranks))
         return next((answer for answer in answers if answer), b"")
 
-    def _objection(self, own: Claim) -> str:
+    def _find_objection(self, own: Claim) -> str:
+        """Compare the own claim with rank 0's. Returns the objection; "" if there is none."""
         first = msgspec.msgpack.decode(self._read(_CLAIM), type=Claim)
-        reason = objection(first, own, rank=self.rank)
+        reason = find_difference(first, own, rank=self.rank)
         if reason is not None:
             return reason
-        if _holds(Path(own.folder) / _name(0), first.token):
+        if _wait_for_content(Path(own.folder) / _file_name(0), first.token):
             return ""
         return (
-            f"{first.folder} of rank 0 is not the folder that rank {self.rank} has as {own.folder}: a file written to "
-            f"one was not seen in the other within {LOOK_S:g} s, and no checkpoint would be whole. Set runs_dir to a "
-            "folder that all nodes share (NFS, Lustre)"
+            f"{first.folder} on rank 0 and {own.folder} on rank {self.rank} are different folders: a file written to "
+            f"the first was not visible in the second within {LOOK_S:g} s, so no checkpoint would be complete. Set "
+            "runs_dir to a folder that all nodes share (NFS, Lustre)"
         )
 
     def _read(self, key: str) -> bytes:
-        """The value of a key that rank 0 sets."""
+        """Wait for a key that rank 0 sets, and return its value."""
         from torch.distributed import DistError
 
+        # Twice the timeout: rank 0 may first wait for other ranks for its own timeout.
         try:
-            self.store.wait([key], timedelta(seconds=2 * self.timeout_s))  # rank 0 may wait for others so long
+            self.store.wait([key], timedelta(seconds=2 * self.timeout_s))
             return bytes(self.store.get(key))
         except DistError as error:
             raise WaitTimeout("rank 0 of the trainer", self.timeout_s, f"{_START_IT} ({error})") from None
 
-    def _wait_until_all_know(self) -> None:
-        """Rank 0 stays, since it may keep the store, until every rank knows the reason, or for a few seconds."""
-        end_s = time.monotonic() + _LAST_WORD_S
-        known = self.store.add(_KNOWN, 1)
-        while self.rank == 0 and known < self.ranks and time.monotonic() < end_s:
-            time.sleep(_LOOK_EVERY_S)
-            known = self.store.add(_KNOWN, 0)
+    def _wait_until_all_have_read(self) -> None:
+        """Keep rank 0 alive until every rank has read the reason: the store may live in its process."""
+        deadline_s = time.monotonic() + _FAREWELL_S
+        readers = self.store.add(_KNOWN, 1)
+        while self.rank == 0 and readers < self.ranks and time.monotonic() < deadline_s:
+            time.sleep(_POLL_EVERY_S)
+            readers = self.store.add(_KNOWN, 0)
 
 
-def objection(first: Claim, own: Claim, *, rank: int) -> str | None:
-    """Why rank `rank` cannot train with rank 0, whose claim is `first`. Value, rule and fix."""
-    if keys := differing_keys(yaml.safe_load(first.config), yaml.safe_load(own.config)):
+def find_difference(first: Claim, own: Claim, *, rank: int) -> str | None:
+    """Return why rank `rank` cannot train with rank 0, whose claim is `first`; None if it can."""
+    keys = differing_keys(yaml.safe_load(first.config), yaml.safe_load(own.config))
+    if keys:
         return (
-            f"rank {rank} has other values than rank 0 of {', '.join(keys)}: they would not do the same. Start all "
-            "nodes with the same CONFIG and -o"
+            f"rank {rank} has other values than rank 0 for {', '.join(keys)}, and all ranks must train the same. Start "
+            "all nodes with the same CONFIG and -o"
         )
     if own.model != first.model:
         return (
-            f"rank {rank} has another first policy than rank 0: they would train parts of different models. Set "
-            "model.path to one folder that all see, or to copies of the same files"
+            f"rank {rank} has another first policy than rank 0, so they would train parts of different models. Set "
+            "model.path to one folder that all nodes share, or to copies of the same files"
         )
     return None
 
 
 def fingerprint(model: Path) -> str:
-    """A hash of a model's configuration and weights: names, sizes, and the first and last MiB of every file.
+    """Hash a model's configuration and weights: names, sizes, and the first and last MiB of every file.
 
-    Enough to tell models apart that were made or fetched differently, without reading all of one.
+    This distinguishes models of different origin without reading them completely.
     """
     state = xxhash.xxh3_128()
     for file in sorted([*model.glob("*.safetensors"), *model.glob("*.json")]):
@@ -163,33 +173,33 @@ def fingerprint(model: Path) -> str:
     return state.hexdigest()
 
 
-def _write(file: Path, content: str, rank: int) -> str:
-    """Write the file, and make its folder. Returns why that cannot be done; "" if it is."""
+def _try_to_write(file: Path, content: str, rank: int) -> str:
+    """Create the folder and write the file. Returns an error message; "" on success."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
     except OSError as error:
         return (
-            f"{file.parent} cannot be written to by rank {rank} ({error}), and every rank writes its part of a "
-            "checkpoint there. Mount runs_dir for writing on each node"
+            f"rank {rank} cannot write to {file.parent} ({error}), and every rank writes its part of a checkpoint "
+            "there. Mount runs_dir for writing on each node"
         )
     return ""
 
 
-def _holds(file: Path, content: str) -> bool:
-    """Whether the file is there with this content within LOOK_S."""
-    end_s = time.monotonic() + LOOK_S
-    while time.monotonic() < end_s:
+def _wait_for_content(file: Path, content: str) -> bool:
+    """Wait at most LOOK_S for the file to have this content. Returns False if it does not."""
+    deadline_s = time.monotonic() + LOOK_S
+    while time.monotonic() < deadline_s:
         with contextlib.suppress(OSError):
             if file.read_text() == content:
                 return True
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     return False
 
 
-def _name(rank: int) -> str:
+def _file_name(rank: int) -> str:
     return f".rank-{rank}"
 
 
-def _answer_of(rank: int) -> str:
+def _answer_key(rank: int) -> str:
     return f"answer of rank {rank}"

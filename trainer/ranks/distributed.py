@@ -1,4 +1,4 @@
-"""The ranks of the trainer: process groups, and the few exchanges that Megatron does not make."""
+"""The ranks of the trainer: process groups, and collective calls on host data that Megatron does not provide."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ _SLACK_S = 120.0
 """Seconds that ranks wait for rank 0 beyond the longest wait of rank 0."""
 
 _NO_BATCH = -1
-"""Broadcast as the number of groups."""
+"""Broadcast instead of the number of groups."""
 
 
 def start_ranks(
     config: TrainerConfig, platform: Platform, seed: int, longest_wait_s: float, claim: Claim | None = None
 ) -> None:
-    """Join the other ranks, where the environment says that they are (or be the only one), and lay them out.
+    """Initialise torch.distributed from the environment (or as a single rank) and build the parallel groups.
 
-    With a claim, all of them first agree on what they train. Raises ConfigError if they do not, and if another number
-    of ranks than `config.processes` was started; WaitTimeout, NodeLost as `join_store` and `Agreement.reach`.
+    With a claim, the ranks first check that they would train the same. Raises ConfigError if they would not, or if
+    WORLD_SIZE differs from `config.processes`; WaitTimeout or NodeLost if a rank is missing.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.processes:
         raise ConfigError(
-            f"trainer.processes is {config.processes}, but WORLD_SIZE says that {started} ranks were started. Start "
-            "`python -m trainer.node_main`, which starts them all, or correct one of the two"
+            f"trainer.processes is {config.processes}, but {started} ranks were started (WORLD_SIZE). Start `python -m "
+            "trainer.node_main`, which starts all ranks, or correct one of the two"
         )
     timeout = timedelta(seconds=longest_wait_s + _SLACK_S)
     if started == 1:
         set_defaults(card_environment(LOOPBACK, platform.network_variables))
         dist.init_process_group(platform.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        rank, patience_s = int(os.environ["RANK"]), config.rendezvous.timeout_s
-        store = join_store(patience_s)
+        rank = int(os.environ["RANK"])
+        rendezvous_timeout_s = config.rendezvous.timeout_s
+        store = join_store(rendezvous_timeout_s)
         if claim is not None:
-            Agreement(store, rank, started, patience_s).reach(claim)
+            Agreement(store, rank, started, rendezvous_timeout_s).reach_agreement(claim)
         dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=started)
     lay_out(config, seed)
 
 
 def lay_out(config: TrainerConfig, seed: int) -> None:
-    """Divide the ranks that have joined into groups, one for each kind of parallelism."""
+    """Build the groups of ranks for each kind of parallelism."""
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
@@ -62,7 +63,7 @@ def lay_out(config: TrainerConfig, seed: int) -> None:
         config.pipeline_parallel,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
-        expert_tensor_parallel_size=1,  # an expert is never cut: gloo cannot do the exchange that this needs
+        expert_tensor_parallel_size=1,  # splitting an expert needs a collective that gloo does not have
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -75,19 +76,20 @@ def stop_ranks() -> None:
 
 
 def is_rank_zero() -> bool:
-    """Whether this is rank 0, which alone talks to the buffer and writes files."""
+    """True on rank 0, the only rank that talks to the buffer and writes the files of the run."""
     return dist.get_rank() == 0
 
 
 def is_counting_rank() -> bool:
-    """Whether this rank adds its tokens to the sums over ranks.
+    """True if this rank adds its tokens to sums over ranks.
 
-    Ranks that share a matrix or a sequence compute the same log-probabilities: the first of them counts.
+    Tensor- and context-parallel ranks compute the same log-probabilities, so only the first of them counts.
     """
     from megatron.core import parallel_state
 
-    shared = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
-    return shared == (0, 0)
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    context_rank = parallel_state.get_context_parallel_rank()
+    return tensor_rank == 0 and context_rank == 0
 
 
 def broadcast_bytes(payload: bytes | None) -> bytes:
@@ -96,7 +98,7 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
         assert payload is not None
         return payload
     (size,) = broadcast_ints([len(payload)] if payload is not None else None, 1)
-    if not size:  # of which torch makes no tensor
+    if not size:  # torch.frombuffer rejects an empty buffer
         return b""
     if payload is not None:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -109,8 +111,8 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
 def broadcast_batch(batch: Batch | None) -> Batch | None:
     """Send rank 0's batch to every rank; None if it has none.
 
-    It goes group by group. A record may not be larger than a value of Redis (512 MiB): a group, which was one, never
-    is, but the groups of a step together are as soon as completions are long.
+    Groups are sent one by one. A record may not exceed the size of a Redis value (512 MiB). A group was stored as one,
+    so it fits; all groups of a step with long completions may not.
     """
     if dist.get_world_size() == 1:
         return batch
@@ -148,24 +150,24 @@ def broadcast_ints(values: list[int] | None, count: int) -> list[int]:
 
 
 def gather_ints(values: list[int]) -> list[list[int]]:
-    """The integers of every rank, by rank; each gives as many."""
-    found = [torch.empty(len(values), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, torch.tensor(values, dtype=torch.int64))
-    return [each.tolist() for each in found]
+    """Return the integers of every rank, by rank. All ranks pass the same number of them."""
+    gathered = [torch.empty(len(values), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor(values, dtype=torch.int64))
+    return [of_rank.tolist() for of_rank in gathered]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Element-wise sum of a tensor of the host over all ranks, in place and exact to the digits of its dtype."""
+    """Sum a host tensor element-wise over all ranks, in place and in its own dtype."""
     return _reduce(values, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """Element-wise maximum of a tensor of the host over all ranks, in place."""
+    """Take the element-wise maximum of a host tensor over all ranks, in place."""
     return _reduce(values, dist.ReduceOp.MAX)
 
 
 def _reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    """Reduce in place, without `all_reduce`: MindSpeed replaces that by a function that drops float64 results."""
+    # Not all_reduce: MindSpeed replaces it with a function that loses float64 results.
     dist.reduce(values, 0, operation)
     dist.broadcast(values, 0)
     return values

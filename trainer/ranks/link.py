@@ -1,15 +1,15 @@
 """Connections between rank 0 and the other ranks on its machine, for the threads that copy weights.
 
-    rank 0   listens in the run's folder of /dev/shm, under a random name
-             sends the name to all ranks
-    rank R   connects: if that works, it is on the machine of rank 0
-             <--(version, slot)-- rank 0        --(version, rank), or why it failed--> rank 0
+    rank 0   listens on a Unix socket with a random name, in the run's folder of /dev/shm; sends the name to all ranks
+    rank R   connects: if that works, it is on rank 0's machine
+             <--(version, slot)-- rank 0        --(version, rank), or a failure and its reason--> rank 0
 
-The random name decides who shares the memory of rank 0. The store's own file cannot: a trainer that was killed may have
-left one on another machine, whose ranks would fill that, and rank 0 would wait for them for ever.
+Only a random name proves that two ranks share a machine. The store's own file does not: a trainer that was killed may
+have left one on another machine. Ranks there would fill that one, and rank 0 would wait for them forever.
 
-Each rank has its own connection. With one datagram socket for all, its queue (10 messages in a container) would be full
-before rank 0 reads it, and the ranks that are done would spin until it does. All sockets are blocking, with timeouts.
+Each rank has its own connection. The queue of a datagram socket shared by all ranks (10 messages in a container) could
+be full before rank 0 reads it, and the ranks that are done would spin until it does. All sockets are blocking, with
+timeouts.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _REASON_BYTES = 1000
 
 
 class RankListener:
-    """Rank 0's socket, from before the other ranks try to connect until those of this machine have."""
+    """Rank 0's listening socket, which exists until the ranks of its machine have connected."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
-        """Listen in `folder`, for at most so many ranks."""
-        self.path = folder / f"r-{token_hex(5)}"  # short: a socket's path has 107 bytes at most
+        """Listen in `folder` for at most `ranks` ranks."""
+        self.path = folder / f"r-{token_hex(5)}"  # short: a socket path has at most 107 bytes
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.settimeout(CONNECT_TIMEOUT_S)
         self._listener.bind(str(self.path))
         self._listener.listen(ranks)
 
     def accept_ranks(self, ranks: Collection[int]) -> dict[int, socket.socket]:
-        """The connections of these ranks, all of which have connected. Raises WaitTimeout."""
+        """Accept the connections of these ranks, which have all connected already. Raises WaitTimeout."""
         connections: dict[int, socket.socket] = {}
         try:
             while len(connections) < len(ranks):
                 connection, _ = self._listener.accept()
                 connection.settimeout(CONNECT_TIMEOUT_S)
                 hello = connection.recv(_RANK.size)
-                if not hello:  # of a rank that gave up, and counts as one of another machine
+                if not hello:  # a rank that gave up; it counts as remote
                     connection.close()
                     continue
                 (rank,) = _RANK.unpack(hello)
@@ -70,7 +70,7 @@ class RankListener:
 
 
 def try_connect(path: Path, rank: int) -> socket.socket | None:
-    """The connection of this rank to rank 0, which listens at `path`; None if that is on another machine."""
+    """Connect this rank to rank 0, which listens at `path`; None if rank 0 is on another machine."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(CONNECT_TIMEOUT_S)
     try:
@@ -83,10 +83,12 @@ def try_connect(path: Path, rank: int) -> socket.socket | None:
 
 
 class RankLink:
-    """This rank's connections by rank: on rank 0 to all others of its machine, there to rank 0."""
+    """This rank's connections: on rank 0 to the other ranks of its machine, on those to rank 0.
+
+    `timeout_s`: maximum wait per message.
+    """
 
     def __init__(self, connections: dict[int, socket.socket], timeout_s: float) -> None:
-        """`timeout_s`: for every message."""
         self._connections = connections
         self._timeout_s = timeout_s
 
@@ -96,7 +98,7 @@ class RankLink:
         return sorted(self._connections)
 
     def send(self, rank: int, version: int, number: int) -> None:
-        """Send a number about this version. Raises NodeLost, WaitTimeout."""
+        """Send the number of a slot or a rank for this version. Raises NodeLost, WaitTimeout."""
         connection = self._connections[rank]
         connection.settimeout(self._timeout_s)
         try:
@@ -104,31 +106,36 @@ class RankLink:
         except TimeoutError:
             raise WaitTimeout(f"rank {rank} to read about version {version}", self._timeout_s) from None
         except OSError as error:
-            raise NodeLost(f"rank {rank} does not copy weights any more (version {version}): {error}") from None
+            raise NodeLost(f"rank {rank} no longer copies weights (version {version}): {error}") from None
 
     def send_failure(self, rank: int, version: int, error: BaseException) -> None:
-        """Send why this rank will not copy this version, if the other end is still there."""
+        """Report that this rank cannot copy this version, if the other end is still connected."""
         reason = f"{type(error).__name__}: {error}".encode()[:_REASON_BYTES]
         with suppress(OSError):
             self._connections[rank].send(_MESSAGE.pack(version, _FAILED) + reason)
 
     def receive(self, ranks: Collection[int], version: int, waited_for: str) -> dict[int, int]:
-        """The next number about this version from each of these ranks. Raises NodeLost, WaitTimeout."""
+        """Wait for the number of this version from each of these ranks. Raises NodeLost, WaitTimeout.
+
+        Numbers of other versions are left over from a copy that failed, and are dropped.
+        """
         numbers: dict[int, int] = {}
         deadline = time.monotonic() + self._timeout_s
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(self._connections[rank], selectors.EVENT_READ, rank)
-            while missing := sorted(set(ranks) - numbers.keys()):
+            while True:
+                missing = sorted(set(ranks) - numbers.keys())
+                if not missing:
+                    return numbers
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     raise WaitTimeout(f"{waited_for} of version {version} from ranks {missing}", self._timeout_s)
                 for key, _ in ready:
-                    told, number = self._read_message(key.data, version)
-                    if told == version:
+                    message_version, number = self._read_message(key.data, version)
+                    if message_version == version:
                         numbers[key.data] = number
                         selector.unregister(key.fileobj)
-        return numbers
 
     def close(self) -> None:
         """Close the connections. Safe to call twice."""
@@ -136,15 +143,16 @@ class RankLink:
             connection.close()
 
     def _read_message(self, rank: int, version: int) -> tuple[int, int]:
-        """Version and number. Raises NodeLost if the rank has ended, or could not copy."""
+        """Return version and number. Raises NodeLost if the rank has ended, or could not copy."""
         reason = "its process has ended"
+        message = b""
         try:
             message = self._connections[rank].recv(_MESSAGE.size + _REASON_BYTES)
         except OSError as error:
-            message, reason = b"", str(error)
+            reason = str(error)
         if message:
-            told, number = _MESSAGE.unpack_from(message)
+            message_version, number = _MESSAGE.unpack_from(message)
             if number != _FAILED:
-                return told, number
+                return message_version, number
             reason = message[_MESSAGE.size :].decode("utf-8", "replace")
         raise NodeLost(f"rank {rank} did not copy its weights of version {version}: {reason}")

@@ -1,8 +1,6 @@
-"""The ranks of this machine: their environment, their errors, their end.
+"""The ranks of this machine as processes: their environment, their error output, and how they end.
 
-    node --environment--> rank 0 .. N-1 --standard error--> node --the same lines--> log
-
-The node waits for its ranks.
+node --environment--> rank 0 .. N-1 --standard error--> node --same lines--> log
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ from trainer.ranks.store import OPENED
 log = structlog.get_logger()
 
 GRACE_S = 10.0
-"""Seconds that ranks have to end, and to write their last output, before they are killed."""
+"""Seconds between SIGTERM and SIGKILL, in which ranks can end and write their last output."""
 
 KILLED_S = 30.0
-"""Seconds in which a process ends after SIGKILL. One that hangs in a driver or on a dead NFS never does."""
+"""Seconds to wait after SIGKILL. A process that hangs in a driver or on a dead NFS never ends."""
 
 _STANDARD_ERROR = 2
 _TAIL_BYTES = 16 << 10
 
 _LAST_OUTPUT_S = 1.0
-"""What a rank wrote before its end has been read by then, though a child of it may still hold its standard error."""
+"""Seconds to wait for a rank's remaining output. A child of the rank may keep its standard error open for longer."""
 
 _SHOWN_CHARACTERS = 500
 _RANK = r"(?:\[rank\d+\]: ?)?"  # torch puts it before every line of a traceback
@@ -48,11 +46,12 @@ _FAULTS = "|".join(fault.__name__ for fault in CONFIG_FAULTS)
 _ERROR = re.compile(
     rf"(?:^{_RANK}[ \t]+\S.*\n{_RANK}(?=[A-Za-z_])|^(?=(?:{_FAULTS}): ))([\w.]+(?:: .*)?)$", re.MULTILINE
 )
-"""The line that ends a traceback: not indented, below one that is. Faults of the configuration have none."""
+"""The last line of a traceback, which is not indented and follows one that is. Also the line of a configuration fault,
+which has no traceback."""
 
 
 class RankFailed(TrainingError):
-    """A rank has ended with an exit code above 0, which is `code`."""
+    """A rank has ended with the exit code `code`, above 0."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -60,11 +59,11 @@ class RankFailed(TrainingError):
 
 
 class Terminated(TrainingError):
-    """SIGTERM has ended a rank, which is possible only before it has joined the run."""
+    """SIGTERM has ended a rank, which can only happen before it has joined the run."""
 
 
 def rank_environments(config: TrainerConfig, node_rank: int, store: tuple[str, int] | None) -> list[dict[str, str]]:
-    """The environment of each rank of this node. `store`: its address; None for a single rank."""
+    """Return the environment of each rank of this node. `store`: address of the store; None for a single rank."""
     count = config.processes_per_node
     shared = {
         "WORLD_SIZE": str(config.processes),
@@ -74,57 +73,58 @@ def rank_environments(config: TrainerConfig, node_rank: int, store: tuple[str, i
     }
     if store is not None:
         address, port = store
-        shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        shared |= {OPENED: "True"}
+        shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), OPENED: "True"}
     return [shared | {"RANK": str(node_rank * count + local), "LOCAL_RANK": str(local)} for local in range(count)]
 
 
 def network_environment(platform: str, own_address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that name the network card on which this node reaches the others, for libraries that would guess it.
+    """Return variables with the network card that reaches the other nodes, for libraries that would guess it.
 
-    Variables that the user has set stay; an address that no card has gives none.
+    Variables that the user has set are left out. Returns {} if no card has the address.
     """
-    found = card_environment(own_address, select_platform(platform).network_variables)
-    return {name: value for name, value in found.items() if name not in environment}
+    variables = card_environment(own_address, select_platform(platform).network_variables)
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 class ErrorOutput:
-    """What a rank writes to standard error: passed on line by line, so that ranks do not mix, with its end kept.
+    """Standard error of a rank: forwarded line by line, so that lines of ranks do not mix. Its tail is kept.
 
-    A thread reads it, since a rank must not wait for a node that is busy.
+    A thread reads it: a rank must not block because its node is busy.
     """
 
     def __init__(self) -> None:
         reading, self.write_end = os.pipe()
         self._tail = b""
-        self._thread = threading.Thread(target=self._pass_on, args=(reading,), name="rank-errors", daemon=True)
+        self._thread = threading.Thread(target=self._forward, args=(reading,), name="rank-errors", daemon=True)
         self._thread.start()
 
     def last_error(self) -> str:
-        """The last error that a traceback names, else the last line; "" if nothing was written."""
+        """Return the last error of a traceback, else the last line; "" if nothing was written."""
         tail = self._tail.decode("utf-8", "replace")
-        found = (
-            fatal_events(tail) or _ERROR.findall(tail) or [line.strip() for line in tail.splitlines() if line.strip()]
-        )
-        return redact_secrets(found[-1])[:_SHOWN_CHARACTERS] if found else ""
+        candidates = fatal_events(tail) or _ERROR.findall(tail)
+        if not candidates:
+            candidates = [line.strip() for line in tail.splitlines() if line.strip()]
+        if not candidates:
+            return ""
+        return redact_secrets(candidates[-1])[:_SHOWN_CHARACTERS]
 
     async def read_to_the_end(self) -> None:
-        """Wait until everything is passed on."""
+        """Wait until everything is forwarded, at most _LAST_OUTPUT_S."""
         await asyncio.to_thread(self._thread.join, _LAST_OUTPUT_S)
 
-    def _pass_on(self, reading: int) -> None:
+    def _forward(self, reading: int) -> None:
         with os.fdopen(reading, "rb") as stream:
             for line in stream:
                 self._tail = (self._tail + line)[-_TAIL_BYTES:]
                 try:
                     os.write(_STANDARD_ERROR, line)
-                except OSError:  # the disk of the log is full: the rank goes on
+                except OSError:  # the disk of the log is full: keep reading, or the rank would block
                     continue
 
 
 @dataclass(slots=True)
 class Rank:
-    """One rank as a process, which dies with this one."""
+    """The process of a rank, which dies with this process."""
 
     number: int
     """Number of the rank among those of all nodes."""
@@ -133,8 +133,8 @@ class Rank:
 
     @classmethod
     async def start(cls, argv: Sequence[str], environment: Mapping[str, str]) -> Rank:
-        """Start the process in a session of its own: Ctrl-C reaches the node, which tells it. It leaves the history of
-        the role to the node."""
+        """Start the process in a separate session, so that Ctrl-C reaches only the node, which forwards it."""
+        # The node records the history of the role, so the rank must not (VARIABLE is empty).
         errors = ErrorOutput()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -148,7 +148,7 @@ class Rank:
         return cls(int(environment["RANK"]), process, errors)
 
     async def wait(self) -> None:
-        """Wait until the rank has ended with 0. Raises RankFailed, Terminated, TrainingError for another signal."""
+        """Wait until the rank has ended with 0. Raises RankFailed, Terminated, or TrainingError for another signal."""
         code = await self.process.wait()
         if code == -signal.SIGTERM:
             raise Terminated(f"rank {self.number} was killed by SIGTERM")
@@ -159,8 +159,8 @@ class Rank:
             cause = self.errors.last_error()
             raise RankFailed(f"rank {self.number} ended with exit code {code}{': ' + cause if cause else ''}", code)
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal, if the process is still there."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, if the process is still running."""
         if self.process.returncode is None:
             self.process.send_signal(number)
 
@@ -177,32 +177,32 @@ class LocalRanks:
         return cls([await Rank.start(argv, environment) for environment in environments])
 
     async def wait(self) -> None:
-        """Wait until all have ended with 0. Raises TrainingError, as `Rank.wait`, for the first that has not."""
+        """Wait until all ranks have ended with 0. Raises the error of the first that fails, see `Rank.wait`."""
         waiting = [asyncio.create_task(rank.wait()) for rank in self.ranks]
         try:
             await asyncio.gather(*waiting)
         finally:
             await cancel_and_wait(*waiting)
 
-    def stop(self) -> None:
-        """Send SIGTERM to rank 0, on its node: it brings the trainer to an end, the others wait for its word, and one
-        that has not joined the run yet would not survive the signal."""
-        self.ranks[0].send(signal.SIGTERM)
+    def request_stop(self) -> None:
+        """Send SIGTERM to rank 0, which stops all ranks after a checkpoint. Only on the node of rank 0."""
+        # Not to the others: a rank that has not joined the run yet does not ignore SIGTERM and would be killed by it.
+        self.ranks[0].send_signal(signal.SIGTERM)
 
-    async def end(self) -> None:
-        """End the ranks that are left: SIGTERM, then SIGKILL after GRACE_S.
+    async def terminate(self) -> None:
+        """End the remaining ranks: SIGTERM, then SIGKILL after GRACE_S.
 
-        A rank that not even SIGKILL ends within KILLED_S is left: if the node waited for it, nobody would restart it.
+        A rank that survives SIGKILL for KILLED_S is abandoned. Waiting for it would prevent a restart of the node.
         """
         for rank in self.ranks:
-            rank.send(signal.SIGTERM)
-        left = [asyncio.create_task(rank.process.wait()) for rank in self.ranks]
-        await asyncio.wait(left, timeout=GRACE_S)
+            rank.send_signal(signal.SIGTERM)
+        remaining = [asyncio.create_task(rank.process.wait()) for rank in self.ranks]
+        await asyncio.wait(remaining, timeout=GRACE_S)
         for rank in self.ranks:
-            rank.send(signal.SIGKILL)
-        await asyncio.wait(left, timeout=KILLED_S)
-        await cancel_and_wait(*left)
+            rank.send_signal(signal.SIGKILL)
+        await asyncio.wait(remaining, timeout=KILLED_S)
+        await cancel_and_wait(*remaining)
         stuck = [rank.number for rank in self.ranks if rank.process.returncode is None]
         if stuck:
-            log.error("ranks did not end within KILLED_S of SIGKILL and are left", ranks=stuck, killed_s=KILLED_S)
+            log.error("ranks survived SIGKILL and are abandoned", ranks=stuck, killed_s=KILLED_S)
         await asyncio.gather(*(rank.errors.read_to_the_end() for rank in self.ranks))

@@ -1,11 +1,10 @@
-"""The other nodes of the trainer: the messages between nodes, the connections, and whether the nodes are still alive.
+"""The other nodes of the trainer: messages between nodes, connections, and detection of lost nodes.
 
     node R --Hello--> node 0      --Refused, Busy, Start--> node R
-    both:  NodeAlive, Stop, Stopped, Ended      and the connection itself, which ends when either process does
+    both:  NodeAlive, Stop, Stopped, Ended
 
-Node 0 has a connection to every other node, and each of them one to node 0, which passes on what concerns all. A killed
-node is noticed by the end of its connection, one whose machine or network is gone by its silence. A frame is its length
-(4 bytes, big-endian) and one record.
+Node 0 is connected to every other node, and each of those to node 0. A killed node is detected by the end of its
+connection; a lost machine or network by missing heartbeats. A frame is its length (4 bytes, big-endian) and one record.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from async_grpo.wire.records import Record
 
 MAX_FRAME_BYTES = 1 << 20
 BEATS_OF_SILENCE = 8
+"""Heartbeats that are sent within `rendezvous.silence_s`."""
 
 
 class Hello(Record, frozen=True, kw_only=True, tag="hello"):
@@ -40,17 +40,17 @@ class Hello(Record, frozen=True, kw_only=True, tag="hello"):
 
 
 class Refused(Record, frozen=True, kw_only=True, tag="refused"):
-    """Node 0 refuses a node, which must be corrected first."""
+    """Node 0 rejects a node, whose configuration must be corrected first."""
 
     reason: str
 
 
 class Busy(Record, frozen=True, kw_only=True, tag="busy"):
-    """All nodes have met already, perhaps with an earlier process of this one: ask again."""
+    """All nodes have met already, perhaps with an earlier process of this node: try again later."""
 
 
 class Start(Record, frozen=True, kw_only=True, tag="start"):
-    """All nodes are there: start the ranks."""
+    """All nodes have joined: start the ranks."""
 
 
 class NodeAlive(Record, frozen=True, kw_only=True, tag="beat"):
@@ -62,18 +62,18 @@ class Stop(Record, frozen=True, kw_only=True, tag="stop"):
 
 
 class Stopped(Record, frozen=True, kw_only=True, tag="stopped"):
-    """SIGTERM has ended a rank before it joined the run: there is nothing to save, and no rank will stop the others.
+    """SIGTERM has ended a rank before it joined the run, so there is nothing to save.
 
     Like `Ended`, it is the last message of a node.
     """
 
 
 class Ended(Record, frozen=True, kw_only=True, tag="ended"):
-    """The ranks of this node have ended; the reason is "" if they succeeded."""
+    """The ranks of this node have ended; `reason` is "" if they succeeded."""
 
     reason: str
     config_fault: bool = False
-    """No restart would help: the configuration, the data or the installation is at fault."""
+    """True if a restart would fail again: the configuration, the data or the installation is wrong."""
 
 
 Message = Hello | Refused | Busy | Start | NodeAlive | Stop | Stopped | Ended
@@ -90,20 +90,21 @@ class PeerConnection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         self.peer = peer
-        self._frames, self._writer = FrameReader(reader, MAX_FRAME_BYTES), writer
+        self._frames = FrameReader(reader, MAX_FRAME_BYTES)
+        self._writer = writer
 
     @property
     def own_address(self) -> str:
-        """The address of this machine on the network that reaches the other end."""
+        """Address of this machine on the network that reaches the peer."""
         address: str = self._writer.get_extra_info("sockname")[0]
         return address
 
     def send(self, message: Message) -> None:
-        """Send a message without waiting: frames are small, and a peer that reads none is found by its silence."""
+        """Send a message without waiting. Frames are small, and a peer that hangs is detected by its heartbeats."""
         self._writer.write(pack_frame(encode(message), MAX_FRAME_BYTES))
 
     async def receive(self) -> Message:
-        """The next message. Raises NodeLost when the connection ends, WireError for anything that is no message."""
+        """Wait for the next message. Raises NodeLost if the connection ends, WireError for an invalid message."""
         try:
             return _decoder.decode(await self._frames.next())
         except (asyncio.IncompleteReadError, OSError) as error:
@@ -111,17 +112,17 @@ class PeerConnection:
         except WireError as error:
             raise WireError(f"{self.peer}: {error}") from None
         except msgspec.MsgspecError as error:
-            raise WireError(f"{self.peer} sends something that is no message of this release: {error}") from None
+            raise WireError(f"{self.peer} sent something that is no message of this release: {error}") from None
 
     async def expect(self, kind: type[M]) -> M:
-        """The next message, which must be of that kind. Raises NodeLost, WireError."""
+        """Wait for the next message, which must be of this kind. Raises NodeLost, WireError."""
         message = await self.receive()
         if not isinstance(message, kind):
             raise WireError(f"{self.peer} sent {type(message).__name__} where {kind.__name__} was expected")
         return message
 
     async def close(self) -> None:
-        """Close the connection; what was sent goes out first, if the peer reads it within a second."""
+        """Close the connection, after at most one second in which the peer can read what was sent."""
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):
@@ -129,63 +130,63 @@ class PeerConnection:
 
 
 class StoppedEarly(Exception):
-    """The trainer was asked to stop before its ranks had joined the run, and has nothing to save; not an error."""
+    """The trainer was stopped before its ranks had joined the run, so there is nothing to save. Not an error."""
 
 
 class Peers:
-    """The nodes to which this one is connected; none for a single node."""
+    """The nodes that this one is connected to; none for a single node."""
 
     def __init__(self, connections: Iterable[PeerConnection], silence_s: float) -> None:
         self.stop_asked = asyncio.Event()
-        """Set when one of them asks the trainer to stop."""
-        self._lines = list(connections)
+        """Set when a peer asks to stop the trainer."""
+        self._connections = list(connections)
         self._silence_s = silence_s
-        self._following: list[asyncio.Task[None]] = []
+        self._receivers: list[asyncio.Task[None]] = []
 
     @property
     def own_address(self) -> str:
-        """The IP address of this machine on the network that reaches the others; the loopback if there are none."""
-        return self._lines[0].own_address if self._lines else LOOPBACK
+        """IP address of this machine on the network that reaches the peers; the loopback without peers."""
+        return self._connections[0].own_address if self._connections else LOOPBACK
 
-    def tell(self, message: Message) -> None:
-        """Send a message to all of them; those that are gone do not receive it."""
-        for connection in self._lines:
+    def broadcast(self, message: Message) -> None:
+        """Send a message to all peers that are still connected."""
+        for connection in self._connections:
             connection.send(message)
 
     @asynccontextmanager
-    async def followed(self) -> AsyncIterator[None]:
-        """Send heartbeats to them and listen to them within the block, also after they have announced their end."""
+    async def exchange_heartbeats(self) -> AsyncIterator[None]:
+        """Send heartbeats and receive messages within the block."""
         beating = asyncio.create_task(self._beat())
-        self._following = [asyncio.create_task(self._follow(connection)) for connection in self._lines]
+        self._receivers = [asyncio.create_task(self._receive_from(connection)) for connection in self._connections]
         try:
             yield
         finally:
-            await cancel_and_wait(beating, *self._following)
+            await cancel_and_wait(beating, *self._receivers)
 
-    async def watch(self) -> None:
-        """Wait until all have ended successfully.
+    async def wait_for_success(self) -> None:
+        """Wait until all peers have ended successfully.
 
-        Raises NodeLost, ConfigError or WireError for the first that has not, StoppedEarly if one says so.
+        Raises NodeLost, ConfigError or WireError for the first peer that fails, StoppedEarly if one was stopped early.
         """
-        if not self._following:
+        if not self._receivers:
             return
-        ended, _ = await asyncio.wait(self._following, return_when=asyncio.FIRST_EXCEPTION)
-        for following in ended:
-            following.result()
+        ended, _ = await asyncio.wait(self._receivers, return_when=asyncio.FIRST_EXCEPTION)
+        for receiver in ended:
+            receiver.result()
 
-    async def left(self, timeout_s: float) -> None:
-        """Wait until all have ended, successfully or not, but at most `timeout_s`."""
-        await asyncio.wait(self._following, timeout=timeout_s)
+    async def wait_until_gone(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` until all peers have ended, successfully or not."""
+        await asyncio.wait(self._receivers, timeout=timeout_s)
 
-    async def _follow(self, connection: PeerConnection) -> None:
+    async def _receive_from(self, connection: PeerConnection) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._silence_s):
                     message = await connection.receive()
             except TimeoutError:
                 raise NodeLost(
-                    f"{connection.peer} was not heard for {self._silence_s:g} s (trainer.rendezvous.silence_s): "
-                    "its machine or its network is gone"
+                    f"{connection.peer} sent nothing for {self._silence_s:g} s (trainer.rendezvous.silence_s): its "
+                    "machine or its network is gone"
                 ) from None
             match message:
                 case Stop():
@@ -200,5 +201,5 @@ class Peers:
 
     async def _beat(self) -> None:
         while True:
-            self.tell(NodeAlive())
+            self.broadcast(NodeAlive())
             await asyncio.sleep(self._silence_s / BEATS_OF_SILENCE)

@@ -1,9 +1,9 @@
-"""The store in which the ranks find each other: PyTorch's TCPStore, which carries bytes, on a socket bound by us.
+"""The key-value store in which the ranks find each other: PyTorch's TCPStore, on a socket that we bind.
 
-    node 0 of a trainer that `trainer.node_main` starts --opens it--> RankStore <---- every rank
-    rank 0, where a launcher has started the ranks -------opens it---'
+    node 0, if `trainer.node_main` starts the ranks --opens--> RankStore <---- every rank
+    rank 0, if a launcher starts the ranks -----------opens--------^
 
-By itself PyTorch would listen on all interfaces.
+We bind the socket ourselves because PyTorch would listen on all interfaces.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 OPENED = "TORCHELASTIC_USE_AGENT_STORE"
-"""PyTorch's own variable: `True` where no rank is to open the store. torchrun sets it too."""
+"""Variable of PyTorch, also set by torchrun: `True` if no rank should open the store."""
 
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
-"""torchrun's variable: it keeps its store when it starts the ranks again."""
+"""Variable of torchrun, which keeps its store when it restarts the ranks."""
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket at that address and no other. Raises ConfigError."""
+    """Listen at this address only. Raises ConfigError."""
     try:
         return socket.create_server((address, port), backlog=128)
     except OSError as error:
@@ -38,17 +38,17 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class RankStore:
-    """The store itself, which answers ranks that connect before `open` once it is open."""
+    """The store of a node. Ranks that connect before `open` are answered after it."""
 
     def __init__(self, listener: socket.socket, timeout_s: float) -> None:
-        """`listener` listens; it is closed with this."""
+        """`listener`: a listening socket, which the store closes."""
         self.port: int = listener.getsockname()[1]
         self._listener = listener
         self._timeout_s = timeout_s
         self._store: Any = None
 
     async def open(self) -> None:
-        """Answer the ranks. Takes seconds, in a thread: PyTorch is imported."""
+        """Start to answer ranks. Takes seconds, in a thread, because it imports PyTorch."""
         if self._store is None:
             self._store = await asyncio.to_thread(_open, self._listener, self._timeout_s)
 
@@ -59,28 +59,30 @@ class RankStore:
 
 
 def join_store(timeout_s: float) -> Store:
-    """The store of this rank, by PyTorch's environment (RANK, MASTER_ADDR, MASTER_PORT); rank 0 opens it if nobody has.
+    """Connect this rank to the store named by RANK, MASTER_ADDR and MASTER_PORT; rank 0 opens it if no node has.
 
-    Raises ConfigError, WaitTimeout, and NodeLost if this rank has joined it before, in a process that was replaced.
+    Raises ConfigError, WaitTimeout, and NodeLost if an earlier process of this rank has joined already.
     """
     from torch.distributed import DistError, PrefixStore, TCPStore
 
-    rank, address, port = os.environ["RANK"], os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank = os.environ["RANK"]
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     try:
         if rank == "0" and os.environ.get(OPENED) != "True":
             opened: Store = _open(listen(address, port), timeout_s)
         else:
             opened = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
         store = PrefixStore(f"attempt {os.environ.get(_ATTEMPT, '0')}", opened)
-        lives = store.add(f"lives of rank {rank}", 1)
+        starts = store.add(f"lives of rank {rank}", 1)
     except DistError as error:
         raise WaitTimeout(
             f"the store of the ranks at {address}:{port}", timeout_s, f"Is rank 0 started, and the port open? ({error})"
         ) from None
-    if lives > 1:
+    if starts > 1:
         raise NodeLost(
-            f"rank {rank} was started again alone, and the others wait for its earlier process: all ranks have to be "
-            "started again together"
+            f"rank {rank} was restarted alone, and the other ranks wait for its earlier process. Restart all ranks "
+            "together"
         )
     return store
 
@@ -89,5 +91,11 @@ def _open(listener: socket.socket, timeout_s: float) -> Store:
     from torch.distributed import TCPStore
 
     address, port = listener.getsockname()
-    timeout, listening = timedelta(seconds=timeout_s), listener.detach()
-    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening)
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store owns the socket now
+    )

@@ -41,7 +41,7 @@ def agree() -> Agree:
 
         def be(rank: int) -> None:
             store = TCPStore(HERE, opened.port, is_master=False, timeout=patience)
-            Agreement(store, rank, len(claims) + missing, timeout_s).reach(claims[rank])
+            Agreement(store, rank, len(claims) + missing, timeout_s).reach_agreement(claims[rank])
 
         with ThreadPoolExecutor() as pool:
             return [said(running) for running in [pool.submit(be, rank) for rank in range(len(claims))]]
@@ -63,7 +63,7 @@ def test_ranks_that_agree_leave_no_file_behind(tmp_path: Path, agree: Agree) -> 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"lr": 2.0}, "rank 2 has other values than rank 0 of trainer.optimizer.lr: they"),
+        ({"lr": 2.0}, "rank 2 has other values than rank 0 for trainer.optimizer.lr, and"),
         ({"model": "another"}, "rank 2 has another first policy than rank 0"),
     ],
 )
@@ -83,7 +83,7 @@ def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_told_which_it_is(
     (tmp_path / "elsewhere" / "checkpoints" / ".rank-0").write_text("left by a rank 0 that was killed")
     reason, same = agree(claim(tmp_path), claim(tmp_path / "elsewhere"))
     assert reason == same
-    assert f"{tmp_path}/checkpoints of rank 0 is not the folder" in reason
+    assert f"{tmp_path}/checkpoints on rank 0 and" in reason
     assert f"{tmp_path}/elsewhere/checkpoints" in reason
     assert "Set runs_dir to a folder that all nodes share" in reason
 
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(
     claims[rank] = claim(tmp_path / "file")
     reason, same = agree(*claims)
     assert reason == same
-    assert f"{tmp_path}/file/checkpoints cannot be written to by rank {rank}" in reason
+    assert f"rank {rank} cannot write to {tmp_path}/file/checkpoints" in reason
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path, agree: Agree) -> None:

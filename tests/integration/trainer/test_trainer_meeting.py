@@ -17,7 +17,7 @@ from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
 from async_grpo.utils.frames import pack_frame
 from trainer.ranks.peers import Ended, Hello, PeerConnection, Peers, Start, Stop
-from trainer.ranks.rendezvous import Host, Invitation, hosted, join
+from trainer.ranks.rendezvous import Host, Invitation, host_rendezvous, join_rendezvous
 
 HERE = "127.0.0.2"
 PATIENCE_S = 60.0
@@ -41,12 +41,12 @@ def port() -> int:
 async def met(port: int, silence_s: float = 30.0) -> AsyncIterator[tuple[Host, PeerConnection, Peers]]:
     """Two nodes after `Start`; what the second has is its connection, what the first has its peers."""
     async with asyncio.timeout(PATIENCE_S):
-        joining = asyncio.create_task(join(invitation(1, port)))
-        async with hosted(invitation(0, port)) as host:
+        joining = asyncio.create_task(join_rendezvous(invitation(1, port)))
+        async with host_rendezvous(invitation(0, port)) as host:
             peers = Peers(host.connections.values(), silence_s)
-            peers.tell(Start())
+            peers.broadcast(Start())
             connection = await joining
-            async with peers.followed():
+            async with peers.exchange_heartbeats():
                 yield host, connection, peers
             await connection.close()
 
@@ -56,7 +56,7 @@ async def hosting(port: int) -> AsyncIterator[None]:
     """Node 0 waits for another as long as the block lasts."""
 
     async def lead() -> None:
-        async with hosted(invitation(0, port)):
+        async with host_rendezvous(invitation(0, port)):
             raise AssertionError("they have met")
 
     leading = asyncio.create_task(lead())
@@ -74,7 +74,7 @@ async def refusal(port: int, **said: Any) -> str:
     second = invitation(said.pop("rank", 1), port, **said)
     async with hosting(port), asyncio.timeout(PATIENCE_S):
         with pytest.raises(ConfigError) as caught:
-            await join(second)
+            await join_rendezvous(second)
     return str(caught.value)
 
 
@@ -87,18 +87,18 @@ async def test_nodes_that_agree_meet_at_the_address_of_node_0_and_nowhere_else(p
 
 
 async def test_a_node_that_never_comes_is_named_to_all_who_have(port: int) -> None:
-    waiting = asyncio.create_task(join(invitation(1, port, nodes=3)))
+    waiting = asyncio.create_task(join_rendezvous(invitation(1, port, nodes=3)))
     with pytest.raises(WaitTimeout, match="node 2"):
-        async with hosted(invitation(0, port, nodes=3, timeout_s=2.0)):
+        async with host_rendezvous(invitation(0, port, nodes=3, timeout_s=2.0)):
             raise AssertionError("they have met")
     with pytest.raises(NodeLost, match=r"node 0 .* 2 s .*node 2"):
         await waiting
 
 
 async def test_a_node_0_that_waits_in_vain_says_whom_it_has_turned_away(port: int) -> None:
-    joining = asyncio.create_task(join(invitation(1, port, processes=4)))
+    joining = asyncio.create_task(join_rendezvous(invitation(1, port, processes=4)))
     with structlog.testing.capture_logs() as logs, pytest.raises(WaitTimeout) as caught:
-        async with hosted(invitation(0, port, timeout_s=2.0)):
+        async with host_rendezvous(invitation(0, port, timeout_s=2.0)):
             raise AssertionError("they have met")
     assert re.search(r"node 1 .*trainer\.nodes 2", str(caught.value))
     (warned,) = [entry for entry in logs if entry["log_level"] == "warning"]
@@ -130,21 +130,21 @@ async def test_a_node_0_of_another_release_leaves_no_connection_behind(port: int
 
     async with await asyncio.start_server(answer, HERE, port), asyncio.timeout(PATIENCE_S):
         with pytest.raises(WireError, match="release"):
-            await join(invitation(1, port))
+            await join_rendezvous(invitation(1, port))
         await ended.wait()
 
 
 async def test_a_node_0_that_never_comes_is_named(port: int) -> None:
     with pytest.raises(WaitTimeout, match=r"node 0 .*not answer"):
-        await join(invitation(1, port, timeout_s=1.0))
+        await join_rendezvous(invitation(1, port, timeout_s=1.0))
 
 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
         ({"processes": 4}, "node 1 has trainer.nodes 2 and trainer.processes 4, and node 0 2 and 8"),
-        ({"id": "other run"}, "trains 'run', and this one 'other run'"),
-        ({"rank": 2}, "a node 2 came to node 0, but trainer.nodes is 2"),
+        ({"id": "other run"}, "trains 'run', and this node 'other run'"),
+        ({"rank": 2}, "node 2 connected to node 0, but trainer.nodes is 2"),
     ],
 )
 async def test_a_node_that_would_train_something_else_is_turned_away(
@@ -157,49 +157,49 @@ async def test_the_end_of_a_connection_is_the_loss_of_its_node(port: int) -> Non
     async with met(port) as (_, connection, peers):
         await connection.close()
         with pytest.raises(NodeLost, match=r"node 1 .*gone"):
-            await peers.watch()
+            await peers.wait_for_success()
 
 
 async def test_silence_is_the_loss_of_a_node_though_its_connection_stands(port: int) -> None:
     async with met(port, silence_s=2.0) as (_, _line, peers):
-        with pytest.raises(NodeLost, match="not heard for 2 s"):
-            await peers.watch()
+        with pytest.raises(NodeLost, match="sent nothing for 2 s"):
+            await peers.wait_for_success()
 
 
 async def test_beats_keep_both_from_being_taken_for_lost(port: int) -> None:
     async with met(port, silence_s=3.0) as (_, connection, peers):
         others = Peers([connection], 3.0)
-        async with others.followed():
-            watching = [asyncio.create_task(peers.watch()), asyncio.create_task(others.watch())]
+        async with others.exchange_heartbeats():
+            watching = [asyncio.create_task(peers.wait_for_success()), asyncio.create_task(others.wait_for_success())]
             done, _ = await asyncio.wait(watching, timeout=4.0)
             assert not done
-            peers.tell(Ended(reason=""))
-            others.tell(Ended(reason=""))
+            peers.broadcast(Ended(reason=""))
+            others.broadcast(Ended(reason=""))
             await asyncio.gather(*watching)
 
 
 async def test_a_node_whose_ranks_still_work_is_heard_after_the_end_of_the_other(port: int) -> None:
     async with met(port, silence_s=2.0) as (_, connection, peers):
         others = Peers([connection], 2.0)
-        async with others.followed():
-            peers.tell(Ended(reason=""))
-            await others.watch()
-            await peers.left(3.0)
-            others.tell(Ended(reason=""))
-            await peers.watch()
+        async with others.exchange_heartbeats():
+            peers.broadcast(Ended(reason=""))
+            await others.wait_for_success()
+            await peers.wait_until_gone(3.0)
+            others.broadcast(Ended(reason=""))
+            await peers.wait_for_success()
 
 
 async def test_the_loss_of_one_node_does_not_end_the_wait_for_another(port: int) -> None:
-    joining = [asyncio.create_task(join(invitation(rank, port, nodes=3))) for rank in (1, 2)]
-    async with asyncio.timeout(PATIENCE_S), hosted(invitation(0, port, nodes=3)) as host:
+    joining = [asyncio.create_task(join_rendezvous(invitation(rank, port, nodes=3))) for rank in (1, 2)]
+    async with asyncio.timeout(PATIENCE_S), host_rendezvous(invitation(0, port, nodes=3)) as host:
         peers = Peers(host.connections.values(), 30.0)
-        peers.tell(Start())
+        peers.broadcast(Start())
         lost, healthy = await asyncio.gather(*joining)
-        async with peers.followed():
+        async with peers.exchange_heartbeats():
             await lost.close()
             with pytest.raises(NodeLost, match=r"node 1 .*gone"):
-                await peers.watch()
-            waiting = asyncio.create_task(peers.left(PATIENCE_S))
+                await peers.wait_for_success()
+            waiting = asyncio.create_task(peers.wait_until_gone(PATIENCE_S))
             done, _ = await asyncio.wait({waiting}, timeout=0.5)
             assert not done
             healthy.send(Ended(reason=""))
@@ -212,7 +212,7 @@ async def test_what_a_node_says_of_its_end_is_passed_on(port: int) -> None:
         connection.send(Stop())
         connection.send(Ended(reason="rank 3 was killed by SIGKILL"))
         with pytest.raises(NodeLost, match=r"node 1 .*rank 3 .*SIGKILL"):
-            await peers.watch()
+            await peers.wait_for_success()
         assert peers.stop_asked.is_set()
 
 
@@ -220,15 +220,15 @@ async def test_a_fault_of_the_configuration_there_is_one_here_so_that_nobody_sta
     async with met(port) as (_, connection, peers):
         connection.send(Ended(reason="rank 1 ended with exit code 78", config_fault=True))
         with pytest.raises(ConfigError, match=r"node 1 .*rank 1 .*code 78"):
-            await peers.watch()
+            await peers.wait_for_success()
 
 
 async def test_a_node_that_is_started_again_is_put_off_and_node_0_is_told(port: int) -> None:
     async with met(port) as (host, _, _):
-        newcomer = asyncio.create_task(join(invitation(1, port)))
+        newcomer = asyncio.create_task(join_rendezvous(invitation(1, port)))
         async with asyncio.timeout(PATIENCE_S):
-            await host.again.wait()
-        assert host.again_peer.startswith("node 1 ")
+            await host.node_restarted.wait()
+        assert host.restarted_peer.startswith("node 1 ")
         assert not newcomer.done()
         newcomer.cancel()
         await asyncio.gather(newcomer, return_exceptions=True)

@@ -34,5 +34,5 @@ async def test_a_rank_that_sigkill_does_not_end_is_left(monkeypatch: pytest.Monk
     monkeypatch.setattr(local_ranks, "_LAST_OUTPUT_S", 0.01)
     process, errors = StuckProcess(), local_ranks.ErrorOutput()
     async with asyncio.timeout(5):
-        await LocalRanks([Rank(0, cast(Any, process), errors)]).end()
+        await LocalRanks([Rank(0, cast(Any, process), errors)]).terminate()
     assert process.signals == [signal.SIGTERM, signal.SIGKILL]

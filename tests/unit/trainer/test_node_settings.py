@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
 from async_grpo.config.trainer import TrainerConfig
-from trainer.ranks.agreement import Claim, fingerprint, objection
+from trainer.ranks.agreement import Claim, find_difference, fingerprint
 from trainer.ranks.local_ranks import network_environment, rank_environments
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -62,8 +62,8 @@ def test_where_a_machine_finds_the_others_is_its_own_affair() -> None:
     one = said("{seed: 1, redis: {url: a}, runs_dir: /mnt/runs, trainer: {nodes: 2}}")
     same = said("{seed: 1, redis: {url: b}, runs_dir: /runs, trainer: {nodes: 2}}")
     other = said("{seed: 2, trainer: {nodes: 3}, steps: 4}")
-    assert objection(one, same, rank=1) is None
-    assert "seed, steps, trainer.nodes: " in str(objection(one, other, rank=1))
+    assert find_difference(one, same, rank=1) is None
+    assert "seed, steps, trainer.nodes, " in str(find_difference(one, other, rank=1))
 
 
 def said(config: str) -> Claim:
