@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from async_grpo.app.launch import inputs
 from async_grpo.app.launch.memory_plan import copies_in_shared_memory, model_bytes
 from async_grpo.app.launch.plan import RunPlan, start_checks
-from async_grpo.app.launch.run_folder import PATIENCE_S
+from async_grpo.app.launch.run_folder import FIND_TIMEOUT_S
 from async_grpo.config import RunConfig
 from async_grpo.data.arithmetic import STREAM, ProblemSet
 from async_grpo.data.jsonl import usable_rows
@@ -168,7 +168,7 @@ def _reach_redis(config: RunConfig) -> str:
     """Connect to the configured server and check that it is fit for a run. Raises BufferFault."""
     if config.redis.url is None:
         return "embedded: started with the run, on an append-only file in its folder"
-    redis = config.redis.model_copy(update={"timeout_s": min(config.redis.timeout_s, PATIENCE_S)})
+    redis = config.redis.model_copy(update={"timeout_s": min(config.redis.timeout_s, FIND_TIMEOUT_S)})
     known = asyncio.run(run_exists(redis, config.name))
     return f"reached and durable enough; {'holds' if known else 'does not hold'} a run named {config.name}"
 

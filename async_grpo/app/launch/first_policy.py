@@ -1,4 +1,4 @@
-"""The folder of the first policy: given by model.path, or made once and cached."""
+"""Folder of the first policy: configured by model.path, or generated once and cached."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from rollout_server.engines.model_files import read_settings, tensor_shapes
 from trainer.model.families import FAMILIES, known_families
 
 RECIPE = 1
-"""Version of the code that makes models. It goes up when the result changes, so that old cached ones are not used."""
+"""Version of the code that generates models. Raise it when the result changes, so that old cached models are not
+used."""
 
 
 def missing_files(path: Path) -> list[str]:
-    """Patterns of files that a Hugging Face checkpoint folder needs and this one lacks."""
+    """Return the patterns of files that a Hugging Face checkpoint folder needs and this one lacks."""
     needed = ("config.json", "tokenizer_config.json", "*.safetensors")
     return [pattern for pattern in needed if not any(file.is_file() for file in path.glob(pattern))]
 
 
 def check_model(path: Path) -> Path:
-    """Return `path` if it is a Hugging Face checkpoint folder. Raises ConfigError naming what is missing or broken."""
+    """Return `path` if it is a Hugging Face checkpoint folder. Raises ConfigError that names the missing or broken
+    file."""
     if not path.is_dir():
-        found = "a file" if path.exists() else "not there"
+        state = "is a file" if path.exists() else "does not exist"
         raise ConfigError(
-            f"model.path: {path} is {found}, but a checkpoint is a folder. Point model.path at the folder that holds "
+            f"model.path: {path} {state}, but a checkpoint is a folder. Point model.path at the folder that holds "
             "config.json, the tokenizer and the weights as safetensors"
         )
     if missing := missing_files(path):
@@ -56,15 +58,15 @@ def check_model(path: Path) -> Path:
 
 
 def check_reference(folder: Path, model: Path | None, config: ReferenceConfig) -> None:
-    """Check the reference's folder as the trainer would; `model`: the first policy, if it is there already.
+    """Raise ConfigError if the trainer would reject the folder of the reference model.
 
-    Raises ConfigError.
+    `model`: folder of the first policy, if it exists already.
     """
     from trainer.model.checks import check_reference_config, check_tensors
     from trainer.model.hf_folder import read_config
 
     if not folder.is_dir():
-        raise ConfigError(f"trainer.reference.path: there is no folder {folder}. Correct the path, or leave it out")
+        raise ConfigError(f"trainer.reference.path: there is no folder {folder}. Correct the path or remove the key")
     try:
         reference = read_config(folder)
         policy = read_config(model) if model is not None and model.is_dir() else reference
@@ -75,50 +77,60 @@ def check_reference(folder: Path, model: Path | None, config: ReferenceConfig) -
 
 
 async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
-    """The folder of the first policy; making one reports through `say`. Raises ConfigError for a folder that cannot be
-    used, RoleFailed if making one fails."""
-    made_of = "data.path" if config.model.path is None else "model.path"
-    config = await asyncio.to_thread(fetch_inputs, config, say, (made_of,))
+    """Return the folder of the first policy, after downloading or generating it. `say` receives the progress.
+
+    Raises ConfigError for a folder that cannot be used, RoleFailed if generating the policy fails.
+    """
+    input_key = "data.path" if config.model.path is None else "model.path"
+    config = await asyncio.to_thread(fetch_inputs, config, say, (input_key,))
     if config.model.path is not None:
         return check_first_policy(config.model.path.absolute(), config)
-    if config.model.warmup is not None:
-        source, module, recipe = "warmup", "trainer.warmup", config.model.warmup.model_dump_json()
-    else:
-        source, module, recipe = "random", "async_grpo.models.random_model", config.model_dump_json()
-    target = _made_policy(config)
+
+    target = _generated_policy_folder(config)
     if (target / "config.json").exists():
         say(f"policy: {target} (cached)")
         return target
+
+    warmup = config.model.warmup
+    if warmup is not None:
+        source = "warmup"
+        module = "trainer.warmup"
+        recipe = warmup.model_dump_json()
+        steps = warmup.steps
+    else:
+        source = "random"
+        module = "async_grpo.models.random_model"
+        recipe = config.model_dump_json()
+        steps = None
     target.parent.mkdir(parents=True, exist_ok=True)
-    say(f"making the first policy ({source}); it is cached afterwards")
-    options = ("--config", recipe, "--out", str(target), "--seed", str(config.seed))
-    steps = config.model.warmup.steps if config.model.warmup is not None else None
-    await _make([sys.executable, "-m", module, *options], lambda line: say(_progress(line, steps)))
+    say(f"generating the first policy ({source}); it is cached for later runs")
+    argv = [sys.executable, "-m", module, "--config", recipe, "--out", str(target), "--seed", str(config.seed)]
+    await _run_generator(argv, lambda message: say(_format_progress(message, steps)))
     return check_model(target)
 
 
 def find_local_policy(config: RunConfig) -> Path | None:
-    """The folder of the first policy, if it is on this machine with its tokenizer."""
-    folder = config.model.path or _made_policy(config)
+    """Return the folder of the first policy if it is on this machine, with its tokenizer; else None."""
+    folder = config.model.path or _generated_policy_folder(config)
     return folder if (folder / "tokenizer_config.json").is_file() else None
 
 
-def _made_policy(config: RunConfig) -> Path:
-    """Where the policy is that a run makes itself."""
+def _generated_policy_folder(config: RunConfig) -> Path:
+    """Return the cache folder of a policy that the run generates itself."""
     source = "random" if config.model.warmup is None else "warmup"
     return cache_dir() / "models" / f"{source}-{_fingerprint(config)}"
 
 
 def read_warmup_s(model: Path) -> float:
-    """Seconds that the warm-up of the policy took, even if it was made in an earlier run; 0 for any other model."""
+    """Return the seconds that the warm-up of this policy took, possibly in an earlier run; 0 for other models."""
     report = model / "warmup.json"
-    return float(json.loads(report.read_text(encoding="utf-8"))["elapsed_s"]) if report.exists() else 0.0
+    if not report.exists():
+        return 0.0
+    return float(json.loads(report.read_text(encoding="utf-8"))["elapsed_s"])
 
 
 def check_first_policy(path: Path, config: RunConfig) -> Path:
-    """Check a folder as the trainer's ranks and the rollout servers would, before anything is started; returns it.
-
-    Raises ConfigError."""
+    """Return the folder `path`. Raises ConfigError if the trainer's ranks or the rollout servers would reject it."""
     from trainer.model.checks import check_architecture, check_lora, check_tensors
     from trainer.model.hf_folder import read_config
 
@@ -138,7 +150,7 @@ def check_first_policy(path: Path, config: RunConfig) -> Path:
 
 
 def _fingerprint(config: RunConfig) -> str:
-    """A hash of everything that the made model depends on."""
+    """Return a hash of everything that determines the generated model."""
     parts = {
         "recipe": RECIPE,
         "seed": config.seed,
@@ -148,8 +160,8 @@ def _fingerprint(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
-    """Run the program that makes the model and report its progress, one JSON object per line."""
+async def _run_generator(argv: Sequence[str], report: Callable[[str], None]) -> None:
+    """Run the program that generates the model. `report` receives each line of its output, a JSON object."""
     process = await asyncio.create_subprocess_exec(
         *child_argv(argv), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -157,7 +169,7 @@ async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
     errors = asyncio.create_task(process.stderr.read())
     try:
         async for line in process.stdout:
-            say(line.decode("utf-8", "replace"))
+            report(line.decode("utf-8", "replace"))
         code = await process.wait()
     finally:
         if process.returncode is None:
@@ -165,20 +177,21 @@ async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
             await process.wait()
     if code:
         tail = (await errors).decode("utf-8", "replace").strip().splitlines()[-1:]
-        raise RoleFailed(f"making the first policy ended with exit code {code}: {''.join(tail)}")
+        raise RoleFailed(f"generating the first policy failed with exit code {code}: {''.join(tail)}")
     await errors
 
 
-def _progress(line: str, steps: int | None) -> str:
-    """A progress line of the program as a sentence, with the time left if the line has a count."""
+def _format_progress(line: str, steps: int | None) -> str:
+    """Format a line of the generator's output as a message, with the time left if it contains a step."""
     try:
         fields = json.loads(line)
     except ValueError:
         return line.rstrip()
     if not isinstance(fields, dict):
         return line.rstrip()
-    said = "first policy: " + ", ".join(f"{key} {value}" for key, value in fields.items())
-    step, elapsed_s = fields.get("step"), fields.get("elapsed_s")
+    message = "first policy: " + ", ".join(f"{key} {value}" for key, value in fields.items())
+    step = fields.get("step")
+    elapsed_s = fields.get("elapsed_s")
     if steps is None or not step or elapsed_s is None:
-        return said
-    return f"{said} (step {step} of at most {steps}: {elapsed_s / step * (steps - step):.0f} s left)"
+        return message
+    return f"{message} (step {step} of at most {steps}: {elapsed_s / step * (steps - step):.0f} s left)"

@@ -1,6 +1,8 @@
-"""Models and data that a configuration names by hub id: pinned for the run, and downloaded to this machine.
+"""Models and data that a configuration names by hub id: pinned to commits for the run, and downloaded to this machine.
 
-configuration --pin--> ids with commits (config.yaml) --fetch, here--> local files (roles.yaml, checks, roles)
+configuration --pin_inputs--> ids with commits (config.yaml) --fetch_inputs--> local files (roles.yaml, checks, roles)
+
+A plan that must not download calls `use_local_inputs` instead of `fetch_inputs`.
 """
 
 from __future__ import annotations
@@ -23,59 +25,62 @@ from trainer.checkpoint.store import RunStore
 Section = TypeVar("Section", bound=BaseModel)
 
 KEYS = ("model.path", "data.path", "trainer.reference.path")
-"""Configuration keys that take the id of a hub."""
+"""Configuration keys that accept the id of a hub repository."""
 
 
 def hub_inputs(config: RunConfig) -> dict[str, HubRepo]:
-    """Configuration key -> the hub repository that it names; {} if all inputs are local."""
+    """Return configuration key -> hub repository that it names; {} if all inputs are local."""
+    repos = {"model.path": model_repo(config), "data.path": data_repo(config.data)}
     reference = config.trainer.reference.path
-    found = {"model.path": model_repo(config), "data.path": data_repo(config.data)}
     if reference is not None:
         key = "trainer.reference.path"
-        found[key] = hub_repo(reference, "model", config.model.hub, key)
-    return {key: repo for key, repo in found.items() if repo is not None}
+        repos[key] = hub_repo(reference, "model", config.model.hub, key)
+    return {key: repo for key, repo in repos.items() if repo is not None}
 
 
-def pin_inputs(config: RunConfig, *, planning: bool = False, held: Sequence[HubRepo] = ()) -> RunConfig:
-    """The configuration with a commit for every id: the one that the run, or else another of `held`, has had so far,
-    else the newest. Raises ConfigError; with `planning` an id stays as it is if the hub cannot be asked."""
+def pin_inputs(config: RunConfig, *, planning: bool = False, pinned: Sequence[HubRepo] = ()) -> RunConfig:
+    """Return the configuration with a commit for every id.
+
+    The commit is the one that the run has used so far, else that of the same repository in `pinned`, else the newest.
+    Raises ConfigError. With `planning`, an id stays unpinned if the hub is unreachable.
+    """
     inputs = hub_inputs(config)
-    before = [*_earlier(config).values(), *held] if inputs else []
+    candidates = [*_read_pinned(config).values(), *pinned] if inputs else []
     paths: dict[str, Path] = {}
     for key, repo in inputs.items():
-        earlier = next((one for one in before if _is_of(one, repo)), None)
+        commit = next((candidate for candidate in candidates if _is_commit_of(candidate, repo)), None)
         try:
-            paths[key] = Path(str(earlier or repo.pinned()))
+            paths[key] = Path(str(commit or repo.pinned()))
         except HubUnreachable:
             if not planning:
                 raise
-    return _with(config, paths)
+    return _replace_paths(config, paths)
 
 
-def _is_of(earlier: HubRepo, repo: HubRepo) -> bool:
-    """Whether `earlier` is a commit that `repo`, without a revision or on a branch, has been."""
-    same = (earlier.key, earlier.id, earlier.hub) == (repo.key, repo.id, repo.hub)
-    return same and (repo.revision is None or earlier.revision in repo.seen())
+def _is_commit_of(candidate: HubRepo, repo: HubRepo) -> bool:
+    """True if `candidate` is a commit of `repo`, and of its branch if it names one."""
+    same = (candidate.key, candidate.id, candidate.hub) == (repo.key, repo.id, repo.hub)
+    return same and (repo.revision is None or candidate.revision in repo.seen())
 
 
-def _earlier(config: RunConfig) -> Mapping[str, HubRepo]:
-    """The repositories that the run in the folder, or else its copy in `runs_store`, was pinned to.
+def _read_pinned(config: RunConfig) -> Mapping[str, HubRepo]:
+    """Return the commits that the run in the folder was pinned to; without a folder, those of its copy in `runs_store`.
 
-    A bare machine gets the folder from the copy only after this. With newer commits than those of the copy, the run
-    would not be the same and could not be resumed.
+    A bare machine downloads the folder from the copy only after this. If inputs were pinned to newer commits than the
+    copy has, the run would count as another experiment and could not be resumed.
     """
     folder = RunFolder(config.run_dir)
     try:
         if folder.config_file.exists():
             return hub_inputs(folder.read_config())
-        return _in_copy(config)
+        return _read_pinned_in_copy(config)
     except ConfigError:
         return {}
 
 
-def _in_copy(config: RunConfig) -> Mapping[str, HubRepo]:
-    """The repositories that the copy of the run was pinned to; {} if there is none, or the store cannot be reached,
-    which stops the start later."""
+def _read_pinned_in_copy(config: RunConfig) -> Mapping[str, HubRepo]:
+    """Return the commits that the copy of the run was pinned to; {} if there is no copy or its store is unreachable,
+    which a later check reports."""
     if config.runs_store is None:
         return {}
     with tempfile.TemporaryDirectory() as name:
@@ -92,7 +97,7 @@ def _in_copy(config: RunConfig) -> Mapping[str, HubRepo]:
 
 
 def fetch_inputs(config: RunConfig, say: Callable[[str], None], keys: Collection[str] = KEYS) -> RunConfig:
-    """The configuration with local files in place of ids, downloaded if they are missing. Raises ConfigError."""
+    """Return the configuration with local files instead of ids, after downloading missing ones. Raises ConfigError."""
     paths: dict[str, Path] = {}
     for key, repo in hub_inputs(config).items():
         if key not in keys:
@@ -101,47 +106,55 @@ def fetch_inputs(config: RunConfig, say: Callable[[str], None], keys: Collection
             paths |= _data_paths(training_files(config.data, repo.pinned(), say))
         else:
             paths[key] = repo.pinned().fetch(say)
-    return _with(config, paths)
+    return _replace_paths(config, paths)
 
 
 def _data_paths(files: tuple[Path, Path | None]) -> dict[str, Path]:
-    trained, held_out = files
-    return {"data.path": trained} | ({} if held_out is None else {"data.eval_path": held_out})
+    training, held_out = files
+    if held_out is None:
+        return {"data.path": training}
+    return {"data.path": training, "data.eval_path": held_out}
 
 
 def use_local_inputs(config: RunConfig) -> RunConfig:
-    """The configuration with models and data that have been downloaded; other ids stay. Of the first policy's model,
-    config.json is fetched if the hub answers, for the plan of memory."""
-    if repo := model_repo(config):
+    """Return the configuration with those models and data that are downloaded already; other ids stay.
+
+    Downloads config.json of the first policy's model if the hub is reachable, because the memory plan needs its shape.
+    """
+    model = model_repo(config)
+    if model is not None:
         with contextlib.suppress(ConfigError):
-            repo.settings().fetch(lambda line: None)
+            model.settings().fetch(lambda message: None)
+
     paths: dict[str, Path] = {}
     for key, repo in hub_inputs(config).items():
         if key == "data.path":
-            paths |= _data_paths(files) if (files := written_files(config.data, repo)) else {}
+            files = written_files(config.data, repo)
+            if files:
+                paths |= _data_paths(files)
         elif folder := repo.folder():
             paths[key] = folder
-    return _with(config, paths)
+    return _replace_paths(config, paths)
 
 
 def describe_downloads(config: RunConfig) -> dict[str, str]:
-    """Configuration key -> what would be downloaded for it, in words, for the ids that `use_local_inputs` has left."""
-    found = {}
+    """Return configuration key -> description of its download, for the ids that `use_local_inputs` did not replace."""
+    downloads = {}
     for key, repo in hub_inputs(config).items():
         try:
             size = f", {sum(repo.files().values()) / 1e6:,.1f} MB"
         except ConfigError:
             size = ""
-        found[key] = f"{repo.where}{size}"
-    return found
+        downloads[key] = f"{repo.where}{size}"
+    return downloads
 
 
-def _with(config: RunConfig, paths: Mapping[str, Path]) -> RunConfig:
+def _replace_paths(config: RunConfig, paths: Mapping[str, Path]) -> RunConfig:
     for key, path in paths.items():
-        config = _replaced(config, key.split("."), path)
+        config = _replace_value(config, key.split("."), path)
     return config
 
 
-def _replaced(section: Section, keys: list[str], path: Path) -> Section:
-    value: Any = path if len(keys) == 1 else _replaced(getattr(section, keys[0]), keys[1:], path)
+def _replace_value(section: Section, keys: list[str], path: Path) -> Section:
+    value: Any = path if len(keys) == 1 else _replace_value(getattr(section, keys[0]), keys[1:], path)
     return section.model_copy(update={keys[0]: value})

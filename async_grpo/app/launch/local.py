@@ -1,14 +1,14 @@
-"""`async-grpo run`: everything of one run on this machine, as `run_locally` tells.
+"""`async-grpo run`: a run on this machine, from start to report.
 
     folder -> first policy -> server -> trainer and rollout servers -> summary.json, report.md, plots, timeline.json
 
-    trainer     python -m trainer.node_main -> trainer.main, once for each rank -> trainer.loop.train
+    trainer     python -m trainer.node_main -> trainer.main, one process per rank -> trainer.loop.train
     rollout-i   python -m rollout_server.main
 
-Start: the server first, because everyone needs it, then trainer and rollout servers together. The trainer publishes
+Start: the server first, because all roles need it, then trainer and rollout servers together. The trainer publishes
 version 0, the rollout servers wait for it, and each role is ready when it reports to the run board. Stop: trainer and
-rollout servers, then the report, then the server. Ctrl-C stops in the same order; a second Ctrl-C does not wait. When
-the run ends, for any reason, all of its processes end.
+rollout servers, then the report, then the server. Ctrl-C stops in the same order; a second Ctrl-C kills the roles.
+When the run ends, for any reason, all of its processes end.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ INTERRUPTED = 130
 async def run_locally(
     plan: RunPlan, *, fresh: bool, command: str, confirm: Callable[[str], bool] = lambda question: False
 ) -> int:
-    """Run or resume, and wait for the end; returns the exit code: 0 trained, 130 interrupted.
+    """Start or resume the run and wait for its end. Returns the exit code: 0 trained, 130 interrupted.
 
     Args:
         plan: The run, with its inputs on this machine.
         fresh: Delete an earlier run of this name first.
-        command: What the user typed, for the report; "" keeps that of an earlier invocation.
-        confirm: Answers whether `fresh` may delete a run from a shared server, or the copy of another run.
+        command: Command line of the user, for the report; "" keeps that of an earlier invocation.
+        confirm: Called before `fresh` deletes a run from a shared server, or the copy of another run.
 
     Raises ConfigError for a run that cannot be started here, before anything is written or started; RoleFailed if a
     role fails more often than it may be restarted, ServerLost if the embedded server cannot be started again.
@@ -64,8 +64,9 @@ async def run_locally(
     bind_process(run=config.name)
     adopt_orphans()
 
-    # Both come before the folder is opened. `open_run` deletes an earlier folder, whose id shows whether a shared
-    # server and a bucket hold this run or a colleague's. A bare machine gets the folder from the bucket.
+    # Both branches come before the folder is opened. With `fresh`, `open_run` deletes the earlier folder, and only its
+    # id shows whether the run on a shared server or in a bucket is this one or a colleague's. Otherwise, a bare machine
+    # must first get the folder from the bucket, or the run would start from the beginning.
     if fresh:
         await check_fresh(config, confirm)
         await remove_copy(config, confirm)
@@ -80,27 +81,29 @@ async def run_locally(
             view.say(_finished_message(folder, state))
             return 0
         try:
-            # Making the first policy may take minutes and all cores. It comes before the server and the roles, so
-            # that none of them waits for it, and Ctrl-C has nothing to stop.
+            # Generating the first policy may take minutes and all cores. It comes before the server and the roles, so
+            # that none of them times out while waiting, and Ctrl-C has nothing to stop.
             started_s = time.monotonic()
             model = await race(_prepare_policy(plan, view.phase), interrupted.wait())
             state.prepare_s = max(state.prepare_s, time.monotonic() - started_s, read_warmup_s(model))
-            state.command, state.failure = command or state.command, ""
+            if command:
+                state.command = command
+            state.failure = ""
 
             async with AsyncExitStack() as stack:
-                # The roles meet on the server, and the report reads it after they have left: it starts before all of
-                # them, and the stack stops it after the report.
+                # The roles communicate through the server, and the report reads it after they have exited. So it
+                # starts before them, and the stack stops it after the report.
                 url = config.redis.url
                 view.phase("starting the server" if url is None else f"connecting to {redact_secrets(url)}")
                 opening = stack.enter_async_context(open_state_plane(plan.inputs, folder, fresh=fresh))
                 plane = await race(opening, interrupted.wait())
 
-                # Roles read their configuration from the folder. An embedded server has its address only now.
+                # Roles read their configuration from the folder. The address of an embedded server is known only now.
                 write_config(folder, config, for_roles=plane.config)
                 roles = role_specs(plane.config, folder, model)
                 if await is_run_over(plane.config, plane.buffer, plane.board):
-                    # The run was stopped after its last evaluation: the trainer has still to read and export, but
-                    # there is nothing to generate.
+                    # The run was stopped after its last evaluation. The trainer still has to read the results and
+                    # export the model, but there is nothing left to generate.
                     roles = roles.without_servers()
                 await LocalRun(plane, folder, state, view, roles).run_to_report(interrupted)
         except Overtaken:
@@ -110,7 +113,7 @@ async def run_locally(
 
 
 async def _prepare_policy(plan: RunPlan, say: Callable[[str], None]) -> Path:
-    """Make or find the first policy, and check what only its tokenizer and its size show. Raises ConfigError."""
+    """Generate or find the first policy, then run the checks that need its tokenizer and size. Raises ConfigError."""
     model = await prepare_model(plan.inputs, say)
     if plan.config.model.path is None:
         await asyncio.to_thread(check_with_policy, plan.inputs, model)
@@ -119,11 +122,11 @@ async def _prepare_policy(plan: RunPlan, say: Callable[[str], None]) -> Path:
 
 
 def _finished_message(folder: RunFolder, state: RunState) -> str:
-    """Commands that continue or repeat a finished run."""
+    """Return a message with the commands that continue or repeat a finished run."""
     return (
         f"this run is finished: see {folder.path / 'report.md'}. To train it further: `async-grpo resume {folder.path} "
-        f"--steps N` (above {state.finished_steps}). To start over: `async-grpo run` with --fresh. To go on from its "
-        f"weights with other values, such as trainer.optimizer.lr: `async-grpo run` with -o name=... "
+        f"--steps N` (above {state.finished_steps}). To start over: `async-grpo run` with --fresh. To continue from "
+        "its weights with other values, such as trainer.optimizer.lr: `async-grpo run` with -o name=... "
         f"-o model.path={folder.path / 'checkpoints' / 'hf'}"
     )
 
@@ -132,17 +135,20 @@ def _check_one_machine(config: RunConfig) -> None:
     nodes = config.trainer.nodes
     if nodes > 1:
         raise ConfigError(
-            f"trainer.nodes is {nodes}, but `async-grpo run` starts everything on this machine. Set redis.url, and "
-            f"start `async-grpo trainer CONFIG --node-rank R` on each of the {nodes} (R from 0), and `async-grpo "
-            "rollout CONFIG --name NAME` where servers are to be; or set trainer.nodes to 1. See docs/operations.md"
+            f"trainer.nodes is {nodes}, but `async-grpo run` starts all roles on this machine. Set redis.url and start "
+            f"`async-grpo trainer CONFIG --node-rank R` on each of the {nodes} nodes (R from 0) and `async-grpo "
+            "rollout CONFIG --name NAME` for each rollout server; or set trainer.nodes to 1. See docs/operations.md"
         )
 
 
 class LocalRun:
-    """The roles of one invocation, from their start to the report."""
+    """Roles of one invocation, from their start to the report."""
 
     def __init__(self, plane: StatePlane, folder: RunFolder, state: RunState, view: LiveView, roles: RoleSpecs) -> None:
-        self._plane, self._folder, self._state, self._view = plane, folder, state, view
+        self._plane = plane
+        self._folder = folder
+        self._state = state
+        self._view = view
         self._started_s = time.monotonic()
         self._wall_before_s = state.wall_s
         self._progress = LocalProgress(plane, view.say)
@@ -164,7 +170,7 @@ class LocalRun:
         Raises RoleFailed, ServerLost, and Overtaken after Ctrl-C.
         """
         self._view.phase(f"starting {', '.join(self._supervisor.states)}")
-        self._view.phase("")  # from now on the live view shows what each role does
+        self._view.phase("")  # from now on the live view shows the stage of each role
         try:
             await race(self._watch_roles(), interrupted.wait())
             self._state.finished_steps = self._plane.config.steps
@@ -172,7 +178,8 @@ class LocalRun:
             self._state.failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            # The report comes after the roles: only then are their last rows, their timelines and the counters whole.
+            # The report comes after the roles have exited. Before that, their last rows, their timelines and the
+            # counters are incomplete. The event is cleared so that a second Ctrl-C is noticed.
             interrupted.clear()
             self._view.phase("stopping")
             await self._stop_roles(interrupted)
@@ -182,19 +189,22 @@ class LocalRun:
     async def _watch_roles(self) -> None:
         """Wait until all roles have ended. Raises the first error of a role or of the monitor."""
         self._roles = asyncio.create_task(self._supervisor.watch())
-        looks = [asyncio.create_task(self._monitor.watch()), asyncio.create_task(self._monitor.keep_server_alive())]
+        monitors = [asyncio.create_task(self._monitor.watch()), asyncio.create_task(self._monitor.keep_server_alive())]
         try:
-            done, _ = await asyncio.wait({self._roles, *looks}, return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                ended.result()
+            done, _ = await asyncio.wait({self._roles, *monitors}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            await cancel_and_wait(*looks)
+            await cancel_and_wait(*monitors)
+
         await self._monitor.poll()
         if not await self._progress.is_trained():
-            raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
+            raise RoleFailed(
+                f"all roles have exited, but the last step is not trained. See the logs in {self._folder.path}/logs"
+            )
 
     async def _stop_roles(self, interrupted_again: asyncio.Event) -> None:
-        """Send SIGTERM and wait; after a second Ctrl-C, kill. No role is left, or about to start."""
+        """Send SIGTERM and wait; after a second Ctrl-C, kill. Afterwards no role runs or is about to start."""
         stopping = asyncio.create_task(self._supervisor.stop())
         try:
             await race(stopping, interrupted_again.wait())
@@ -205,8 +215,10 @@ class LocalRun:
             await asyncio.gather(self._roles, return_exceptions=True)  # its error, if any, is being raised already
 
     async def _report(self, *, failed: bool) -> None:
-        """Write run.json and the report, and print its headline. After a failed run, a report that cannot be written
-        does not hide the run's own error."""
+        """Write run.json and the report, and print its headline.
+
+        After a failed run, an error of the report is only printed: the run's own error is more important.
+        """
         try:
             self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
             self._state.restarts |= self._supervisor.restarts

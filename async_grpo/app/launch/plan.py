@@ -1,8 +1,8 @@
 """RunPlan: the only way from a configuration file to a start.
 
-    CONFIG, overrides --load_run_config--> named run --pin--> ids with commits --locate--> RunPlan --start_checks--> run
+    CONFIG, overrides --load_run_config--> named run --pin_inputs--> ids with commits --> RunPlan --start_checks--> run
 
-`async-grpo run` executes a plan, `--dry-run` prints one, `doctor CONFIG` reports what each of its checks finds.
+`async-grpo run` executes a plan, `--dry-run` prints it, `doctor CONFIG` reports the result of each check.
 """
 
 from __future__ import annotations
@@ -37,65 +37,80 @@ from buffer.redis.url import parse
 from trainer.checkpoint.store import RunStore
 
 Rows = list[tuple[str, str]]
-"""(label, text) of each row that a dry run prints."""
+"""(label, text) of each row of a dry run."""
 StartCheck = tuple[str, Callable[[], object]]
-"""Name of a check, and a function that raises ConfigError or DependencyError, or returns what it found."""
+"""Name of a check, and a function that raises ConfigError or DependencyError, or returns its result."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run before anything is started. The properties are computed when they are first read, since a doctor reports
-    the error of each."""
+    """A run before anything is started.
+
+    The properties are computed on first access, so that `async-grpo doctor` can report the error of each.
+    """
 
     config: RunConfig
     """Content of config.yaml: hub ids with their commits."""
     inputs: RunConfig
-    """The same with files of this machine instead of ids; ids that have not been downloaded stay."""
+    """The same configuration with local files instead of ids; ids that are not downloaded stay."""
     downloads: bool = False
-    """False: nothing was downloaded, so inputs may be missing if the hub or model.architecture describes them."""
+    """True if inputs were downloaded. Otherwise inputs that the hub or model.architecture describes may be missing."""
 
     @cached_property
     def missing(self) -> dict[str, Path]:
         """Configuration key -> local file or folder that is missing or incomplete."""
         config = self.inputs
-        paths = {"trainer.reference.path": config.trainer.reference.path, **list_data_files(config.data)}
-        missing = {key: path for key, path in paths.items() if path is not None and not path.exists()}
+        missing: dict[str, Path] = {}
         model = config.model.path
-        return missing if model is None or not missing_files(model) else {"model.path": model, **missing}
+        if model is not None and missing_files(model):
+            missing["model.path"] = model
+        paths = {"trainer.reference.path": config.trainer.reference.path, **list_data_files(config.data)}
+        for key, path in paths.items():
+            if path is not None and not path.exists():
+                missing[key] = path
+        return missing
 
     @cached_property
     def placement(self) -> Rows:
-        """Cores and devices of each role. Raises ConfigError for those that this machine lacks."""
+        """Rows with the cores and devices of each role. Raises ConfigError for those that this machine lacks."""
         return placement_rows(self.config)
 
     @cached_property
     def memory(self) -> DevicePlan | None:
-        """Memory of the devices; None on the CPU or for a model of unknown shape. Raises ConfigError."""
+        """Memory plan of the devices; None on the CPU or for a model of unknown shape. Raises ConfigError."""
         return plan_devices(self.inputs)
 
     @cached_property
     def notes(self) -> Rows:
-        """Rows about a start on this machine: refusals, downloads, rejected rows, prompt lengths. Raises DataError."""
+        """Rows about a start on this machine: refusal, downloads, rejected rows, prompt lengths. Raises DataError."""
         rows = []
-        if refusal := self._find_refusal():
+        refusal = self._find_refusal()
+        if refusal:
             rows.append(("on this machine", f"a start would be refused: {refusal}"))
-        if pending := {**self.missing, **describe_downloads(self.inputs)}:
-            rows.append(("not here yet", "; ".join(f"{key} ({what})" for key, what in pending.items())))
-            return rows
-        if rejected := find_rejected_rows(self.inputs):
+
+        pending = {**self.missing, **describe_downloads(self.inputs)}
+        if pending:
+            rows.append(("not here yet", "; ".join(f"{key} ({source})" for key, source in pending.items())))
+            return rows  # the other rows need the inputs
+
+        rejected = find_rejected_rows(self.inputs)
+        if rejected:
             rows.append(("rows not taken", str(rejected)))
         policy = find_local_policy(self.inputs)
-        if policy is not None and (lengths := count_prompt_lengths(self.inputs, policy)) is not None:
-            rows.append(("prompts", str(lengths)))
+        if policy is not None:
+            lengths = count_prompt_lengths(self.inputs, policy)
+            if lengths is not None:
+                rows.append(("prompts", str(lengths)))
         return rows
 
     def _find_refusal(self) -> str:
-        """Why this machine alone cannot run the plan; "" if it can, or if the run is for several machines."""
+        """Return why this machine cannot run the plan; "" if it can, or if the run is for several machines."""
         if self.config.trainer.nodes > 1:
             return ""
         try:
             check_machine(self.config)
-            if (policy := find_local_policy(self.inputs)) is not None:
+            policy = find_local_policy(self.inputs)
+            if policy is not None:
                 check_shared_memory(self.config, policy)
         except (ConfigError, DependencyError) as error:
             return str(error)
@@ -109,7 +124,7 @@ def plan_run(
     download: bool,
     steps: int | None = None,
     on_this_machine: bool = False,
-    held: Sequence[HubRepo] = (),
+    pinned: Sequence[HubRepo] = (),
     say: Callable[[str], None] = print,
 ) -> RunPlan:
     """Load, name, pin, locate and check a run. Must not be called in a running event loop.
@@ -117,38 +132,40 @@ def plan_run(
     Args:
         path: A configuration file, the name of a shipped one, or the folder of a run.
         overrides: KEY=VALUE; they become part of the run's name.
-        download: Download models and data of a hub, which `say` reports, and check everything that a start needs.
-            False changes nothing on this machine.
-        steps: Optimizer steps in all; they change no name.
-        on_this_machine: All roles start here: missing devices and packages are refused before any download.
-        held: Commits to use instead of newer ones.
+        download: Download models and data from the hub, and run all checks of a start. False changes nothing on this
+            machine.
+        steps: Total optimizer steps; not part of the run's name.
+        on_this_machine: True if all roles start here. Missing devices and packages are then refused before a download.
+        pinned: Commits to use instead of newer ones.
+        say: Receives the progress of downloads.
 
     Raises ConfigError, and DependencyError for packages that are not installed.
     """
     config = load_run_config(path, overrides, steps)
     if on_this_machine and config.trainer.nodes == 1:
         check_machine(config)
-    config = pin_inputs(config, planning=not download, held=held)
-    plan = RunPlan(config, fetch_inputs(config, say) if download else use_local_inputs(config), download)
+    config = pin_inputs(config, planning=not download, pinned=pinned)
+    inputs = fetch_inputs(config, say) if download else use_local_inputs(config)
+    plan = RunPlan(config, inputs, download)
     for _, check in start_checks(plan):
         check()
     return plan
 
 
 def load_run_config(path: Path, overrides: Sequence[str], steps: int | None = None) -> RunConfig:
-    """Load a configuration and give it the name that its overrides, but not `steps`, make. Raises ConfigError."""
+    """Load a configuration and name it after its overrides, but not after `steps`. Raises ConfigError."""
     config = load(path, overrides if steps is None else [*overrides, f"steps={steps}"])
     config = config.model_copy(update={"name": run_name(config.name, overrides)})
     if path.is_dir() and not overrides and path.resolve() != config.run_dir.resolve():
         raise ConfigError(
-            f"the folder {path} holds the run {config.name}, whose server and checkpoints go by that name. Call the "
-            f"folder {config.name} again, or start a copy of the run by `-o name=...`"
+            f"the folder {path} holds the run {config.name}, whose server and checkpoints use that name. Rename the "
+            f"folder to {config.name}, or start a copy of the run with `-o name=...`"
         )
     return config
 
 
 def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
-    """The checks before a start, the quickest first."""
+    """Yield the checks of a start, the fastest first."""
     config, policy = plan.inputs, find_local_policy(plan.inputs)
     yield "Run folder", lambda: check_folder(config.run_dir)
     if (url := config.redis.url) is not None:
@@ -162,7 +179,7 @@ def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
     yield "Workflow", lambda: check_workflow(config, policy)
     if plan.downloads:
         yield "Trackers", lambda: check_trackers(config)
-    if config.trainer.objective.custom_functions:  # the built-in ones need no torch in this process
+    if config.trainer.objective.custom_functions:  # built-in functions are valid, and checking would import torch
         yield "Objective", lambda: _check_objective(config.trainer.objective)
 
     excused: set[str] = set()
@@ -185,7 +202,7 @@ def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
 
 
 def check_with_policy(config: RunConfig, policy: Path) -> None:
-    """Check workflow and prompts with a policy that the run has just made, as `start_checks` could not.
+    """Check workflow and prompts with a policy that the run has just generated; `start_checks` had no tokenizer yet.
 
     Raises ConfigError. Must not be called in a running event loop.
     """

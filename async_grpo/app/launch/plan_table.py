@@ -11,20 +11,22 @@ from buffer import plan_buffer_memory
 
 
 def plan_table(plan: RunPlan) -> Table:
-    """Table of the roles that start, the groups in flight and the meaning of the staleness bound.
+    """Return a table of the roles that start, the groups in flight and the effect of the staleness bound.
 
     Raises ConfigError for cores that this machine does not have.
     """
     config = plan.config
     table = Table(title=f"run {config.name} (dry run: nothing is started)", show_header=False)
-    s, p, g = config.max_staleness, config.groups_per_step, config.group_size
+    s = config.max_staleness
+    p = config.groups_per_step
+    g = config.group_size
     table.add_row("writes", str(config.run_dir))
     table.add_row("server", config.redis.url or "embedded Valkey, private to the run")
     rollout = config.rollout
     table.add_row(
         "rollout servers",
-        f"{rollout.servers} x {rollout.limits.engine}{_numbers(config)}, {rollout.max_concurrency} samples in flight "
-        f"for training{_eager(config)}",
+        f"{rollout.servers} x {rollout.limits.engine}{_quantization(config)}, {rollout.max_concurrency} samples in "
+        f"flight for training{_eager_note(config)}",
     )
     table.add_row("trainer", f"{_ranks(config)} on {config.trainer.platform}, {config.steps} steps")
     table.add_row("objective", config.trainer.objective.summary)
@@ -32,22 +34,23 @@ def plan_table(plan: RunPlan) -> Table:
     auto = config.auto_staleness
     bounds = f"; auto keeps the effective S between {auto.min} and {auto.max}, at first {auto.start}" if auto else ""
     table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups{bounds}")
-    policy, memory = config.replay_policy, plan_buffer_memory(config)
+    policy = config.replay_policy
     table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
-    table.add_row("server memory", f"at worst {memory}")
+    table.add_row("server memory", f"at worst {plan_buffer_memory(config)}")
     table.add_row("evaluation", _evaluation(config))
     memory_rows = plan.memory.rows() if plan.memory is not None else []
-    for what, value in (*plan.placement, *memory_rows, *plan.notes):
-        table.add_row(what, Text(value, overflow="fold"))  # commands are to be copied: an ellipsis would cut them
+    for label, value in (*plan.placement, *memory_rows, *plan.notes):
+        # Fold long lines: some are commands to copy, and Rich would shorten them with an ellipsis.
+        table.add_row(label, Text(value, overflow="fold"))
     return table
 
 
-def _numbers(config: RunConfig) -> str:
+def _quantization(config: RunConfig) -> str:
     quantization = config.rollout.vllm.quantization
     return "" if quantization == "none" else f" of {quantization} matrices"
 
 
-def _eager(config: RunConfig) -> str:
+def _eager_note(config: RunConfig) -> str:
     limits = config.rollout.limits
     if limits.platform == "cpu" or limits.captures_graphs:
         return ""
@@ -62,7 +65,7 @@ def _ranks(config: RunConfig) -> str:
 
 
 def _evaluation(config: RunConfig) -> str:
-    """How much is evaluated, and when."""
+    """Return the size of an evaluation and the steps at which it happens."""
     plan, final = config.eval, config.steps
     completions = plan.prompts * (plan.samples + int(plan.greedy))
     when = "before and after"

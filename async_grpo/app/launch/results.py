@@ -1,4 +1,4 @@
-"""The results of a run: summary.json, report.md with its plots, timeline.json, and the headline in the terminal."""
+"""Results of a run: summary.json, report.md with its plots, timeline.json, and the headline in the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from async_grpo.telemetry.trackers import make_trackers
 
 
 async def write_results(plane: StatePlane, folder: RunFolder, state: RunState) -> dict[str, Any]:
-    """Write summary.json, report.md with its plots, and timeline.json; returns the summary. Safe to repeat."""
+    """Write summary.json, report.md with its plots, and timeline.json. Returns the summary. Idempotent."""
     stats = await plane.buffer.stats()
     rows = read_rows(folder.path / "metrics.jsonl")
     restarts = {f"{RESTARTS_PREFIX}{role}": count for role, count in state.restarts.items()}
@@ -44,19 +44,23 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState) -
 
 
 def format_headline(summary: dict[str, Any], folder: RunFolder) -> str:
-    """The result of a run in a few lines."""
+    """Return the result of a run in a few lines."""
+    report = f"report: {folder.path / 'report.md'}"
     if not summary["steps"]:
-        return f"nothing was trained: no step was finished\nreport: {folder.path / 'report.md'}"
+        return f"nothing was trained: no step was finished\n{report}"
+
+    tokens = f"{summary['generated_tokens']} generated, {summary['trained_tokens']} trained"
     groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
-    noted = ", ".join(summary["engine_notes"])
     lines = [
-        f"steps {summary['steps']}, tokens: {summary['generated_tokens']} made, {summary['trained_tokens']} trained",
+        f"steps {summary['steps']}, tokens: {tokens}",
         learned(summary),
         summary["bottleneck"],
         f"age of trained tokens: max {summary['max_age']} (bound {summary['age_bound']})",
         f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",
-        f"went on without {', '.join(summary['given_up'])}: the report says why" if summary["given_up"] else "",
-        f"without captured graphs: {noted}; the report says why" if noted else "",
-        f"report: {folder.path / 'report.md'}",
     ]
+    if summary["given_up"]:
+        lines.append(f"continued without {', '.join(summary['given_up'])}: see the report for the reason")
+    if summary["engine_notes"]:
+        lines.append(f"without captured graphs: {', '.join(summary['engine_notes'])}; see the report for the reason")
+    lines.append(report)
     return "\n".join(line for line in lines if line)

@@ -1,4 +1,4 @@
-"""The copy of a run in a bucket (`runs_store`), as the launcher sees it: fetched before a run starts, completed after.
+"""Copy of a run in a bucket (`runs_store`): downloaded before a run starts, completed after it has ended.
 
 bare machine --fetch_run--> run folder with its newest checkpoint --> the run resumes
 report       --copy_results--> the copy                           --pull_run--> a folder for `async-grpo runs`
@@ -20,19 +20,20 @@ Say = Callable[[str], None]
 
 
 def fetch_run(config: RunConfig, say: Say) -> None:
-    """Bring the newest checkpoint and the files of the run into its folder if the copy is newer. Does nothing without
-    `runs_store`.
+    """Download the newest checkpoint and the files of the run into its folder if the copy is newer.
 
-    Raises ConfigError if the copy is that of another run or cannot be reached, CheckpointError if it is damaged.
+    Does nothing without `runs_store`. Raises ConfigError if the copy belongs to another run or is unreachable,
+    CheckpointError if it is damaged.
     """
     if config.runs_store is None:
         return
-    store, folder = RunStore.open(config.runs_store, config.name), RunFolder(config.run_dir.absolute())
+    store = RunStore.open(config.runs_store, config.name)
+    folder = RunFolder(config.run_dir.absolute())
     try:
-        known = store.id()
-        if known is not None and folder.id_file.exists() and known != folder.id_file.read_text():
+        stored_id = store.id()
+        if stored_id is not None and folder.id_file.exists() and stored_id != folder.id_file.read_text():
             raise ConfigError(
-                f"{store.url} is the copy of another run than that in {folder.path}. Nothing of either is touched. "
+                f"{store.url} is the copy of another run than the one in {folder.path}. Neither was changed. "
                 "Give this run another name (-o name=...), or start over with --fresh, which deletes both"
             )
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -40,29 +41,30 @@ def fetch_run(config: RunConfig, say: Say) -> None:
             store.pull(folder.path, say)
     except OSError as error:
         raise _unreachable(store.url, error) from error
-    folder.origin  # noqa: B018  (makes run.id, which goes into the copy)
+    folder.origin  # noqa: B018  (creates run.id, which is copied with the other files)
 
 
 async def remove_copy(config: RunConfig, confirm: Callable[[str], bool]) -> None:
     """Delete the copy of the run, for `--fresh`. Does nothing without `runs_store`.
 
-    A run that is live in this folder would lose all its checkpoints, so its lock is taken first. A copy with another
-    id may be a colleague's run of the same name in a shared bucket: `confirm` is asked. Raises ConfigError, before
-    anything is deleted, if the run is live, the folder holds no run, `confirm` refuses, or the store cannot be reached.
+    Takes the folder's lock first, because a live run would lose all its checkpoints. A copy with another id may be a
+    colleague's run of the same name in a shared bucket, so `confirm` decides. Raises ConfigError, before anything is
+    deleted, if the run is live, the folder holds no run, `confirm` refuses, or the store is unreachable.
     """
     if config.runs_store is None:
         return
-    store, folder = RunStore.open(config.runs_store, config.name), RunFolder(config.run_dir.absolute())
+    store = RunStore.open(config.runs_store, config.name)
+    folder = RunFolder(config.run_dir.absolute())
     check_is_run(folder)
     try:
         with folder.locked() if folder.path.exists() else nullcontext():
-            stored = await asyncio.to_thread(store.id)
-            own = folder.id_file.read_text() if folder.id_file.exists() else None
-            found = f"{store.url} is the copy of another run than that in {folder.path}"
-            foreign = stored != own and await asyncio.to_thread(store.holds_anything)
-            if foreign and not confirm(f"{found}. Delete it with all its checkpoints?"):
+            stored_id = await asyncio.to_thread(store.id)
+            own_id = folder.id_file.read_text() if folder.id_file.exists() else None
+            is_foreign = stored_id != own_id and await asyncio.to_thread(store.holds_anything)
+            conflict = f"{store.url} is the copy of another run than the one in {folder.path}"
+            if is_foreign and not confirm(f"{conflict}. Delete it with all its checkpoints?"):
                 raise ConfigError(
-                    f"--fresh was not confirmed: {found}, and nothing of either is deleted. Give this run another name "
+                    f"--fresh was not confirmed: {conflict}, and neither was deleted. Give this run another name "
                     "(-o name=...)"
                 )
             await asyncio.to_thread(store.remove)
@@ -71,7 +73,7 @@ async def remove_copy(config: RunConfig, confirm: Callable[[str], bool]) -> None
 
 
 def copy_results(config: RunConfig, folder: RunFolder, say: Say) -> None:
-    """Copy the files of the run to `runs_store`. A failure is said, for the run itself has ended."""
+    """Copy the files of the run to `runs_store`. A failure is only reported, because the run itself has ended."""
     if config.runs_store is None:
         return
     try:
@@ -81,19 +83,20 @@ def copy_results(config: RunConfig, folder: RunFolder, say: Say) -> None:
 
 
 def pull_run(url: str, runs_dir: Path, say: Say, *, checkpoint: bool) -> Path:
-    """Bring the files of the run at `url` into a new folder of `runs_dir`, with its newest checkpoint if wanted.
+    """Download the files of the run at `url` into a new folder in `runs_dir`; `checkpoint` adds its newest checkpoint.
 
-    Raises ConfigError if there is no such run, or a folder of its name.
+    Raises ConfigError if there is no such run, or if the folder exists already.
     """
     place, _, name = url.rstrip("/").rpartition("/")
     target = runs_dir / name
     if target.exists():
-        raise ConfigError(f"{target} exists, and nothing is overwritten. Give another folder of runs (--to)")
+        raise ConfigError(f"{target} exists already and is not overwritten. Choose another folder of runs (--to)")
     store = RunStore.open(place, name)
     try:
-        if name not in (there := runs_at(place)):
+        names = runs_at(place)
+        if name not in names:
             raise ConfigError(
-                f"there is no run at {url}. Below {place} there are: {', '.join(there) or 'none'}. Give PLACE/NAME"
+                f"there is no run at {url}. Runs in {place}: {', '.join(names) or 'none'}. Give PLACE/NAME"
             )
         if checkpoint:
             store.pull(target, say)
@@ -106,5 +109,5 @@ def pull_run(url: str, runs_dir: Path, say: Say, *, checkpoint: bool) -> Path:
 def _unreachable(url: str, error: OSError) -> ConfigError:
     return ConfigError(
         f"{url} ({KEY}) cannot be used: {error}. Nothing was started. Check the bucket and the credentials in the "
-        "environment; the same command goes on where this one ended"
+        "environment; the same command continues where this one ended"
     )

@@ -1,10 +1,10 @@
-"""RunFolder: `runs/<name>/`, one experiment. The same command again resumes it; another experiment is refused.
+"""RunFolder: `runs/<name>/`, one experiment. The same command resumes it; another experiment is refused.
 
-    CONFIG (+ overrides)  -->  name and folder of the run  --open_run-->        RunFolder, made or taken up
+    CONFIG (+ overrides)  -->  name and folder of the run  --open_run-->        RunFolder, new or existing
                                                            --find_run-->        configuration with the server's address
                                                            --find_checkpoint--> folder of one of its checkpoints
 
-`find_run` and `find_checkpoint` also start from the folder alone; they make, start and write nothing.
+`find_run` and `find_checkpoint` also accept a folder without CONFIG. They are read-only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import yaml
 from async_grpo.config import RunConfig, dump, load
 from async_grpo.config.load import MACHINE_SECTIONS, RESOLVED_CONFIG, differing_keys, is_in_sections
 from async_grpo.errors import ConfigError
-from async_grpo.telemetry.role_history import failure, record_start, restarts
+from async_grpo.telemetry.role_history import count_restarts, read_failure, record_start
 from async_grpo.utils.files import is_locked, locked, try_lock, write_atomic
 from async_grpo.utils.text import short_digest
 from buffer import PASSWORD_VARIABLE
@@ -43,61 +43,62 @@ _FREE_KEYS = (
     *("trainer.nodes", "trainer.rendezvous"),
     *("rollout.http", "rollout.sample_deadline_s"),
 )
-"""Keys that may change between a run and its resumption, since they do not change what is learned: the sections of a
-machine, how the trainer's work is laid out over ranks and memory, and when it saves. Any layout reads a checkpoint, so
-that a run begun on eight devices goes on with two."""
-PATIENCE_S = 5.0
-"""Seconds to wait for the server in `find_run`, at most: a person at a terminal waits for the answer."""
+"""Keys that may differ when a run is resumed, since they do not change what is learned: the sections about the machine,
+the layout of the trainer's work over ranks and memory, and the times of checkpoints. Every layout can read a
+checkpoint, so a run that was started on eight devices can continue on two."""
+FIND_TIMEOUT_S = 5.0
+"""Maximum seconds that `find_run` lets its caller wait for the server, because a person at a terminal is waiting."""
 _STATE = "run.json"
 _ID = "run.id"
 FIRST_TRAINER = "trainer-0"
-"""Name of the trainer, or of its node 0 if it has several."""
+"""Name of the trainer, or of its node 0 if it has several nodes."""
 _LOCK = "run.lock"
-"""The file that the process at work in the folder holds."""
+"""File that `async-grpo run` locks while it runs in the folder."""
 _SAFE_VALUE = re.compile(r"[A-Za-z0-9._-]{1,24}\Z")
 _NAME_LENGTH = 64
 _MOST_DIGITS = 1e15
-"""Whole numbers from here on are spelt with an exponent."""
+"""Integers from this value on are written with an exponent."""
 
 
 @dataclass
 class RunState:
-    """run.json: what the supervisor remembers between invocations."""
+    """run.json: state that is kept between invocations."""
 
     wall_s: float = 0.0
     """Seconds of all invocations, from the start of their processes to their report."""
     prepare_s: float = 0.0
-    """Seconds before that in which the first policy was made or fetched; of a cached one, those of its warm-up."""
+    """Seconds of generating or downloading the first policy, before `wall_s`; for a cached policy those of its
+    warm-up."""
     restarts: dict[str, int] = field(default_factory=dict)
     given_up: dict[str, str] = field(default_factory=dict)
-    """Rollout server without which the run went on -> why it was given up."""
+    """Rollout server that was given up while the run continued -> reason."""
     finished_steps: int = 0
-    """The step to which the run was trained, evaluated and reported; 0 if it has not come to its end."""
+    """Step to which the run has been trained, evaluated and reported; 0 if it is not finished."""
     command: str = ""
     failure: str = ""
-    """The message of the error that ended the last invocation; "" if none did."""
+    """Message of the error that ended the last invocation; "" without an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of a run that the supervisor itself reads and writes."""
+    """Files of a run that the launcher reads and writes."""
 
     path: Path
 
     @property
     def config_file(self) -> Path:
-        """The resolved configuration: `async-grpo run` with it makes the same run."""
+        """Resolved configuration: `async-grpo run` with it starts the same run."""
         return self.path / RESOLVED_CONFIG
 
     @property
     def roles_file(self) -> Path:
-        """The configuration with the server's address, for the roles that `run` starts and for `find_run`. Roles that
-        are started one by one write it in turn, each with the values of its own machine."""
+        """Configuration with the server's address, for the roles that `run` starts and for `find_run`. Roles that are
+        started separately overwrite it, each with the values of its own machine."""
         return self.path / "roles.yaml"
 
     def roles_file_of(self, role: str) -> Path:
-        """The configuration of a role that was started on its own; other machines that share this folder have other
-        values."""
+        """Return the configuration file of a role that was started separately. Machines that share this folder have
+        different values, so each role has its own file."""
         return self.path / "roles" / f"{role}.yaml"
 
     @property
@@ -107,95 +108,111 @@ class RunFolder:
 
     @property
     def id_file(self) -> Path:
-        """What tells this run from another of its name; see `origin`."""
+        """File with the id that distinguishes this run from others of its name; see `origin`."""
         return self.path / _ID
 
     @property
     def origin(self) -> str:
-        """ID HOST:PATH, as it is stored on a shared server. The id tells this run from another of its name; it is made
-        when it is first asked for, and moves and ends with the folder."""
+        """Id and HOST:PATH, as they are stored on a shared server.
+
+        The id distinguishes this run from others of its name. The first access creates it; it moves with the folder.
+        """
         file = self.id_file
         if not file.exists():
             write_atomic(file, uuid.uuid4().hex)
         return f"{file.read_text()} {self.place}"
 
     def owns(self, origin: str | None) -> bool:
-        """Whether a run on a shared server belongs to this folder, by its id. A run without an origin had its roles
-        started one by one, with the configuration in this folder."""
+        """True if the run with this origin on a shared server belongs to this folder, according to its id.
+
+        A run without an origin had its roles started separately, with the configuration in this folder.
+        """
         if origin is None:
             return self.config_file.exists()
         file = self.id_file
         return file.exists() and origin.partition(" ")[0] == file.read_text()
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the run for this process, for the length of the block. Raises ConfigError if another one does."""
+        """Lock the run for this process within a `with` block. Raises ConfigError if another process has the lock."""
         busy = ConfigError(
-            f"another `async-grpo run` is at work in {self.path}. Wait for it, stop it, or give this run another name "
+            f"another `async-grpo run` is running in {self.path}. Wait for it, stop it, or give this run another name "
             "(-o name=...)"
         )
         return locked(self.path / _LOCK, busy)
 
     def has_live_process(self) -> bool:
-        """Whether a process of this machine is at work here: `async-grpo run`, or a role started on its own."""
+        """True if a process of this machine runs in this folder: `async-grpo run` or a role that was started
+        separately."""
         return any(map(is_locked, self.lock_files()))
 
     def lock_files(self) -> list[Path]:
-        """The lock files of this machine's processes."""
+        """Return the lock files of `async-grpo run` and of roles that were started separately."""
         return [self.path / _LOCK, *(self.path / "roles").glob("*.lock")]
 
     def register_role(self, role: str) -> None:
-        """Hold the role's lock and record its start, for a role that was started on its own."""
+        """Lock the role's file and record its start, for a role that is started separately."""
         self.lock_role(role)
         record_start(self.path / "roles" / f"{role}.jsonl")
 
     def count_restarts(self) -> dict[str, int]:
-        """Restarts of the roles that were started one by one: of the trainer, and of the servers that had any."""
-        counts = {file.stem: restarts(file) for file in self._histories()}
+        """Return restarts by role, for roles that were started separately: the trainer, and servers with restarts."""
+        counts = {file.stem: count_restarts(file) for file in self._histories()}
         trainer = counts.pop(FIRST_TRAINER, 0)
         return {"trainer": trainer, **{role: count for role, count in counts.items() if count}}
 
     def find_role_failure(self) -> str:
-        """Why a role has failed without which the run cannot go on: a node of the trainer, or the last of the rollout
-        servers. "" if none has."""
-        failures: dict[bool, list[str]] = {True: [], False: []}
+        """Return why the run cannot continue: the failure of a trainer node, or of a rollout server if all of them
+        have failed; "" otherwise."""
+        trainer_failures = []
+        server_failures = []
         for file in self._histories():
-            at_work = is_locked(file.with_suffix(".lock"))
-            failures[file.stem.startswith("trainer-")].append("" if at_work else failure(file))
-        servers = failures[False]
-        return next(filter(None, failures[True]), "") or (servers[-1] if servers and all(servers) else "")
+            is_alive = is_locked(file.with_suffix(".lock"))
+            reason = "" if is_alive else read_failure(file)
+            if file.stem.startswith("trainer-"):
+                trainer_failures.append(reason)
+            else:
+                server_failures.append(reason)
+
+        for reason in trainer_failures:
+            if reason:
+                return reason
+        if server_failures and all(server_failures):
+            return server_failures[-1]
+        return ""
 
     def _histories(self) -> list[Path]:
         return sorted((self.path / "roles").glob("*.jsonl"))
 
     def lock_role(self, role: str) -> None:
-        """Lock a file for a role that was started on its own, until this process and the program that replaces it have
-        ended. Of two processes that have the role, the first holds the lock."""
+        """Lock the file of a role that is started separately. Of two processes with the same role, the first has the
+        lock."""
         (self.path / "roles").mkdir(exist_ok=True)
         file = os.open(self.path / "roles" / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try_lock(file)
+        # The process becomes the role by execve. The lock must survive that, so the descriptor is left open.
         os.set_inheritable(file, True)
 
     def log(self, role: str) -> Path:
-        """The file for standard output and errors of a role."""
+        """Return the file for the standard output and errors of a role."""
         return self.path / "logs" / f"{role}.log"
 
     def read_config(self) -> RunConfig:
-        """Read config.yaml, which an earlier release may have written. Raises ConfigError if this one refuses it."""
+        """Read config.yaml, possibly of an earlier release. Raises ConfigError if this release rejects it."""
         return load(self.path)
 
     def read_state(self) -> RunState:
-        """The state so far, or a new one."""
+        """Return the stored state, or an empty one."""
         if not (self.path / _STATE).exists():
             return RunState()
         return RunState(**json.loads((self.path / _STATE).read_text()))
 
     def write_state(self, state: RunState) -> None:
-        """Write run.json, whole or not at all."""
+        """Write run.json atomically."""
         write_atomic(self.path / _STATE, json.dumps(asdict(state), indent=2) + "\n")
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless the folder exists or can be made, and is writable."""
+    """Raise ConfigError unless the folder exists or can be created, and is writable."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(
@@ -210,10 +227,10 @@ def check_folder(folder: Path) -> None:
 
 
 def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
-    """Make the folder of a run, or take up the one that is there; `fresh` removes that first.
+    """Create the folder of a run, or open an existing one to resume it. `fresh` removes an existing folder first.
 
-    Raises ConfigError if the folder holds another experiment, or if it cannot be removed because another process is at
-    work in it or it is not the folder of a run.
+    Raises ConfigError if the folder holds another experiment. With `fresh`, raises ConfigError if a process is running
+    in the folder, or if it is not the folder of a run.
     """
     folder = RunFolder(config.run_dir.absolute())
     if fresh and folder.path.exists():
@@ -225,28 +242,28 @@ def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
 
 
 def write_config(folder: RunFolder, config: RunConfig, *, for_roles: RunConfig) -> None:
-    """Write config.yaml and roles.yaml; a configuration never contains secrets."""
+    """Write config.yaml and roles.yaml. Neither contains secrets, because no configuration does."""
     write_atomic(folder.config_file, dump(config))
     write_atomic(folder.roles_file, dump(for_roles))
 
 
 def write_role_config(folder: RunFolder, role: str, config: RunConfig) -> Path:
-    """Write the configuration that one role alone reads; returns the file."""
+    """Write the configuration file of one role, and return its path."""
     file = folder.roles_file_of(role)
     file.parent.mkdir(parents=True, exist_ok=True)
     return write_atomic(file, dump(config))
 
 
 def run_name(base: str, overrides: Iterable[str]) -> str:
-    """The name of a run with overrides, so that each experiment has its own folder.
+    """Return the name of a run with overrides. Each experiment has its own name, and therefore its own folder.
 
-    Equal values give equal names, however they are spelt. A name that is too long is cut, and ends in a digest of the
-    whole name, so that two experiments never get one folder.
+    Equal values give equal names, in any spelling. A name that is too long is truncated and ends in a digest of the
+    full name, so that two experiments never share a folder.
 
     >>> run_name("quickstart", ["max_staleness=0", "trainer.optimizer.lr=0.0001"])
     'quickstart-max_staleness.0-lr.1e-4'
     """
-    values: dict[str, str] = {}  # of a key that is given twice, the last counts
+    values: dict[str, str] = {}  # if a key occurs twice, the last value counts
     for override in overrides:
         key, _, value = override.partition("=")
         values[key] = value
@@ -264,7 +281,7 @@ def run_name(base: str, overrides: Iterable[str]) -> str:
 
 
 def changed_keys(before: Any, after: Any) -> list[str]:
-    """Dotted keys whose values differ between two resolved configurations, without the keys of a machine.
+    """Return the dotted keys that differ between two resolved configurations and may not change in a resumed run.
 
     >>> changed_keys({"seed": 1, "redis": {"url": "a"}}, {"seed": 2, "redis": {"url": "b"}})
     ['seed']
@@ -273,19 +290,19 @@ def changed_keys(before: Any, after: Any) -> list[str]:
 
 
 def _spell_value(text: str) -> str:
-    """The value of an override as part of a name: one spelling for equal values, and a digest for one that a file name
-    cannot hold.
+    """Return the value of an override as part of a name: one spelling for equal values, and a digest for values that a
+    file name cannot contain.
 
     >>> [_spell_value(text) for text in ("1e-4", "0.0001", "1.0E-4", "0.5", "8", "8.0", "True", "a/b")]
     ['1e-4', '1e-4', '1e-4', '0.5', '8', '8', 'true', 'c14cddc0']
     """
     try:
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError):  # PyYAML raises ValueError for an invalid date
         value = text
     if isinstance(value, str):
         try:
-            value = float(value)  # YAML 1.1 takes 1e-4, which has no point, for a text; the configuration does not
+            value = float(value)  # YAML 1.1 reads 1e-4 as a string, because it has no point; the configuration does not
         except ValueError:
             spelt = value
     if isinstance(value, float):
@@ -296,13 +313,13 @@ def _spell_value(text: str) -> str:
 
 
 def _spell_number(value: float) -> str:
-    """The shorter of 0.0001 and 1e-4; a whole number without a point, as an integer is spelt."""
+    """Return the shorter of 0.0001 and 1e-4. Whole numbers are written as integers."""
     if value.is_integer() and abs(value) < _MOST_DIGITS:
         return str(int(value))
     plain = repr(value)
     if not math.isfinite(value):
         return plain
-    for digits in range(17):  # the fewest that give the same number
+    for digits in range(17):  # stop at the first number of digits that gives exactly this value
         mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
         if float(f"{mantissa}e{exponent}") == value:
             break
@@ -313,17 +330,19 @@ def _spell_number(value: float) -> str:
 
 
 def remove_run(folder: RunFolder) -> None:
-    """Remove the folder of a run. Raises ConfigError if no run made it, or if a process is at work in it."""
+    """Remove the folder of a run. Raises ConfigError if it is not the folder of a run, or a process runs in it."""
     check_is_run(folder)
     with folder.locked():
         shutil.rmtree(folder.path)
 
 
 def check_is_run(folder: RunFolder) -> None:
-    """Raise ConfigError for a folder with files that no run made: `--fresh` must not delete them."""
-    known = folder.config_file.exists() or (folder.path / _LOCK).exists()
-    if not known and folder.path.exists() and any(folder.path.iterdir()):
-        raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")
+    """Raise ConfigError for a folder with files that is not the folder of a run: `--fresh` must not delete it."""
+    is_run = folder.config_file.exists() or (folder.path / _LOCK).exists()
+    if not is_run and folder.path.exists() and any(folder.path.iterdir()):
+        raise ConfigError(
+            f"{folder.path} is not a run (it has no config.yaml), so it was not removed. Choose another name"
+        )
 
 
 def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
@@ -333,14 +352,14 @@ def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
         raise ConfigError(
             f"{folder.path} holds a run with other values of {', '.join(changed)}. Resuming it would mix two "
             "experiments. Give this one a name (-o name=...), or start over with `async-grpo run` and --fresh, which "
-            "deletes the old one. To go on from its weights with other values: -o name=... "
+            "deletes the old one. To continue from its weights with other values: -o name=... "
             f"-o model.path={folder.path / 'checkpoints' / 'hf'}"
         )
 
 
 def _recorded_values(folder: RunFolder) -> Any:
-    """The values of config.yaml, with keys that have been added since at their defaults; the file as it is if this
-    release refuses it."""
+    """Return the values of config.yaml, with defaults for keys that are newer than the file. If this release rejects
+    the file, return its raw content."""
     try:
         return folder.read_config().model_dump(mode="json")
     except ConfigError:
@@ -348,7 +367,7 @@ def _recorded_values(folder: RunFolder) -> Any:
 
 
 def find_checkpoint(run_dir: Path, version: int | None) -> tuple[RunConfig, Path]:
-    """The configuration of a run and the folder of a checkpoint, the newest if `version` is None.
+    """Return the configuration of a run and the folder of a checkpoint; the newest if `version` is None.
 
     Raises ConfigError if `run_dir` is not the folder of a run or has no such checkpoint.
     """
@@ -359,8 +378,8 @@ def find_checkpoint(run_dir: Path, version: int | None) -> tuple[RunConfig, Path
     versions = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
     if not versions:
         raise ConfigError(
-            f"{run_dir} has no checkpoint yet. The first one comes after trainer.checkpoint.every_steps steps, or when "
-            "the run ends"
+            f"{run_dir} has no checkpoint yet. The first one is written after trainer.checkpoint.every_steps steps, or "
+            "when the run ends"
         )
     wanted = versions[-1] if version is None else version
     if wanted not in versions:
@@ -372,19 +391,19 @@ def find_checkpoint(run_dir: Path, version: int | None) -> tuple[RunConfig, Path
 
 
 def choose_checkpoint(run_dir: Path, checkpoint: str) -> int:
-    """Let the run in `run_dir` resume from `checkpoint`, a version or its folder; returns the version.
+    """Make the run in `run_dir` resume from `checkpoint`, a version or its folder. Returns the version.
 
-    The trainer then resumes from it even if the buffer has forgotten what came after it. Raises ConfigError if there is
-    no such checkpoint or a process is at work in the folder, CheckpointDamaged if it does not hold what was written.
+    The trainer then accepts that the buffer does not hold the steps after it. Raises ConfigError if there is no such
+    checkpoint or a process runs in the folder, CheckpointDamaged if the files do not match their checksums.
     """
     name = Path(checkpoint).name
     if not name.isdecimal():
-        raise ConfigError(f"--from {checkpoint} is no version of a checkpoint. Give its number, such as --from 80")
+        raise ConfigError(f"--from {checkpoint} is not a checkpoint version. Give its number, such as --from 80")
     _, folder = find_checkpoint(run_dir, int(name))
     manifest = read_manifest(folder)
-    wrong = find_changed_files(folder, manifest, manifest.files)
-    if wrong:
-        raise damaged_checkpoint(folder, f"{', '.join(wrong)} does not hold what was written")
+    damaged = find_changed_files(folder, manifest, manifest.files)
+    if damaged:
+        raise damaged_checkpoint(folder, f"{', '.join(damaged)} does not hold what was written")
     with RunFolder(run_dir).locked():
         write_atomic(folder.parent / CHOSEN, f"{manifest.version}\n", synced=True)
         write_atomic(folder.parent / LATEST, f"{manifest.version}\n", synced=True)
@@ -392,24 +411,26 @@ def choose_checkpoint(run_dir: Path, checkpoint: str) -> int:
 
 
 def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunConfig:
-    """The configuration of a started run, with `redis.url` set and short timeouts.
+    """Return the configuration of a started run, with `redis.url` set and a short timeout.
 
-    Raises ConfigError if no run or two runs are named, or if the named run was not started or does not run any more.
+    Raises ConfigError if no run or two runs are named, or if the run was never started or its embedded server is gone.
     """
-    if (folder := find_named_folder(config, overrides, run_dir)) is not None:
-        found = _config_in(folder)
+    folder = find_named_folder(config, overrides, run_dir)
+    if folder is not None:
+        run = _read_started_config(folder)
     elif config is None:
         raise ConfigError("which run? Give its folder, such as runs/NAME, or the CONFIG (and -o) it was started with")
     else:
-        asked = load(config, overrides)
-        asked = asked.model_copy(update={"name": run_name(asked.name, overrides)})
-        found = asked if asked.redis.url is not None else _config_in(RunFolder(asked.run_dir))
-    redis = found.redis.model_copy(update={"timeout_s": min(found.redis.timeout_s, PATIENCE_S)})
-    return found.model_copy(update={"redis": redis})
+        run = load(config, overrides)
+        run = run.model_copy(update={"name": run_name(run.name, overrides)})
+        if run.redis.url is None:
+            run = _read_started_config(RunFolder(run.run_dir))
+    redis = run.redis.model_copy(update={"timeout_s": min(run.redis.timeout_s, FIND_TIMEOUT_S)})
+    return run.model_copy(update={"redis": redis})
 
 
 def find_named_folder(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunFolder | None:
-    """The folder of a run, given in place of CONFIG or as --run-dir; None if a configuration file is given, or nothing.
+    """Return the folder of a run that is given as CONFIG or --run-dir; None for a configuration file, or for nothing.
 
     Raises ConfigError if the run is named twice.
     """
@@ -419,17 +440,17 @@ def find_named_folder(config: Path | None, overrides: Sequence[str], run_dir: Pa
         return None
     if config is not None or overrides:
         raise ConfigError(
-            "--run-dir names the run already, and so does a folder in place of CONFIG. Leave out CONFIG and -o, or the "
-            "folder"
+            "the run is named twice: --run-dir, or a folder instead of CONFIG, already names it. Omit CONFIG and -o, "
+            "or omit the folder"
         )
     return RunFolder(run_dir)
 
 
-def _config_in(folder: RunFolder) -> RunConfig:
+def _read_started_config(folder: RunFolder) -> RunConfig:
     if not folder.roles_file.is_file():
         raise ConfigError(
             f"{folder.path} holds no run that was started (it has no {folder.roles_file.name}). Check the name: "
-            "overrides (-o) are part of it. A run on a server of its own is found by its CONFIG with -o redis.url=..."
+            "overrides (-o) are part of it. A run on a shared server is found by its CONFIG with -o redis.url=..."
         )
     config = load(folder.roles_file)
     if folder.read_config().redis.url is None:
@@ -438,11 +459,12 @@ def _config_in(folder: RunFolder) -> RunConfig:
 
 
 def _check_embedded(config: RunConfig) -> None:
-    """Raise ConfigError if the embedded server is gone; it lives as long as the run does and has no password."""
+    """Raise ConfigError if the embedded server is gone, which ends with the run. Also drop the password from the
+    environment: the embedded server has none, and would refuse a client that sends one."""
     socket = Path(unquote(urlsplit(config.redis.url or "").path))
     if not socket.is_socket():
         raise ConfigError(
-            f"the run {config.name} is not running: its embedded server is gone with it ({socket}). "
-            "The command that started it resumes it, and what the buffer held is there again"
+            f"the run {config.name} is not running: its embedded server has ended with it ({socket}). "
+            "The command that started it resumes it, with the stored content of the buffer"
         )
     os.environ.pop(PASSWORD_VARIABLE, None)

@@ -1,4 +1,4 @@
-"""StatePlane: the server that holds a run's state, embedded or configured, with the connections to it."""
+"""StatePlane: the Redis server with a run's state, embedded or configured, and the connections to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from buffer import (
 
 @dataclass(frozen=True, slots=True)
 class StatePlane:
-    """Buffer and board of a run; `config` has the URL at which every role reaches them."""
+    """Buffer and board of a run. `config` has the URL at which all roles reach the server."""
 
     config: RunConfig
     buffer: RedisBuffer
@@ -36,21 +36,27 @@ class StatePlane:
 
 @asynccontextmanager
 async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool) -> AsyncIterator[StatePlane]:
-    """Start or reach the server and connect; afterwards no server and no shared memory is left.
+    """Start the embedded server, or use the configured one, and connect. On exit, stop an embedded server and remove
+    the run's shared memory.
 
-    Raises ServerRefused for a server that is too old or may drop data, ConfigError if a foreign run of this
-    name is on it.
+    Raises ServerRefused for a server that is too old or may drop data, ConfigError if it holds another run of this
+    name.
     """
     server = EmbeddedServer(folder.path / "server", config.redis) if config.redis.url is None else None
     if server is not None:
-        os.environ.pop(PASSWORD_VARIABLE, None)  # it is another server's; ours has none and would refuse it
-    elif not fresh and (run := await _on_server(config)) is not None and not folder.owns(run[0]):
-        raise _foreign(config, run[0])
+        # The password belongs to another server. The embedded one has none, and would refuse a client that sends one.
+        os.environ.pop(PASSWORD_VARIABLE, None)
+    elif not fresh:
+        run = await _find_run_on_server(config)
+        if run is not None and not folder.owns(run[0]):
+            raise _foreign_run_error(config, run[0])
     try:
-        # Launched by this thread, because the server dies with the one that starts it; waited for by another.
+        url = config.redis.url
         if server is not None:
+            # Launch in this thread, because the server dies with the thread that starts it. Only the wait may block
+            # another one.
             server.launch()
-        url = await asyncio.to_thread(server.wait_until_ready) if server is not None else config.redis.url
+            url = await asyncio.to_thread(server.wait_until_ready)
         config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
         async with _connected(config, server, fresh=fresh) as plane:
             if server is None:
@@ -78,29 +84,34 @@ async def _connected(config: RunConfig, server: EmbeddedServer | None, *, fresh:
 
 
 async def check_fresh(config: RunConfig, confirm: Callable[[str], bool]) -> None:
-    """Check what `--fresh` may delete. A run on its own server has nothing outside its folder. From a shared server a
-    run is deleted only if it belongs to this folder, no process works for it and `confirm` agrees.
+    """Check that `--fresh` may delete the run from a shared server. Does nothing for a run with an embedded server.
 
-    Raises ConfigError for any other run, ServerRefused or ServerLost if the server cannot be used.
+    Raises ConfigError unless the run belongs to this folder, has no live rollout servers and `confirm` agrees;
+    ServerRefused or ServerLost if the server cannot be used.
     """
-    if config.redis.url is None or (run := await _on_server(config)) is None:
+    if config.redis.url is None:
         return
-    folder, (origin, servers) = RunFolder(config.run_dir.absolute()), run
+    run = await _find_run_on_server(config)
+    if run is None:
+        return
+
+    origin, servers = run
+    folder = RunFolder(config.run_dir.absolute())
     if not (folder.owns(origin) or (origin or "").partition(" ")[2] == folder.place):
-        raise _foreign(config, origin)
+        raise _foreign_run_error(config, origin)
     if servers:
         raise ConfigError(
             f"the run {config.name} on the server at redis.url is alive: its rollout servers "
-            f"{', '.join(servers)} have just been heard of. --fresh would destroy it. "
+            f"{', '.join(servers)} send heartbeats. --fresh would destroy it. "
             "Stop it first, or give this run another name (-o name=...)"
         )
     if not confirm(f"Delete the run {config.name} from the server at {config.redis.url}, and {folder.path}?"):
-        raise ConfigError(f"--fresh was not confirmed: nothing of the run {config.name} is deleted. Leave --fresh out")
+        raise ConfigError(f"--fresh was not confirmed, so the run {config.name} was not deleted. Omit --fresh")
 
 
-async def _on_server(config: RunConfig) -> tuple[str | None, list[str]] | None:
-    """The origin of the run of this name on the configured server, and its live rollout servers; None if none is
-    there."""
+async def _find_run_on_server(config: RunConfig) -> tuple[str | None, list[str]] | None:
+    """Return the origin and the live rollout servers of the run of this name on the configured server; None without
+    such a run."""
     if not await run_exists(config.redis, config.name):
         return None
     board = await connect_board(config.redis, config.name)
@@ -110,10 +121,10 @@ async def _on_server(config: RunConfig) -> tuple[str | None, list[str]] | None:
         await board.aclose()
 
 
-def _foreign(config: RunConfig, origin: str | None) -> ConfigError:
-    begun = f"begun in {origin.partition(' ')[2]}" if origin else "begun elsewhere"
+def _foreign_run_error(config: RunConfig, origin: str | None) -> ConfigError:
+    place = f"in {origin.partition(' ')[2]}" if origin else "elsewhere"
     return ConfigError(
-        f"the server at redis.url already holds a run named {config.name}, {begun}, and that is not the run of "
-        f"{config.run_dir}. Nothing of it is touched. Give this run another name (-o name=...), or delete the other "
-        "one by --fresh where it was begun"
+        f"the server at redis.url already holds a run named {config.name}, started {place}, which is not the run of "
+        f"{config.run_dir}. It was not changed. Give this run another name (-o name=...), or delete the other one with "
+        "--fresh where it was started"
     )

@@ -75,7 +75,7 @@ def make_plan(options: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
     held = [repo for point in known for repo in hub_inputs(point.config).values()]
 
     def resolve(overrides: Sequence[str]) -> RunConfig:
-        return plan_run(options.config, overrides, download=True, held=held).config
+        return plan_run(options.config, overrides, download=True, pinned=held).config
 
     return folder, lay_out(request, known, resolve)
 

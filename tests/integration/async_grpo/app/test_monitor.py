@@ -154,7 +154,7 @@ async def test_a_server_that_is_not_ready_in_time_leaves_the_run_to_the_others(t
                         await asyncio.sleep(0.1)
                     assert not watch.done(), watch.exception()
                     assert list(roles.given_up) == ["rollout-1"] and "rollout-1" in said[-1]
-                    with pytest.raises(RoleFailed, match="rollout-0 has not been ready"):
+                    with pytest.raises(RoleFailed, match="rollout-0 was not ready within"):
                         await watch  # the last one
             finally:
                 watch.cancel()

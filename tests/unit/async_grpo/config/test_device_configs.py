@@ -171,7 +171,7 @@ def test_a_run_needs_the_model_files_even_with_an_architecture(monkeypatch: pyte
     words = ["run", str(CONFIGS / "qwen2.5_7b_gsm8k_cuda.yaml"), "-o", "model.path=models/Qwen2.5-7B"]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
     assert result.exit_code == 1
-    assert "models/Qwen2.5-7B is not there" in result.output
+    assert "models/Qwen2.5-7B does not exist" in result.output
 
 
 def test_shape_is_read_from_config_json_if_present() -> None:

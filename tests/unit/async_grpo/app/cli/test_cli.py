@@ -86,7 +86,7 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, monkeypatch
         (["rewards.functions=[{name: 'no.such.module:score'}]"], "no.such.module"),
         (["rewards.functions=[{name: gsm9k}]"], "'gsm8k'?"),
         (["rewards.functions=[{name: 'math:pi'}]"], "type float"),
-        (["model.warmup=null", "model.path=/nowhere"], "/nowhere is not there"),
+        (["model.warmup=null", "model.path=/nowhere"], "/nowhere does not exist"),
         (["model.warmup=null", f"model.path={__file__}"], "is a file"),
         (["model.warmup=null", "model.path=/"], "config.json"),
         (["redis.url=127.0.0.1:6379"], "127.0.0.1:6379"),

@@ -36,4 +36,4 @@ async def test_a_run_that_waits_in_vain_for_its_trainer_has_failed(
     write_config(open_run(config), config, for_roles=config)
     with pytest.raises(RoleFailed):
         await RunFollower(config, print).follow()
-    assert "no trainer has begun the run small" in RunFolder(tmp_path / "small").read_state().failure
+    assert "no trainer has started the run small" in RunFolder(tmp_path / "small").read_state().failure

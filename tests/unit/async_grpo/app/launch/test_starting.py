@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.app.launch.first_policy import _progress
+from async_grpo.app.launch.first_policy import _format_progress
 from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, StartTimes
 from async_grpo.config import RunConfig
 
@@ -69,6 +69,6 @@ def test_start_times_are_stored_by_kind_of_role_and_a_damaged_file_is_ignored(tm
 
 def test_progress_of_a_generated_policy_includes_the_time_left() -> None:
     line = json.dumps({"step": 100, "loss": 0.5, "elapsed_s": 20.0})
-    assert _progress(line, 400).endswith("(step 100 of at most 400: 60 s left)")
-    assert _progress("no JSON\n", 400) == "no JSON"
-    assert _progress(json.dumps({"step": 1}), None) == "first policy: step 1"
+    assert _format_progress(line, 400).endswith("(step 100 of at most 400: 60 s left)")
+    assert _format_progress("no JSON\n", 400) == "no JSON"
+    assert _format_progress(json.dumps({"step": 1}), None) == "first policy: step 1"
