@@ -1,22 +1,22 @@
 """Objectives as pure torch functions: advantages -> per-token loss -> weights that aggregate it.
 
-rewards_BG --advantages--> A_BG                    one number a sample
-log-probs_N, A_N --losses, corrections--> loss_N   one number a trained token
+rewards_BG --advantages--> A_BG                    one number per sample
+log-probs_N, A_N --losses, corrections--> loss_N   one number per trained token
 sum(weight_N * loss_N)                             aggregation: the weights are known before the step,
-                                                   so micro-batches and ranks only ever add up
+                                                   so micro-batches and ranks only add up
 
-They see the model through log-probabilities and entropies alone. docs/algorithms.md has every row.
+The functions read log-probabilities and entropies, never the model. docs/algorithms.md lists all of them.
 """
 
 from async_grpo.algorithms.advantages import ADVANTAGES
-from async_grpo.algorithms.aggregation import AGGREGATIONS, denominator
+from async_grpo.algorithms.aggregation import AGGREGATIONS, aggregation_denominator
 from async_grpo.algorithms.corrections import CORRECTIONS, PROXIMALS, ess_scale, ess_sums, sequence_weights
-from async_grpo.algorithms.custom import advantage_of, check_objective
+from async_grpo.algorithms.custom import check_objective, load_advantage
 from async_grpo.algorithms.losses import LOSSES, TokenLoss
 from async_grpo.algorithms.objective import (
     Objective,
     correction_multiplier,
-    rewards_less_kl,
+    penalise_rewards,
     token_kl,
     token_objective,
 )
@@ -31,13 +31,13 @@ __all__ = [
     "Objective",
     "TokenLoss",
     "Tokens",
-    "advantage_of",
+    "aggregation_denominator",
     "check_objective",
     "correction_multiplier",
-    "denominator",
     "ess_scale",
     "ess_sums",
-    "rewards_less_kl",
+    "load_advantage",
+    "penalise_rewards",
     "sequence_weights",
     "token_kl",
     "token_objective",

@@ -1,14 +1,14 @@
-"""How the losses of tokens become the loss of a batch: one weight for all tokens of a sequence.
+"""Aggregates token losses into the loss of a batch: each sequence has one weight for all of its tokens.
 
     loss = sum over sequences i of weight_i * (sum of the losses of its trained tokens)
 
-The weights come from the whole batch and are known before the step. The sum is linear, so its value and gradient
-do not depend on how sequences fall into micro-batches and ranks. They are computed before anything is rejected:
-a rejected token adds 0 to the sum and stays in the denominator, so that rejecting some tokens never makes the
-gradient of the others larger.
+The weights are computed from the whole batch before the step. The sum is linear, so its value and gradient do not
+depend on the assignment of sequences to micro-batches and ranks. Weights are computed before tokens are rejected:
+a rejected token adds 0 to the sum and stays in the denominator, so rejection never makes the gradient of the other
+tokens larger.
 
-Shapes: tokens_N, tokens of each of the N sequences of the batch (0: no verifier could judge it). `longest` is the
-most tokens that a completion may have, a constant of the run.
+Shapes: tokens_N, number of tokens of each of the N sequences of the batch (0 if no verifier could judge it).
+`max_tokens` is the maximum length of a completion, a constant of the run.
 """
 
 from __future__ import annotations
@@ -19,55 +19,58 @@ import torch
 from torch import Tensor
 
 Aggregation = Callable[[Tensor, int], Tensor]
-"""(tokens_N, longest) -> weight of each token of each sequence, float64 [N]."""
+"""(tokens_N, max_tokens) -> weight of each token of each sequence, float64 [N]."""
 
 
-def token_mean(tokens_N: Tensor, longest: int) -> Tensor:
-    """1 / (tokens of the batch): every token counts the same. DAPO, arXiv 2503.14476."""
+def token_mean(tokens_N: Tensor, max_tokens: int) -> Tensor:
+    """1 / (tokens of the batch): all tokens have the same weight. DAPO, arXiv 2503.14476."""
     return _where_trained(tokens_N, 1.0 / tokens_N.sum().clamp(min=1).double())
 
 
-def seq_mean_token_mean(tokens_N: Tensor, longest: int) -> Tensor:
-    """1 / (sequences * own tokens): every sequence counts the same. GRPO, arXiv 2402.03300."""
-    return _where_trained(tokens_N, 1.0 / (_sequences(tokens_N) * tokens_N.clamp(min=1)))
+def seq_mean_token_mean(tokens_N: Tensor, max_tokens: int) -> Tensor:
+    """1 / (sequences * own tokens): all sequences have the same weight. GRPO, arXiv 2402.03300."""
+    return _where_trained(tokens_N, 1.0 / (_sequence_count(tokens_N) * tokens_N.clamp(min=1)))
 
 
-def seq_mean_token_sum_norm(tokens_N: Tensor, longest: int) -> Tensor:
-    """1 / (sequences * longest): the divisor is a constant, so length has no part in it. Dr. GRPO, arXiv 2503.20783."""
-    return _where_trained(tokens_N, 1.0 / (_sequences(tokens_N) * longest))
+def seq_mean_token_sum_norm(tokens_N: Tensor, max_tokens: int) -> Tensor:
+    """1 / (sequences * max_tokens): a constant divisor, so no bias by length. Dr. GRPO, arXiv 2503.20783."""
+    return _where_trained(tokens_N, 1.0 / (_sequence_count(tokens_N) * max_tokens))
 
 
-def token_sum(tokens_N: Tensor, longest: int) -> Tensor:
-    """1: the plain sum over tokens. It grows with the batch, and so should the learning rate shrink."""
+def token_sum(tokens_N: Tensor, max_tokens: int) -> Tensor:
+    """1: the plain sum over tokens. It grows with the batch; scale the learning rate accordingly."""
     return _where_trained(tokens_N, torch.ones((), dtype=torch.float64))
 
 
-def seq_mean_token_sum(tokens_N: Tensor, longest: int) -> Tensor:
+def seq_mean_token_sum(tokens_N: Tensor, max_tokens: int) -> Tensor:
     """1 / sequences: the mean over sequences of the sum over their tokens, as in REINFORCE."""
-    return _where_trained(tokens_N, 1.0 / _sequences(tokens_N))
+    return _where_trained(tokens_N, 1.0 / _sequence_count(tokens_N))
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
     rule.__name__: rule
     for rule in (token_mean, seq_mean_token_mean, seq_mean_token_sum_norm, token_sum, seq_mean_token_sum)
 }
-"""Rule by its name in the configuration."""
+"""Aggregations by their names in the configuration."""
 
 
-def denominator(rule: str, tokens_N: Tensor) -> float:
-    """The part of `rule` that depends on the rest of the batch: weight * denominator only depends on the own sequence.
+def aggregation_denominator(rule: str, tokens_N: Tensor) -> float:
+    """The factor of `rule` that depends on the whole batch; weight * denominator depends on the own sequence only.
 
-    So the loss can be summed before all sequences are known, and divided at the end.
+    The trainer can therefore sum the loss while sequences still arrive, and divide once all of them are there.
     """
     if rule == "token_sum":
         return 1.0
-    return float(tokens_N.sum().clamp(min=1)) if rule == "token_mean" else float(_sequences(tokens_N))
+    if rule == "token_mean":
+        return float(tokens_N.sum().clamp(min=1))
+    return float(_sequence_count(tokens_N))
 
 
-def _sequences(tokens_N: Tensor) -> Tensor:
+def _sequence_count(tokens_N: Tensor) -> Tensor:
     """Number of sequences with a token, at least 1; float64."""
     return (tokens_N > 0).sum().clamp(min=1).double()
 
 
 def _where_trained(tokens_N: Tensor, weight: Tensor) -> Tensor:
+    """Weights of the sequences with tokens, 0 for the others."""
     return torch.where(tokens_N > 0, weight, torch.zeros_like(weight))

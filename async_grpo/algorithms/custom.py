@@ -1,11 +1,11 @@
-"""The user's own objective functions: `module:attribute` in the working folder or on the Python path.
+"""Custom objective functions: `module:attribute` in the working folder or on the Python path.
 
     advantage     (rewards_BG, valid_BG, lengths_BG) -> advantages_BG
-    loss          (Tokens, ObjectiveConfig) -> TokenLoss           its dials: config.options
-    correction    (Tokens, CorrectionConfig) -> multiplier [N]     its dials: config.options
+    loss          (Tokens, ObjectiveConfig) -> TokenLoss           settings: config.options
+    correction    (Tokens, CorrectionConfig) -> multiplier [N]     settings: config.options
 
-They must not look beyond a sequence (a correction with `whole_batch: true` may look at the whole batch), so that
-micro-batches and ranks change nothing.
+Losses and corrections must compute each sequence separately, so that results do not depend on micro-batches and ranks.
+A correction with `whole_batch: true` may use the whole batch.
 """
 
 from __future__ import annotations
@@ -34,79 +34,85 @@ SIGNATURES = {
 }
 
 
-def advantage_of(name: str) -> Advantage:
-    """The built-in or user's function of this name. Raises ConfigError with what to change."""
-    return _function("advantage", name, ADVANTAGES)
+def load_advantage(name: str) -> Advantage:
+    """Return the built-in or custom function of this name. Raises ConfigError if it cannot be imported."""
+    return _load_function("advantage", name, ADVANTAGES)
 
 
-def loss_of(name: str) -> Loss:
-    """The built-in or user's function of this name. Raises ConfigError with what to change."""
-    return _function("loss", name, LOSSES)
+def load_loss(name: str) -> Loss:
+    """Return the built-in or custom function of this name. Raises ConfigError if it cannot be imported."""
+    return _load_function("loss", name, LOSSES)
 
 
-def correction_of(name: str) -> Correction:
-    """The built-in or user's function of this name. Raises ConfigError with what to change."""
-    return _function("correction", name, CORRECTIONS)
+def load_correction(name: str) -> Correction:
+    """Return the built-in or custom function of this name. Raises ConfigError if it cannot be imported."""
+    return _load_function("correction", name, CORRECTIONS)
 
 
-_UNJUDGED = (
+_INVALID_SAMPLES = (
     " for a group with a sample that no verifier could judge: rewards_BG is NaN where valid_BG is false. Replace it "
     "first, rewards_BG.nan_to_num() * valid_BG, and leave such samples at advantage 0"
 )
 
 
 def check_objective(config: ObjectiveConfig) -> None:
-    """Import every function of the user and try it on five tokens, before anything starts.
+    """Import all custom functions and call each on a trial of five tokens, before the run starts.
 
-    Raises ConfigError for one that cannot be imported, fails, or returns something other than its signature says.
+    Raises ConfigError if a function cannot be imported, fails, or returns something else than its signature.
     """
     if is_custom(config.advantage):
         rewards_BG = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, float("nan")]], dtype=torch.float64)
         trial = (rewards_BG, ~rewards_BG.isnan(), torch.full((2, 3), 4))
-        _check_numbers("advantage", config.advantage, _call("advantage", advantage_of, config.advantage, trial), (2, 3))
+        advantages_BG = _call_on_trial("advantage", load_advantage, config.advantage, trial)
+        _check_numbers("advantage", config.advantage, advantages_BG, (2, 3))
+
     if is_custom(config.loss):
         tokens = _trial_tokens()
-        token = _call("loss", loss_of, config.loss, (tokens, config))
-        if not isinstance(token, TokenLoss):
-            raise _wrong("loss", config.loss, f"returned a {type(token).__name__}")
-        _check_numbers("loss", config.loss, token.loss_N, (5,))
-        _check_numbers("loss", config.loss, token.clipped_N, (5,))
-        if token.rejected_N is not None:
-            _check_numbers("loss", config.loss, token.rejected_N, (5,))
-        if not token.loss_N.requires_grad:
-            raise _wrong("loss", config.loss, "lost the gradient of tokens.logprobs_N")
+        result = _call_on_trial("loss", load_loss, config.loss, (tokens, config))
+        if not isinstance(result, TokenLoss):
+            raise _invalid_function("loss", config.loss, f"returned a {type(result).__name__}")
+        _check_numbers("loss", config.loss, result.loss_N, (5,))
+        _check_numbers("loss", config.loss, result.clipped_N, (5,))
+        if result.rejected_N is not None:
+            _check_numbers("loss", config.loss, result.rejected_N, (5,))
+        if not result.loss_N.requires_grad:
+            raise _invalid_function("loss", config.loss, "lost the gradient of tokens.logprobs_N")
+
     for correction in config.corrections:
         if is_custom(correction.kind):
-            trial_tokens = (_trial_tokens().detached(), correction)
-            multiplier_N = _call("correction", correction_of, correction.kind, trial_tokens)
+            arguments = (_trial_tokens().detached(), correction)
+            multiplier_N = _call_on_trial("correction", load_correction, correction.kind, arguments)
             _check_numbers("correction", correction.kind, multiplier_N, (5,))
 
 
-def _function(role: str, name: str, known: Mapping[str, F]) -> F:
-    if name in known:
-        return known[name]
+def _load_function(role: str, name: str, built_in: Mapping[str, F]) -> F:
+    if name in built_in:
+        return built_in[name]
     function: F = load_plugin(name, key=f"trainer.objective: {role}", expected=f"a function {SIGNATURES[role]}")
     return function
 
 
-def _call(role: str, find: Callable[[str], Callable[..., Any]], name: str, arguments: tuple[Any, ...]) -> Any:
-    function = find(name)
+def _call_on_trial(role: str, load: Callable[[str], Callable[..., Any]], name: str, arguments: tuple[Any, ...]) -> Any:
+    function = load(name)
     try:
         return function(*arguments)
     except Exception as error:  # a user's function may raise anything
-        raise _wrong(role, name, f"failed on a trial of five tokens ({type(error).__name__}: {error})") from error
+        problem = f"failed on a trial of five tokens ({type(error).__name__}: {error})"
+        raise _invalid_function(role, name, problem) from error
 
 
 def _check_numbers(role: str, name: str, values: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(values, Tensor) or tuple(values.shape) != shape:
-        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise _wrong(role, name, f"returned {found} instead of a tensor of shape {shape}")
+    if not isinstance(values, Tensor):
+        raise _invalid_function(role, name, f"returned {type(values).__name__} instead of a tensor of shape {shape}")
+    if tuple(values.shape) != shape:
+        raise _invalid_function(role, name, f"returned {tuple(values.shape)} instead of a tensor of shape {shape}")
     if not values.isfinite().all():
-        raise _wrong(role, name, f"returned numbers that are not finite{_UNJUDGED if role == 'advantage' else ''}")
+        hint = _INVALID_SAMPLES if role == "advantage" else ""
+        raise _invalid_function(role, name, f"returned numbers that are not finite{hint}")
 
 
-def _wrong(role: str, name: str, what: str) -> ConfigError:
-    return ConfigError(f"trainer.objective: {role} {name!r} {what}. It must be a function {SIGNATURES[role]}")
+def _invalid_function(role: str, name: str, problem: str) -> ConfigError:
+    return ConfigError(f"trainer.objective: {role} {name!r} {problem}. It must be a function {SIGNATURES[role]}")
 
 
 def _trial_tokens() -> Tokens:

@@ -1,18 +1,18 @@
-"""The objective of a micro-batch, put together from its rows.
+"""The objective of a micro-batch: policy loss, corrections, KL divergence and entropy bonus.
 
     Tokens --loss--> loss_N --* multipliers of the corrections--> + beta * KL - coefficient * entropy --> loss_N
     loss of the batch = sum over micro-batches and ranks of sum(weight_N * loss_N)
 
-Nothing here knows ranks or other micro-batches. What depends on the whole batch is a column of the tokens: advantages,
-weights, and the multiplier of the corrections (`correction_multiplier`) where one of them must see all of it.
+This module does not depend on ranks or other micro-batches. Values from the whole batch arrive as arrays of `Tokens`:
+advantages, weights, and the multiplier of the corrections (`correction_multiplier`) if one needs the whole batch.
 
 The KL divergence from a reference policy is estimated on the sampled tokens, with d = log pi - log pi_ref. Nothing is
-clamped: a clamp would take the gradient from the tokens that have moved furthest. k3 grows like exp(-d), so beyond
-MAX_K3 it continues along its tangent: value and slope stay finite, and the slope is that of the value.
+clamped: a clamp would remove the gradient of the tokens that have diverged most. k3 grows like exp(-d), so above
+MAX_K3 it continues along its tangent: value and slope stay finite, and the slope remains the derivative of the value.
 
-As a loss only k2 has the true gradient of the divergence, d * grad log pi (on policy); k1 has none in expectation, and
-k3 that of the reversed divergence. `k3+` has the value of k3, which is never negative and of low variance, and the
-gradient of k2.
+As a loss, only k2 has the true gradient of the divergence, d * grad log pi (on policy). The gradient of k1 is zero in
+expectation, and k3 has the gradient of the reversed divergence. `k3+` combines the value of k3 (never negative, low
+variance) with the gradient of k2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms.custom import correction_of, loss_of
+from async_grpo.algorithms.custom import load_correction, load_loss
 from async_grpo.algorithms.tokens import Tokens
 from async_grpo.config.objective import ObjectiveConfig
 
@@ -41,7 +41,7 @@ Estimator = Callable[[Tensor], Tensor]
 
 
 def k1(d_N: Tensor) -> Tensor:
-    """d: unbiased, of high variance."""
+    """d: unbiased, high variance."""
     return d_N
 
 
@@ -52,18 +52,18 @@ def k2(d_N: Tensor) -> Tensor:
 
 def k3(d_N: Tensor) -> Tensor:
     """exp(-d) - 1 + d, below K3_KNEE its tangent: never negative, and unbiased above. GRPO, arXiv 2402.03300."""
-    near_N = d_N.clamp(min=K3_KNEE)  # without it exp would overflow
+    near_N = d_N.clamp(min=K3_KNEE)  # exp would overflow otherwise
     return torch.expm1(-near_N) + near_N + K3_SLOPE * (d_N - near_N)
 
 
 def k3_plus(d_N: Tensor) -> Tensor:
     """The value of k3 with the gradient of k2."""
-    straight_N = k2(d_N)
-    return k3(d_N).detach() + straight_N - straight_N.detach()
+    k2_N = k2(d_N)
+    return k3(d_N).detach() + k2_N - k2_N.detach()
 
 
 ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}
-"""Estimator by its name in the configuration."""
+"""KL estimators by their names in the configuration."""
 
 
 def token_kl(logprobs_N: Tensor, reference_N: Tensor, estimator: str) -> Tensor:
@@ -71,8 +71,8 @@ def token_kl(logprobs_N: Tensor, reference_N: Tensor, estimator: str) -> Tensor:
     return ESTIMATORS[estimator](logprobs_N - reference_N.detach())
 
 
-def rewards_less_kl(rewards_M: Tensor, tokens: Tokens, reference_N: Tensor, *, beta: float, estimator: str) -> Tensor:
-    """R - beta * (sum of the divergence over the sequence), of the policy that sampled it: KL in the reward, [M]."""
+def penalise_rewards(rewards_M: Tensor, tokens: Tokens, reference_N: Tensor, *, beta: float, estimator: str) -> Tensor:
+    """KL in the reward: R - beta * (sum over the sequence of the sampling policy's divergence), [M]."""
     divergence_N = token_kl(tokens.behaviour_N, reference_N, estimator).detach()
     return rewards_M - beta * tokens.sum(divergence_N)
 
@@ -84,36 +84,40 @@ class Objective(NamedTuple):
     clipped_N: Tensor
     """bool: outside the trust region."""
     rejected_N: Tensor
-    """bool: the loss leaves this token out, or a correction multiplies it by 0. It stays in the denominator."""
+    """bool: the loss excludes the token, or a correction multiplies it by 0. It stays in the denominator."""
 
 
 def token_objective(tokens: Tokens, config: ObjectiveConfig) -> Objective:
     """The loss of each trained token, to be minimised.
 
-    Corrections act on the policy loss; KL and entropy cover all trained tokens. They need `tokens.reference_N` and
-    `tokens.entropy_N`. A correction that must see the whole batch needs `tokens.multiplier_N`, unless `tokens` are the
-    whole batch.
+    Corrections multiply the policy loss only; KL and entropy cover all trained tokens. The KL term reads
+    `tokens.reference_N`, the entropy bonus `tokens.entropy_N`. A correction that needs the whole batch requires
+    `tokens.multiplier_N`, unless `tokens` is the whole batch.
     """
-    token = loss_of(config.loss)(tokens, config)
+    policy_loss = load_loss(config.loss)(tokens, config)
     multiplier_N = tokens.multiplier_N
     if multiplier_N is None:
         multiplier_N = correction_multiplier(tokens, config)
-    loss_N = multiplier_N * token.loss_N
+    loss_N = multiplier_N * policy_loss.loss_N
+
     if config.kl_beta > 0 and config.kl_in == "loss":
         assert tokens.reference_N is not None
         loss_N = loss_N + config.kl_beta * token_kl(tokens.logprobs_N, tokens.reference_N, config.kl_estimator)
     if config.entropy_coef > 0:
         assert tokens.entropy_N is not None
         loss_N = loss_N - config.entropy_coef * tokens.entropy_N
+
     rejected_N = multiplier_N == 0
-    return Objective(loss_N, token.clipped_N, rejected_N if token.rejected_N is None else rejected_N | token.rejected_N)
+    if policy_loss.rejected_N is not None:
+        rejected_N = rejected_N | policy_loss.rejected_N
+    return Objective(loss_N, policy_loss.clipped_N, rejected_N)
 
 
 def correction_multiplier(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
-    """Product of all corrections, [N], constant."""
+    """Product of all corrections per token, constant, [N]."""
     constant = tokens.detached()
     multiplier_N = torch.ones_like(constant.log_rho_N)
     for correction in config.corrections:
         if correction.kind != STEP_SCALE:
-            multiplier_N = multiplier_N * correction_of(correction.kind)(constant, correction)
+            multiplier_N = multiplier_N * load_correction(correction.kind)(constant, correction)
     return multiplier_N

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms import AGGREGATIONS, advantage_of
+from async_grpo.algorithms import AGGREGATIONS, load_advantage
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.wire import Batch, Group, Sample
 from trainer.batch.layout import PackedSequences, lay_out_sequences
@@ -287,7 +287,7 @@ def group_advantages(
     rewards_BG = torch.tensor(rewards, dtype=torch.float64)
     lengths_BG = torch.tensor(lengths, dtype=None if squared_weights is None else torch.float64)
     valid_BG = torch.tensor(valid)
-    advantages = advantage_of(rule)(rewards_BG, valid_BG, lengths_BG).tolist()
+    advantages = load_advantage(rule)(rewards_BG, valid_BG, lengths_BG).tolist()
     return [row[: len(group.samples)] for row, group in zip(advantages, groups, strict=True)]
 
 

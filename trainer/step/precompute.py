@@ -27,7 +27,7 @@ from async_grpo.algorithms import (
     correction_multiplier,
     ess_scale,
     ess_sums,
-    rewards_less_kl,
+    penalise_rewards,
     sequence_weights,
 )
 from async_grpo.config import RunConfig
@@ -132,7 +132,7 @@ def subtract_kl_from_rewards(
     samples = [sample for group in batch.groups for sample in group.samples]
     trained = [index for index, sequence in enumerate(sequences) if sequence.trained_tokens]
     rewards_M = torch.tensor([samples[index].reward for index in trained], dtype=torch.float64)
-    penalised_M = rewards_less_kl(
+    penalised_M = penalise_rewards(
         rewards_M, tokens, reference_N, beta=objective.kl_beta, estimator=objective.kl_estimator
     )
     for index, reward in zip(trained, penalised_M.tolist(), strict=True):

@@ -26,7 +26,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from async_grpo.algorithms import denominator, ess_scale, token_objective
+from async_grpo.algorithms import aggregation_denominator, ess_scale, token_objective
 from async_grpo.config import RunConfig
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.errors import NonFiniteStep
@@ -231,7 +231,7 @@ def add_sample_totals(totals: StepTotals, sequences: Sequence[TrainingSequence])
 def loss_denominator(sequences: Sequence[TrainingSequence], objective: ObjectiveConfig) -> float:
     """Return D of these sequences as one batch."""
     tokens = torch.tensor([sequence.denominator_tokens for sequence in sequences])
-    return denominator(objective.aggregation, tokens)
+    return aggregation_denominator(objective.aggregation, tokens)
 
 
 def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, float]:

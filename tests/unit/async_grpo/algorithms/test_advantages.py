@@ -81,7 +81,7 @@ def found(rule: str, groups: list[Group], *, unjudged: float = float("nan")) -> 
     return ADVANTAGES[rule](torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), torch.tensor(lengths))
 
 
-def test_every_rule_of_the_configuration_is_here() -> None:
+def test_every_rule_of_the_configuration_exists() -> None:
     assert tuple(ADVANTAGES) == NAMES
 
 
@@ -96,7 +96,7 @@ def test_each_rule_equals_its_formula_over_the_judged_samples(rule: str, seed: i
 
 
 @pytest.mark.parametrize("rule", ADVANTAGES)
-def test_padding_the_order_of_groups_and_what_stands_at_an_unjudged_sample_change_nothing(rule: str) -> None:
+def test_advantages_ignore_padding_group_order_and_rewards_of_invalid_samples(rule: str) -> None:
     groups = random_groups(3)
     expected = found(rule, groups)
     assert torch.equal(found(rule, groups, unjudged=9.0), expected)
@@ -105,17 +105,17 @@ def test_padding_the_order_of_groups_and_what_stands_at_an_unjudged_sample_chang
 
 
 @pytest.mark.parametrize("rule", ADVANTAGES)
-def test_equal_rewards_or_none_give_no_signal(rule: str) -> None:
+def test_equal_or_missing_rewards_give_advantage_zero(rule: str) -> None:
     assert found(rule, [[(0.5, 3), (0.5, 9), (0.5, 1)], [(0.5, 4), (0.5, 4), None]]).abs().max() < 1e-6
     assert found(rule, [[None, None], [None, None]]).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("rule", sorted({*ADVANTAGES} - {"reinforce_pp_baseline"}))
-def test_a_lone_judged_sample_has_baseline_zero_and_deviation_one(rule: str) -> None:
+def test_a_single_valid_sample_has_baseline_zero_and_deviation_one(rule: str) -> None:
     assert found(rule, [[(0.5, 7), None]]).tolist()[0] == pytest.approx([0.5, 0.0], abs=1e-5)
 
 
-def test_the_off_policy_optimal_baseline_has_the_least_second_moment_of_the_weighted_gradient() -> None:
+def test_opob_minimises_the_second_moment_of_the_weighted_gradient() -> None:
     """E |w g (R - b)|^2 with |g|^2 = len, for weights from 1e-6 to 1e4: no other b has less."""
     rewards, lengths, weights = [1.0, 0.0, 0.0, 1.0, 0.5], [10, 40, 5, 22, 9], [1e-6, 0.3, 1e4, 2.0, 40.0]
     counts = torch.tensor([[n * w**2 for n, w in zip(lengths, weights, strict=True)]], dtype=torch.float64)
@@ -133,7 +133,7 @@ def test_the_off_policy_optimal_baseline_has_the_least_second_moment_of_the_weig
     assert tiny.tolist() == pytest.approx(advantages.tolist())
 
 
-def test_a_long_sample_weighs_more_in_the_whitening_than_a_short_one() -> None:
+def test_whitening_weights_samples_by_length() -> None:
     """D = +-1/2 on 30 tokens and on 10: mean 1/4, variance 3/16."""
     first, second = found("reinforce_pp_baseline", [[(1.0, 30), (0.0, 10)]])[0].tolist()
     assert (first, second) == pytest.approx((0.25 / (3 / 16) ** 0.5, -0.75 / (3 / 16) ** 0.5))

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from async_grpo.algorithms import AGGREGATIONS, denominator
+from async_grpo.algorithms import AGGREGATIONS, aggregation_denominator
 from async_grpo.config.presets import AGGREGATIONS as NAMES
 
 LENGTHS = [3, 0, 5, 1, 8, 2, 0, 7]
@@ -32,13 +32,13 @@ def definition(rule: str, values: list[list[float]]) -> float:
     }[rule]
 
 
-def test_every_rule_of_the_configuration_is_here() -> None:
+def test_every_rule_of_the_configuration_exists() -> None:
     assert tuple(AGGREGATIONS) == NAMES
 
 
 @pytest.mark.parametrize("rule", AGGREGATIONS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_value_and_gradient_are_those_of_the_definition_however_the_batch_is_split(rule: str, parts: int) -> None:
+def test_value_and_gradient_do_not_depend_on_the_split_of_the_batch(rule: str, parts: int) -> None:
     weights = AGGREGATIONS[rule](torch.tensor(LENGTHS), LONGEST)
     scale = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
     total = torch.zeros((), dtype=torch.float64)
@@ -51,14 +51,18 @@ def test_value_and_gradient_are_those_of_the_definition_however_the_batch_is_spl
 
 
 @pytest.mark.parametrize("rule", AGGREGATIONS)
-def test_a_batch_with_nothing_to_train_has_weight_zero_everywhere(rule: str) -> None:
+def test_a_batch_without_trained_tokens_has_zero_weights(rule: str) -> None:
     assert AGGREGATIONS[rule](torch.zeros(3, dtype=torch.int64), LONGEST).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("rule", AGGREGATIONS)
-def test_without_its_denominator_a_weight_is_the_sequences_own(rule: str) -> None:
+def test_weight_times_denominator_depends_on_the_own_sequence_only(rule: str) -> None:
     tokens = torch.tensor(LENGTHS)
-    whole = AGGREGATIONS[rule](tokens, LONGEST) * denominator(rule, tokens)
-    parts = [AGGREGATIONS[rule](part, LONGEST) * denominator(rule, part) for part in tokens.split([3, 1, 4])]
+    whole = AGGREGATIONS[rule](tokens, LONGEST) * aggregation_denominator(rule, tokens)
+    parts = [
+        AGGREGATIONS[rule](part, LONGEST) * aggregation_denominator(rule, part) for part in tokens.split([3, 1, 4])
+    ]
     assert torch.allclose(torch.cat(parts), whole, rtol=1e-12)
-    assert torch.allclose(whole / denominator(rule, tokens), AGGREGATIONS[rule](tokens, LONGEST), rtol=1e-12)
+    assert torch.allclose(
+        whole / aggregation_denominator(rule, tokens), AGGREGATIONS[rule](tokens, LONGEST), rtol=1e-12
+    )

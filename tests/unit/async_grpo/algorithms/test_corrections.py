@@ -36,38 +36,38 @@ def each(row: Row, value: float) -> list[float]:
     return [float(value)] * len(row)
 
 
-def token_tis(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
-    return [[min(math.exp(value), dials.cap) for value in log_w(row)] for row in rows]
+def token_tis(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
+    return [[min(math.exp(value), settings.cap) for value in log_w(row)] for row in rows]
 
 
-def seq_tis(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
-    return [each(row, min(product(log_w(row)), dials.cap)) for row in rows]
+def seq_tis(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
+    return [each(row, min(product(log_w(row)), settings.cap)) for row in rows]
 
 
-def icepop(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
+def icepop(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
     weights = [[math.exp(value) for value in log_w(row)] for row in rows]
-    return [[weight if dials.low <= weight <= dials.high else 0.0 for weight in row] for row in weights]
+    return [[weight if settings.low <= weight <= settings.high else 0.0 for weight in row] for row in weights]
 
 
-def seq_mis(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
-    return [each(row, dials.low <= product(log_rho(row)) <= dials.high) for row in rows]
+def seq_mis(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
+    return [each(row, settings.low <= product(log_rho(row)) <= settings.high) for row in rows]
 
 
-def geo_rs(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
-    return [each(row, dials.low <= math.exp(math.fsum(log_rho(row)) / len(row)) <= dials.high) for row in rows]
+def geo_rs(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
+    return [each(row, settings.low <= math.exp(math.fsum(log_rho(row)) / len(row)) <= settings.high) for row in rows]
 
 
-def m2po(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
+def m2po(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
     """Drop the largest one after another, until the mean of what is left is below the limit."""
     left = sorted(value**2 for row in rows for value in log_rho(row))
-    while left and math.fsum(left) / len(left) >= dials.limit:
+    while left and math.fsum(left) / len(left) >= settings.limit:
         left.pop()
     bound = left[-1] if left else -1.0
     return [[float(value**2 <= bound) for value in log_rho(row)] for row in rows]
 
 
-def opsm(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
-    return [each(row, not (row.advantage < 0 and -math.fsum(log_rho(row)) / len(row) > dials.limit)) for row in rows]
+def opsm(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
+    return [each(row, not (row.advantage < 0 and -math.fsum(log_rho(row)) / len(row) > settings.limit)) for row in rows]
 
 
 REFERENCES: dict[str, Reference] = {
@@ -82,23 +82,25 @@ CASES = [
 ]
 
 
-def test_every_correction_of_the_configuration_is_here() -> None:
+def test_every_correction_of_the_configuration_exists() -> None:
     assert {*CORRECTIONS, "ess_lr"} == NAMES.keys()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_multipliers_equal_the_formula(case: dict[str, float], seed: int) -> None:
-    dials, rows = CorrectionConfig.model_validate(case), random_rows(seed)
-    found = CORRECTIONS[dials.kind](tokens_of(rows).detached(), dials)
-    assert torch.allclose(found, joined(REFERENCES[dials.kind](rows, dials)), rtol=1e-6, atol=0)
+    settings, rows = CorrectionConfig.model_validate(case), random_rows(seed)
+    found = CORRECTIONS[settings.kind](tokens_of(rows).detached(), settings)
+    assert torch.allclose(found, joined(REFERENCES[settings.kind](rows, settings)), rtol=1e-6, atol=0)
     assert not found.requires_grad
 
 
 @pytest.mark.parametrize("kind", ["icepop", "seq_mis", "geo_rs", "m2po", "opsm"])
-def test_the_random_batches_have_tokens_that_are_rejected_and_tokens_that_are_not(kind: str) -> None:
-    dials = CorrectionConfig.model_validate({"kind": kind, **({"low": 0.9, "high": 1.2} if kind == "geo_rs" else {})})
-    found = torch.cat([CORRECTIONS[kind](tokens_of(random_rows(seed)).detached(), dials) for seed in SEEDS])
+def test_random_batches_have_rejected_and_accepted_tokens(kind: str) -> None:
+    settings = CorrectionConfig.model_validate(
+        {"kind": kind, **({"low": 0.9, "high": 1.2} if kind == "geo_rs" else {})}
+    )
+    found = torch.cat([CORRECTIONS[kind](tokens_of(random_rows(seed)).detached(), settings) for seed in SEEDS])
     assert 0 < (found == 0).sum() < len(found)
 
 
@@ -108,7 +110,7 @@ def test_a_micro_batch_without_trained_tokens_has_no_multipliers(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
-def test_policies_that_are_worlds_apart_give_finite_multipliers(kind: str) -> None:
+def test_multipliers_stay_finite_for_very_different_policies(kind: str) -> None:
     far = tensor([-1e-3, -800.0, -1e-3])
     tokens = replace(tokens_of(random_rows(0, sequences=1, longest=1)), logprobs_N=far, prox_N=far)
     tokens = replace(
@@ -123,14 +125,14 @@ def test_policies_that_are_worlds_apart_give_finite_multipliers(kind: str) -> No
     assert found[2] == 1.0
 
 
-def test_m2po_leaves_a_batch_alone_whose_mean_is_below_the_limit_and_may_reject_everything() -> None:
+def test_m2po_rejects_nothing_below_the_limit_and_may_reject_everything() -> None:
     tokens = tokens_of(random_rows(0)).detached()
     assert CORRECTIONS["m2po"](tokens, CorrectionConfig(kind="m2po", limit=100.0)).all()
     far = replace(tokens, behaviour_N=tokens.logprobs_N - 9.0)
     assert not CORRECTIONS["m2po"](far, CorrectionConfig(kind="m2po")).any()
 
 
-def test_m2po_treats_equal_tokens_alike() -> None:
+def test_m2po_rejects_equal_tokens_together() -> None:
     """Two of the three equal ones would fit under the limit; which of them must not be left to their order."""
     logs = tensor([0.0, 0.3, -0.3, 0.3])
     tokens = replace(
@@ -141,7 +143,7 @@ def test_m2po_treats_equal_tokens_alike() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_step_is_scaled_by_the_root_of_the_effective_share_of_sequences(seed: int) -> None:
+def test_ess_scale_is_the_root_of_ess_over_sequences(seed: int) -> None:
     rows = random_rows(seed)
     weights = [product(log_rho(row)) for row in rows]
     ess = math.fsum(weights) ** 2 / math.fsum(weight**2 for weight in weights)
@@ -150,7 +152,7 @@ def test_the_step_is_scaled_by_the_root_of_the_effective_share_of_sequences(seed
     assert 0 < found <= 1
 
 
-def test_the_step_is_whole_on_policy_and_where_nothing_is_trained() -> None:
+def test_ess_scale_is_one_on_policy_and_without_trained_tokens() -> None:
     tokens = tokens_of(random_rows(0))
     on_policy = replace(tokens, behaviour_N=tokens.logprobs_N.detach()).detached()
     assert ess_scale(*ess_sums(on_policy).tolist()) == pytest.approx(1.0, rel=1e-12)
@@ -158,14 +160,14 @@ def test_the_step_is_whole_on_policy_and_where_nothing_is_trained() -> None:
 
 
 @pytest.mark.parametrize("age", range(5))
-def test_loglinear_goes_from_the_sampling_policy_to_the_present_one_by_version(age: int) -> None:
+def test_loglinear_moves_with_age_from_sampling_to_current_policy(age: int) -> None:
     """v_theta = 9, v_prox = 8, v_behaviour = 9 - age."""
     alpha = (8 - (9 - age)) / (9 - (9 - age)) if age else 1.0
     found = PROXIMALS["loglinear"](tensor([-1.0, -0.2]), tensor([-3.0, -0.1]), torch.tensor([age, age]))
     assert found.tolist() == pytest.approx([-3.0 + alpha * 2.0, -0.1 - alpha * 0.1], rel=1e-12)
 
 
-def test_loglinear_takes_every_token_by_its_own_version() -> None:
+def test_loglinear_uses_the_age_of_each_token() -> None:
     found = PROXIMALS["loglinear"](tensor([-1.0] * 3), tensor([-3.0] * 3), torch.tensor([0, 1, 4]))
     assert found.tolist() == [-1.0, -3.0, -1.5]
 
@@ -178,7 +180,7 @@ def test_pi_prox_is_constant_and_as_precise_as_the_log_probabilities(choice: str
     assert (found.requires_grad, found.dtype) == (False, dtype)
 
 
-def test_recompute_is_the_present_policy_and_behaviour_the_sampling_one() -> None:
+def test_recompute_is_the_current_policy_and_behaviour_the_sampling_one() -> None:
     present, sampling, age = tensor([-1.0]), tensor([-2.0]), torch.tensor([3])
     assert PROXIMALS["recompute"](present, sampling, age).item() == -1.0
     assert PROXIMALS["behaviour"](present, sampling, age).item() == -2.0

@@ -108,7 +108,7 @@ CASES = {
 }
 
 
-def test_every_loss_of_the_configuration_is_here() -> None:
+def test_every_loss_of_the_configuration_exists() -> None:
     assert LOSSES.keys() == RULES.keys() == REFERENCES.keys()
 
 
@@ -136,7 +136,7 @@ def test_the_random_batches_reach_both_sides_of_every_bound(case: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", ["ppo_clip", "gspo, wide", "dppo_tv, narrow"])
-def test_tokens_that_left_the_trust_region_have_no_gradient_and_only_they(case: str, seed: int) -> None:
+def test_exactly_the_tokens_outside_the_trust_region_have_no_gradient(case: str, seed: int) -> None:
     rows = [row for row in random_rows(seed) if row.advantage]
     config = ObjectiveConfig(**CASES[case])
     tokens = tokens_of(rows)
@@ -148,9 +148,7 @@ def test_tokens_that_left_the_trust_region_have_no_gradient_and_only_they(case: 
 @pytest.mark.parametrize(
     ("mode", "loss", "rejected"), [({}, 0.0, True), ({"behaviour_cap_mode": "clamp"}, -5.0, False)]
 )
-def test_a_weight_above_the_cap_leaves_the_token_out_or_is_cut_down_to_the_cap(
-    mode: dict[str, str], loss: float, rejected: bool
-) -> None:
+def test_weights_above_the_cap_are_masked_or_clamped(mode: dict[str, str], loss: float, rejected: bool) -> None:
     """w = e^2 > 5, r = 1, A = 1. AReaL as its examples configure it (level token, action mask, upper 5) gives 0."""
     config = ObjectiveConfig.model_validate({"preset": "areal", **mode})
     one = tokens_of(random_rows(0, sequences=1, longest=1))
@@ -165,7 +163,7 @@ def test_a_weight_above_the_cap_leaves_the_token_out_or_is_cut_down_to_the_cap(
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_policies_that_are_worlds_apart_give_finite_numbers(case: str, dtype: torch.dtype) -> None:
+def test_losses_stay_finite_for_very_different_policies(case: str, dtype: torch.dtype) -> None:
     config = ObjectiveConfig(**CASES[case])
     far = tensor([-1e-3, -800.0, -1e-3, -800.0]).to(dtype)
     tokens = tokens_of(random_rows(0, sequences=2, longest=1))
@@ -191,7 +189,7 @@ def test_the_largest_ratio_is_e_to_the_20() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_neither_no_tokens_nor_advantage_zero_give_a_gradient(loss: str) -> None:
+def test_no_tokens_or_advantage_zero_give_no_gradient(loss: str) -> None:
     for rows in ([], [replace(row, advantage=0.0) for row in random_rows(2)]):
         tokens = tokens_of(rows)
         token = LOSSES[loss](tokens, ObjectiveConfig(loss=loss))

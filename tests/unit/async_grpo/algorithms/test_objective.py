@@ -20,7 +20,7 @@ from async_grpo.algorithms import (
     ess_sums,
     token_objective,
 )
-from async_grpo.algorithms.objective import ESTIMATORS, rewards_less_kl, token_kl
+from async_grpo.algorithms.objective import ESTIMATORS, penalise_rewards, token_kl
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.presets import PRESETS
 from tests.support.objective_cases import Row, random_rows, tensor, tokens_of
@@ -84,7 +84,7 @@ def batch_loss(rows: list[Row], bins: list[list[int]], config: ObjectiveConfig) 
     homes=st.lists(st.integers(0, 4), min_size=SEQUENCES, max_size=SEQUENCES),
     order=st.permutations(range(SEQUENCES)),
 )
-def test_neither_micro_batches_nor_packing_order_nor_ranks_change_loss_or_gradient(
+def test_loss_and_gradient_ignore_micro_batches_packing_order_and_ranks(
     name: str, seed: int, homes: list[int], order: list[int]
 ) -> None:
     """A bin is a micro-batch of some rank; some are empty."""
@@ -99,7 +99,7 @@ def test_neither_micro_batches_nor_packing_order_nor_ranks_change_loss_or_gradie
 
 @given(homes=st.lists(st.integers(0, 4), min_size=SEQUENCES, max_size=SEQUENCES))
 @settings(max_examples=25, deadline=None)
-def test_the_sums_behind_the_scale_of_the_step_add_up_over_micro_batches(homes: list[int]) -> None:
+def test_ess_sums_add_up_over_micro_batches(homes: list[int]) -> None:
     rows = random_rows(7, sequences=SEQUENCES)
     parts = [[row for row, home in zip(rows, homes, strict=True) if home == number] for number in range(5)]
     added = torch.stack([ess_sums(tokens_of(part).detached()) for part in parts]).sum(0)
@@ -121,7 +121,7 @@ def test_the_objective_is_the_loss_times_every_multiplier(name: str) -> None:
     assert torch.allclose(tokens.logprobs_N.grad, slope, rtol=1e-12)
 
 
-def test_rejected_tokens_have_no_gradient_and_leave_that_of_the_others_as_it_is() -> None:
+def test_rejected_tokens_do_not_change_the_gradient_of_the_others() -> None:
     """Above all, the denominator still counts them."""
     rows = random_rows(5)
     without, gradients = batch_loss(rows, [[*range(6)]], ObjectiveConfig(loss="ppo_clip"))
@@ -134,7 +134,7 @@ def test_rejected_tokens_have_no_gradient_and_leave_that_of_the_others_as_it_is(
         assert torch.equal(gradient, torch.zeros_like(before) if out.all() else before)
 
 
-def test_a_batch_that_is_rejected_whole_has_loss_and_gradient_zero() -> None:
+def test_a_fully_rejected_batch_has_zero_loss_and_gradient() -> None:
     config = ObjectiveConfig(corrections=[{"kind": "seq_mis", "low": 1e6, "high": 1e7}])
     loss, gradients = batch_loss(random_rows(1), [[*range(6)]], config)
     assert loss == 0
@@ -153,7 +153,7 @@ def test_the_divergence_is_added_for_every_token_rejected_or_not(estimator: str)
     assert torch.allclose(token_objective(tokens, config).loss_N, divergence, rtol=1e-12)
 
 
-def test_a_divergence_in_the_reward_is_not_in_the_loss_as_well() -> None:
+def test_kl_in_the_reward_is_not_in_the_loss() -> None:
     tokens, config = tokens_of(random_rows(2)), bonus_config(kl_beta=0.3, kl_in="reward")
     assert torch.equal(token_objective(tokens, config).loss_N, LOSSES["ppo_clip"](tokens, config).loss_N)
 
@@ -215,9 +215,7 @@ def test_divergence_and_gradient_equal_the_formula(estimator: str, seed: int) ->
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("d", [-500.0, -25.0, -20.0, -3.0, KNEE, -2.5, 11.0, 20.0, 25.0, 500.0])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_token_that_moved_furthest_is_pulled_as_the_formula_says(
-    estimator: str, d: float, dtype: torch.dtype
-) -> None:
+def test_the_most_diverged_token_has_the_gradient_of_the_formula(estimator: str, d: float, dtype: torch.dtype) -> None:
     present = torch.tensor([-1.0 + min(d, 0.0)], dtype=dtype, requires_grad=True)
     found = token_kl(present, present.detach() - d, estimator)
     found.sum().backward()
@@ -245,11 +243,11 @@ def test_only_k2_has_the_true_gradient_of_the_divergence() -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_in_the_reward_the_divergence_of_the_sampling_policy_is_summed_over_the_sequence(estimator: str) -> None:
+def test_kl_in_the_reward_sums_the_sampling_policys_divergence(estimator: str) -> None:
     rows = random_rows(3)
     tokens = tokens_of(rows)
     rewards = tensor([float(number) for number in range(len(rows))])
-    found = rewards_less_kl(rewards, tokens, tokens.reference_N, beta=0.1, estimator=estimator)
+    found = penalise_rewards(rewards, tokens, tokens.reference_N, beta=0.1, estimator=estimator)
     differences = [[b - r for b, r in zip(row.behaviour, row.reference, strict=True)] for row in rows]
     expected = [
         number - 0.1 * math.fsum(reference_kl(estimator, d)[0] for d in row) for number, row in enumerate(differences)
