@@ -1,4 +1,4 @@
-"""A workflow of your own: the policy answers, is asked whether it is sure, and answers again.
+"""Custom workflow: the policy answers, is asked if it is sure, and answers again.
 
 async-grpo run configs/quickstart.yaml -o rollout.workflow=examples.ask_twice:AskTwice
 """
@@ -13,23 +13,25 @@ QUESTION = "\nAre you sure? "
 
 
 class AskTwice:
-    """Called once with the run's tokenizer; `run` is called for every sample, many of them at once."""
+    """Constructed once with the run's tokenizer; `run` is called for every sample, concurrently."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
-        """Two turns with our question between them, which gets no gradient. The second answer is judged."""
+        """Return two turns with our question between them, which gets no gradient. The second answer is judged."""
         first = await session.turn()
-        if first.finish_reason != "stop":  # cut short by new weights, or no room left
-            return session.sample(self._text(first.tokens.tolist()))
-        await session.observe(self._question)
-        second = await session.turn() if session.tokens_left else first
-        return session.sample(self._text(second.tokens.tolist()))
+        if first.finish_reason != "stop":  # interrupted by new weights, or the completion is full
+            return session.sample(self._decode(first.tokens.tolist()))
+        await session.observe(self._encode_question)
+        answer = first
+        if session.tokens_left:
+            answer = await session.turn()
+        return session.sample(self._decode(answer.tokens.tolist()))
 
-    async def _question(self) -> list[int]:
+    async def _encode_question(self) -> list[int]:
         # Without the tokens that start a prompt: we are in the middle of a conversation.
         return encode_one(self._tokenizer, QUESTION, special_tokens=False)
 
-    def _text(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

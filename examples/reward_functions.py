@@ -1,4 +1,4 @@
-"""Two reward functions of one's own, tried on a few completions in the same processes that a run uses.
+"""Two custom reward functions, tried on a few completions in the same processes as in a run.
 
     python -m examples.reward_functions
 
@@ -21,7 +21,7 @@ from async_grpo.rewards.pool import RewardPool
 
 
 def right_answer(completion: str, answer: str, *, metadata: Mapping[str, str]) -> float | None:
-    """1 if the last word is the answer. None says "I cannot judge this": the sample is masked, never scored 0."""
+    """Return 1 if the last word is the answer. None means "cannot judge": the sample is masked, not scored 0."""
     if metadata.get("open_ended") == "yes":
         return None
     words = completion.split()
@@ -29,14 +29,14 @@ def right_answer(completion: str, answer: str, *, metadata: Mapping[str, str]) -
 
 
 class Brevity:
-    """Loses a hundredth for every character. A class is made once in every verifier process, without arguments."""
+    """Subtract a hundredth per character. A class is constructed once per verifier process, without arguments."""
 
     async def __call__(self, completion: str, answer: str) -> float:
         return max(0.0, 1.0 - len(completion) / 100)
 
 
 async def main() -> None:
-    """Print the verdict on each of three items."""
+    """Print the rewards of three items."""
     functions = [
         RewardConfig(name="examples.reward_functions:right_answer"),
         RewardConfig(name="examples.reward_functions:Brevity", weight=0.2, required=False),
@@ -48,8 +48,10 @@ async def main() -> None:
     ]
     async with RewardPool(RewardsConfig(functions=functions, deadline_s=5.0)) as pool:
         for item, verdict in zip(items, await pool.judge(items), strict=True):
-            said = f"{verdict.reward:.3f}" if verdict.reward is not None else f"masked, {verdict.reason}"
-            print(f"{item.completion!r}: {said}")
+            outcome = f"masked, {verdict.reason}"
+            if verdict.reward is not None:
+                outcome = f"{verdict.reward:.3f}"
+            print(f"{item.completion!r}: {outcome}")
 
 
 if __name__ == "__main__":

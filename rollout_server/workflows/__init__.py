@@ -1,4 +1,11 @@
-"""Workflows make one sample each: `single_turn` completes a prompt once, `multi_turn` is a conversation with tools."""
+"""Workflows; each run of one makes one sample.
+
+- `base`            interface, and `single_turn`: one completion per prompt
+- `multi_turn`      conversation with tools
+- `session`         the sample while a workflow writes it
+- `sample_rollout`  runs a workflow within its deadline
+- `testkit`         tests your own workflow with a scripted policy
+"""
 
 from __future__ import annotations
 
@@ -13,28 +20,28 @@ __all__ = ["MultiTurn", "SingleTurn", "Workflow", "make_workflow"]
 
 
 def make_workflow(config: RolloutConfig, tokenizer: Tokenizer) -> Workflow:
-    """The workflow that the configuration names; a user's own is called with the tokenizer. Raises ConfigError."""
+    """Make the configured workflow; a user's class is called with the tokenizer. Raises ConfigError."""
     match config.workflow:
         case "single_turn":
             return SingleTurn(tokenizer)
         case "multi_turn":
             return MultiTurn(tokenizer, config.multi_turn)
         case name if is_plugin(name):
-            kind = load_plugin(name, key="rollout.workflow")
+            workflow_class = load_plugin(name, key="rollout.workflow")
             try:
-                workflow: Workflow = kind(tokenizer)
+                workflow: Workflow = workflow_class(tokenizer)
             except Exception as error:  # a user's class may raise anything
                 raise ConfigError(
-                    f"rollout.workflow: {name!r} cannot be made ({type(error).__name__}: {error}). It is called with "
-                    "one argument, the tokenizer, and returns an object with a method run(task, session)"
+                    f"rollout.workflow: {name!r} failed ({type(error).__name__}: {error}). It is called with one "
+                    "argument, the tokenizer, and must return an object with a method run(task, session)"
                 ) from error
             if not callable(getattr(workflow, "run", None)):
                 raise ConfigError(
-                    f"rollout.workflow: {name!r} made a {type(workflow).__name__} without a method run(task, session). "
-                    "Add it: it returns session.sample(text)"
+                    f"rollout.workflow: {name!r} returned a {type(workflow).__name__} without a method "
+                    "run(task, session). Add the method; it returns session.sample(text)"
                 )
             return workflow
     raise ConfigError(
         f"rollout.workflow: there is no workflow {config.workflow!r}. "
-        "Use single_turn, multi_turn, or module:attribute for your own"
+        "Use single_turn, multi_turn, or module:attribute for your own class"
     )

@@ -1,4 +1,4 @@
-"""The seam for workflows, and the simplest one: one prompt, one completion."""
+"""Interface of workflows, and the simplest one: one completion per prompt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from rollout_server.workflows.session import SampleSession
 
 
 class Workflow(Protocol):
-    """Turns a task into a sample. One object serves all samples; `run` is called many times concurrently."""
+    """Turns a task into a sample. One object serves all samples: `run` is called many times concurrently."""
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
-        """One sample without rewards. Raises EngineError if the engine died; any other exception
-        makes the group `failed`."""
+        """Return one sample without rewards.
+
+        Raises EngineError if the engine died; any other exception makes the group `failed`.
+        """
         ...
 
 
@@ -25,6 +27,6 @@ class SingleTurn:
         self._tokenizer = tokenizer
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
-        """A sample with one completion of the task's prompt. Raises EngineError."""
+        """Return a sample with one completion of the task's prompt. Raises EngineError."""
         generation = await session.turn()
         return session.sample(self._tokenizer.decode(generation.tokens.tolist(), skip_special_tokens=True))

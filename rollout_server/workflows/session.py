@@ -1,10 +1,12 @@
-"""One sample while a workflow makes it: what is written so far, and the calls that write more.
+"""Session in which a workflow writes one sample, turn by turn.
 
     prompt | turn of the policy | observation | turn of the policy | ...
 
-`turn` waits for the engine, `observe` for the function that makes the observation. What an earlier attempt wrote
-(`prior`) is played back first: whole turns and observations come from the record, so that no tool is called twice for
-the same place, and an unfinished turn goes on behind its last token.
+`turn` waits for the engine, `observe` for the function that makes the observation.
+
+A session can resume the unfinished sample (`prior`) of an earlier attempt. The workflow runs again from its start, and
+recorded turns and observations are played back: no token is generated and no tool is called twice. An unfinished turn
+continues after its last token.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from async_grpo.wire import Sample, Turn, VersionSpan, logprobs_to_bytes, tokens
 from rollout_server.engines.base import Generation, GenerationRequest, Sampler, join_spans, offset_seed
 
 ABORTED = "abort"
-"""Finish reason of a generation that the engine cut short; its sample is unfinished."""
+"""Finish reason of a generation that the engine interrupted; its sample is unfinished."""
 LENGTH = "length"
 
 Tokens = npt.NDArray[np.int32]
 
 
 class SampleSession:
-    """What a workflow writes its sample with.
+    """One sample while a workflow writes it.
 
-    `prompt`: token ids. `max_tokens` bounds the whole completion, observations included. The engine may cut short a
-    session that is `interruptible`; another session then goes on from what this one wrote. `index`: number of the
-    sample in its group. `vocabulary`: token ids are below it (None: unknown).
+    `prompt`: token ids. `max_tokens` bounds the whole completion, including observations. If `interruptible`, the
+    engine may interrupt the session for new weights; another session then resumes its sample. `index`: number of the
+    sample in its group. `vocabulary`: size of the model's vocabulary, which bounds token ids; None if unknown.
     """
 
     def __init__(
@@ -60,134 +62,158 @@ class SampleSession:
         self._max_tokens = max_tokens
         self._interruptible = interruptible
         self._started_s = prior.started_s if prior is not None else time.time()
-        self._written = _nothing()
+        self._completion = _empty_generation()
+        """Completed turns and observations so far."""
         self._turns: list[Turn] = []
-        self._record = deque(_pieces(prior))
-        self._begun = _nothing()
-        self._generating = ""
-        self._reason = ""
+        self._playback = deque(_recorded_pieces(prior))
+        """Pieces of `prior` that are not played back yet."""
+        self._turn_start = _empty_generation()
+        """Recorded start of the turn that the engine continues."""
+        self._request_in_engine = ""
+        """ID of the running request, "" if there is none."""
+        self._finish_reason = ""
         self.is_cut_short = False
-        """True if the engine interrupted the last turn: the workflow must return `sample()` at once."""
+        """True if the engine interrupted the last turn: the workflow must return `sample()` immediately."""
 
     @property
     def tokens_left(self) -> int:
-        """Number of tokens that the completion may still have."""
-        return self._max_tokens - len(self._written.tokens)
+        """Number of tokens by which the completion may still grow."""
+        return self._max_tokens - len(self._completion.tokens)
 
     @property
     def is_generating(self) -> bool:
         """True while the engine has a request of this session, and after the engine has died with it."""
-        return self._generating != ""
+        return self._request_in_engine != ""
 
     def limit(self, tokens: int) -> None:
-        """Bound the completion by `tokens` (>= 1), if that is less than its present bound. Call it before the first
-        turn."""
+        """Lower the token limit of the completion to `tokens` (>= 1). Call it before the first turn."""
         self._max_tokens = min(self._max_tokens, tokens)
 
     async def turn(self) -> Generation:
-        """Let the policy write until it stops ("stop") or the completion is full ("length"); returns that turn.
+        """Let the policy write until it stops ("stop") or the completion is full ("length"), and return that turn.
 
-        "abort": the engine was interrupted; see `is_cut_short`. Raises EngineError.
+        Finish reason "abort": the engine was interrupted; see `is_cut_short`. Raises EngineError.
         """
-        begun = self._played_back(by_policy=True)
-        generation = begun if begun.finish_reason else await self._go_on(begun)
-        self._reason, self.is_cut_short = generation.finish_reason, generation.finish_reason == ABORTED
-        self._write(generation, by_policy=True)
+        generation = self._play_back(by_policy=True)
+        if not generation.finish_reason:
+            generation = await self._continue_turn(generation)
+        self._finish_reason = generation.finish_reason
+        self.is_cut_short = generation.finish_reason == ABORTED
+        self._append(generation, by_policy=True)
         return generation
 
     async def observe(self, make: Callable[[], Awaitable[Sequence[int]]]) -> Tokens:
-        """Append an observation and return its tokens, int32 [n], cut at max_tokens. `make` is called only if the
-        record of an earlier attempt does not have the observation.
+        """Append an observation and return its tokens, int32 [n], truncated at the token limit.
 
-        Raises RuntimeError if the policy has not written anything yet, ValueError for a token id that the model does
-        not have.
+        `make` is called only if the observation is not recorded by an earlier attempt. Raises RuntimeError before the
+        first turn, ValueError for a token id outside the vocabulary.
         """
-        if not self._written.spans:
+        if not self._completion.spans:
             raise RuntimeError(
-                "observe() before the policy has written anything: an observation stands behind what it answers, and "
-                "has that version. Put what comes first into the prompt, or call turn() before"
+                "observe() before the policy has written anything: an observation answers a turn, and gets the policy "
+                "version of that turn. Put what comes first into the prompt, or call turn() before"
             )
-        recorded = self._played_back(by_policy=False)
-        tokens = recorded.tokens if recorded.finish_reason else self._checked(await make())
+        recorded = self._play_back(by_policy=False)
+        tokens = recorded.tokens
+        if not recorded.finish_reason:  # not recorded
+            tokens = self._check_tokens(await make())
+
         if len(tokens) >= self.tokens_left:
-            tokens, self._reason = tokens[: self.tokens_left], LENGTH
+            tokens = tokens[: self.tokens_left]
+            self._finish_reason = LENGTH
         if not self.tokens_left:
             return tokens  # nothing of it fits
-        version = self._written.spans[-1].version
+
+        version = self._completion.spans[-1].version
         spans = [VersionSpan(version, 0, len(tokens))] if len(tokens) else []
-        self._write(Generation(tokens, np.zeros(len(tokens), np.float32), spans, "stop"), by_policy=False)
+        logprobs = np.zeros(len(tokens), np.float32)
+        self._append(Generation(tokens, logprobs, spans, "stop"), by_policy=False)
         return tokens
 
     def sample(self, text: str) -> Sample:
-        """The sample with this text, without rewards; unfinished (finish reason "") if the engine cut it short."""
+        """The sample with this text, without rewards; unfinished (finish reason "") if the engine interrupted it."""
         if self.is_cut_short:
-            return self._unfinished(self._written, self._turns)
+            return self._unfinished_sample(self._completion, self._turns)
         turns = self._turns if len(self._turns) > 1 else []
-        return msgspec.structs.replace(self._unfinished(self._written, turns), text=text, finish_reason=self._reason)
+        sample = self._unfinished_sample(self._completion, turns)
+        return msgspec.structs.replace(sample, text=text, finish_reason=self._finish_reason)
 
     def snapshot(self) -> Sample | None:
-        """What exists now, with tokens that the engine has made so far; None if that is nothing, or nothing beyond what
-        an earlier attempt stored."""
-        written, turns = self._written, self._turns
-        if self._generating:
-            underway = self._engine.peek(self._generating)
-            rest = self._begun if underway is None else join(self._begun, underway)
-            turns = [*turns, *_turn(written, rest, by_policy=True, finish_reason="")]
-            written = join(written, rest)
-        elif self._record:
-            return None
-        return self._unfinished(written, turns) if len(written.tokens) else None
+        """The sample so far, including tokens of the running request; None if there is nothing new to save."""
+        completion = self._completion
+        turns = self._turns
+        if self._request_in_engine:
+            generated = self._engine.peek(self._request_in_engine)
+            current_turn = self._turn_start
+            if generated is not None:
+                current_turn = join_generations(current_turn, generated)
+            turns = [*turns, *_record_turn(completion, current_turn, by_policy=True, finish_reason="")]
+            completion = join_generations(completion, current_turn)
+        elif self._playback:
+            return None  # playback has not reached the end of `prior`, which is already saved
+        return self._unfinished_sample(completion, turns) if len(completion.tokens) else None
 
-    async def _go_on(self, begun: Generation) -> Generation:
-        """The rest of the turn behind what exists of it."""
-        left = self.tokens_left - len(begun.tokens)
-        if left <= 0:
-            await asyncio.sleep(0)  # a workflow that never stops asking must not hold the event loop
-            return Generation(begun.tokens, begun.logprobs, begun.spans, LENGTH)
-        prefix = np.concatenate([self._written.tokens, begun.tokens])
-        self._begun, self._generating = begun, f"{self._request_id}.{len(self._turns)}"
+    async def _continue_turn(self, start: Generation) -> Generation:
+        """Generate the remainder of a turn after its recorded start (may be empty); returns the whole turn."""
+        max_tokens = self.tokens_left - len(start.tokens)
+        if max_tokens <= 0:
+            # Without a suspension, a workflow that requests turns forever would block the event loop.
+            await asyncio.sleep(0)
+            return Generation(start.tokens, start.logprobs, start.spans, LENGTH)
+
+        turn_number = len(self._turns)
+        seed = None
+        if self._seed is not None:
+            seed = offset_seed(self._seed, turn_number)
+        prefix = np.concatenate([self._completion.tokens, start.tokens])
+        self._turn_start = start
+        self._request_in_engine = f"{self._request_id}.{turn_number}"
         request = GenerationRequest(
-            request_id=self._generating,
+            request_id=self._request_in_engine,
             prompt=self._prompt,
-            max_tokens=left,
+            max_tokens=max_tokens,
             temperature=self._temperature,
-            seed=None if self._seed is None else offset_seed(self._seed, len(self._turns)),
+            seed=seed,
             prefix=prefix.tolist(),
             interruptible=self._interruptible,
         )
-        rest = await self._engine.generate(request)  # if that fails, `snapshot` still finds what there was
-        self._generating = ""
-        return join(begun, rest)
+        # Not in a `finally`: if the engine dies, `snapshot` still needs the ID to read the tokens of the request.
+        generated = await self._engine.generate(request)
+        self._request_in_engine = ""
+        return join_generations(start, generated)
 
-    def _checked(self, observation: Sequence[int]) -> Tokens:
-        """The observation as int32 [n]. Raises ValueError for an id that would kill the engine and the trainer."""
+    def _check_tokens(self, observation: Sequence[int]) -> Tokens:
+        """Return the observation as int32 [n]. Raises ValueError for an id that would crash engine and trainer."""
         tokens = np.asarray(observation, np.int32)
         limit = self._vocabulary or np.iinfo(np.int32).max
         unknown = tokens[(tokens < 0) | (tokens >= limit)]
         if len(unknown):
             raise ValueError(
-                f"observe() was given token id {unknown[0]}, and those of the model are 0 to {limit - 1}: engine and "
-                "trainer have no embedding for it. Encode the observation with the tokenizer that the workflow is given"
+                f"observe() got token id {unknown[0]}, but the model has ids 0 to {limit - 1}: engine and trainer have "
+                "no embedding for it. Encode the observation with the tokenizer that is passed to the workflow"
             )
         return tokens
 
-    def _played_back(self, *, by_policy: bool) -> Generation:
-        """The next piece of the record, if it is of this author; otherwise nothing, and the record ends here."""
-        if self._record and self._record[0][1] == by_policy:
-            return self._record.popleft()[0]
-        self._record.clear()
-        return _nothing()
+    def _play_back(self, *, by_policy: bool) -> Generation:
+        """Remove and return the next recorded piece.
 
-    def _write(self, generation: Generation, *, by_policy: bool) -> None:
-        reason = "" if generation.finish_reason == ABORTED else generation.finish_reason
-        self._turns += _turn(self._written, generation, by_policy=by_policy, finish_reason=reason)
-        self._written = join(self._written, generation)
+        If it has another author, the workflow does not repeat what it did: drop the record and return an empty piece.
+        """
+        if self._playback and self._playback[0][1] == by_policy:
+            return self._playback.popleft()[0]
+        self._playback.clear()
+        return _empty_generation()
 
-    def _unfinished(self, written: Generation, turns: list[Turn]) -> Sample:
+    def _append(self, generation: Generation, *, by_policy: bool) -> None:
+        finish_reason = "" if generation.finish_reason == ABORTED else generation.finish_reason
+        self._turns += _record_turn(self._completion, generation, by_policy=by_policy, finish_reason=finish_reason)
+        self._completion = join_generations(self._completion, generation)
+
+    def _unfinished_sample(self, completion: Generation, turns: list[Turn]) -> Sample:
         return Sample(
-            tokens=tokens_to_bytes(written.tokens),
-            logprobs=logprobs_to_bytes(written.logprobs),
-            spans=written.spans,
+            tokens=tokens_to_bytes(completion.tokens),
+            logprobs=logprobs_to_bytes(completion.logprobs),
+            spans=completion.spans,
             turns=turns,
             finish_reason="",
             started_s=self._started_s,
@@ -195,7 +221,7 @@ class SampleSession:
         )
 
 
-def join(first: Generation, second: Generation) -> Generation:
+def join_generations(first: Generation, second: Generation) -> Generation:
     """`first` followed by `second`. Adjacent spans of the same version become one."""
     if not len(first.tokens):
         return second  # most turns have nothing before them
@@ -207,41 +233,44 @@ def join(first: Generation, second: Generation) -> Generation:
     )
 
 
-def _turn(written: Generation, more: Generation, *, by_policy: bool, finish_reason: str) -> list[Turn]:
-    """The record of `more`; none of a turn that the policy has not begun."""
-    if by_policy and not len(more.tokens):
+def _record_turn(completion: Generation, piece: Generation, *, by_policy: bool, finish_reason: str) -> list[Turn]:
+    """Record of `piece` after `completion`; empty for a turn of the policy without tokens."""
+    if by_policy and not len(piece.tokens):
         return []
-    # An empty observation is recorded too. Left out, the next recorded turn would not follow it when the sample is
-    # resumed, so that the rest of the record would be thrown away and its tools be called again.
-    start = len(written.tokens)
-    return [Turn(start, start + len(more.tokens), by_policy, finish_reason)]
+    # Empty observations are recorded too. If they were left out, the next recorded turn would not follow when the
+    # sample is resumed, so the rest of the record would be dropped and its tools would be called again.
+    start = len(completion.tokens)
+    return [Turn(start, start + len(piece.tokens), by_policy, finish_reason)]
 
 
-def _nothing() -> Generation:
+def _empty_generation() -> Generation:
     return Generation(np.empty(0, np.int32), np.empty(0, np.float32), [], "")
 
 
-def _pieces(prior: Sample | None) -> list[tuple[Generation, bool]]:
-    """What an earlier attempt wrote, turn by turn, each with whether the policy wrote it."""
+def _recorded_pieces(prior: Sample | None) -> list[tuple[Generation, bool]]:
+    """Turns and observations of an earlier attempt, each with True if the policy wrote it."""
     if prior is None:
         return []
-    tokens, logprobs = prior.token_ids(), prior.token_logprobs()
-    turns = prior.turns or [Turn(0, len(tokens), True)]
-    return [
-        (
-            Generation(
-                tokens[turn.start : turn.end],
-                logprobs[turn.start : turn.end],
-                _spans_within(prior.spans, turn.start, turn.end),
-                turn.finish_reason,
-            ),
-            turn.by_policy,
+    tokens = prior.token_ids()
+    logprobs = prior.token_logprobs()
+    pieces = []
+    for turn in prior.turns or [Turn(0, len(tokens), True)]:
+        generation = Generation(
+            tokens[turn.start : turn.end],
+            logprobs[turn.start : turn.end],
+            _slice_spans(prior.spans, turn.start, turn.end),
+            turn.finish_reason,
         )
-        for turn in turns
-    ]
+        pieces.append((generation, turn.by_policy))
+    return pieces
 
 
-def _spans_within(spans: Sequence[VersionSpan], start: int, end: int) -> list[VersionSpan]:
-    """The part [start, end), counted from `start`."""
-    cut = [(span.version, max(span.start, start) - start, min(span.end, end) - start) for span in spans]
-    return [VersionSpan(version, first, last) for version, first, last in cut if first < last]
+def _slice_spans(spans: Sequence[VersionSpan], start: int, end: int) -> list[VersionSpan]:
+    """Spans of the tokens [start, end), with positions relative to `start`."""
+    sliced = []
+    for span in spans:
+        first = max(span.start, start) - start
+        last = min(span.end, end) - start
+        if first < last:
+            sliced.append(VersionSpan(span.version, first, last))
+    return sliced

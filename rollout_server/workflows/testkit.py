@@ -1,4 +1,4 @@
-"""Tests a workflow of your own with a policy whose turns you write.
+"""Tests your own workflow with a scripted policy.
 
 >>> sample = asyncio.run(play(MyWorkflow, ["<tool_call>...</tool_call>", "So it is 4."]))  # doctest: +SKIP
 >>> assert sample.text.endswith("So it is 4.")  # doctest: +SKIP
@@ -18,20 +18,21 @@ from rollout_server.workflows.base import Workflow
 from rollout_server.workflows.session import SampleSession
 
 STOP = 0
-"""The stop token: ends every turn of the scripted policy."""
+"""Stop token; ends every turn of the scripted policy."""
 
 
 class ByteTokenizer:
     """A tokenizer with one token per UTF-8 byte. The stop token is special."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Bytes as token ids."""
+        """Return the UTF-8 bytes as token ids."""
         return list(text.encode())
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Bytes as text."""
-        kept = [token for token in token_ids if not (skip_special_tokens and token == STOP)]
-        return bytes(kept).decode(errors="replace")
+        """Return the bytes as text."""
+        if skip_special_tokens:
+            token_ids = [token for token in token_ids if token != STOP]
+        return bytes(token_ids).decode(errors="replace")
 
 
 async def play(
@@ -43,18 +44,20 @@ async def play(
     max_tokens: int = 10_000,
     prior: Sample | None = None,
 ) -> Sample:
-    """Run a workflow with a policy that says `turns` one after another; returns the sample, checked.
+    """Run a workflow with a policy that writes `turns` one after another; returns the validated sample.
 
-    `prior` is an unfinished sample to go on from, as after an interruption. Raises AssertionError if the workflow
-    asks for more turns than there are, ValueError if the sample breaks its guarantees.
+    `prior` is an unfinished sample to resume, as after an interruption. Raises AssertionError if the workflow requests
+    more turns than there are, ValueError if the sample is invalid.
     """
     tokenizer = ByteTokenizer()
-    said = [[*tokenizer.encode(turn), STOP] for turn in turns]
+    scripted_turns = [[*tokenizer.encode(turn), STOP] for turn in turns]
 
     def script(request: GenerationRequest) -> list[int]:
+        # Request IDs end in the number of pieces before the turn: turns and observations alternate.
         number = int(request.request_id.rpartition(".")[2]) // 2
-        assert number < len(said), f"the workflow asks for turn {number + 1}, the test has {len(said)}"
-        return [*request.prefix, *said[number][_begun(request.prefix, said[number]) :]]
+        assert number < len(scripted_turns), f"the workflow requests turn {number + 1}, the test has {len(turns)}"
+        turn = scripted_turns[number]
+        return [*request.prefix, *turn[_resumed_length(request.prefix, turn) :]]
 
     engine = ScriptedEngine(script, tokens_per_s=1e6)
     await engine.start()
@@ -67,6 +70,9 @@ async def play(
     return sample
 
 
-def _begun(written: Sequence[int], turn: Sequence[int]) -> int:
-    """How much of the turn is written already: an interrupted sample goes on in the middle of it."""
-    return next(size for size in range(len(turn), -1, -1) if list(written[len(written) - size :]) == list(turn[:size]))
+def _resumed_length(written: Sequence[int], turn: Sequence[int]) -> int:
+    """Number of tokens of `turn` at the end of `written`: an interrupted sample resumes in the middle of a turn."""
+    for size in range(len(turn), 0, -1):
+        if list(written[len(written) - size :]) == list(turn[:size]):
+            return size
+    return 0

@@ -25,7 +25,7 @@ from rollout_server.engines.base import CHECKPOINT_VERSION, Engine, Generation, 
 from rollout_server.engines.http import HttpSampler
 from rollout_server.engines.scripted import ScriptedEngine, scripted_logprobs
 from rollout_server.engines.vllm.engine import VllmEngine
-from rollout_server.workflows.session import join
+from rollout_server.workflows.session import join_generations
 from tests.support.http_fakes import Letters, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -199,7 +199,7 @@ async def test_abort_ends_interruptible_requests_and_another_continues_them(subj
     assert versions(await uninterruptible) == [old, new]
     rest = await subject.sampler.generate(make_request(LONG - len(partial.tokens), prefix=partial.tokens.tolist()))
     assert (len(rest.tokens), rest.finish_reason) == (LONG - len(partial.tokens), "length")
-    subject.check(join(partial, rest), True)
+    subject.check(join_generations(partial, rest), True)
 
 
 @engines
@@ -326,7 +326,7 @@ def versions(generation: Generation) -> list[int]:
 def join_pieces(pieces: list[Generation]) -> Generation:
     whole = pieces[0]
     for piece in pieces[1:]:
-        whole = join(whole, piece)
+        whole = join_generations(whole, piece)
     return whole
 
 

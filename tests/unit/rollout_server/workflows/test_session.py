@@ -1,4 +1,4 @@
-"""A sample is written turn by turn, stored at any moment, and taken up again where it was left."""
+"""A sample is written turn by turn, can be saved at any moment, and resumes where it was."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rollout_server.workflows.session import SampleSession
 PROMPT, STOP = [9], 99
 
 
-def speech(request: GenerationRequest) -> list[int]:
-    """Turns of 3, then 2 tokens, told apart by the observation between them; prefix included."""
+def script(request: GenerationRequest) -> list[int]:
+    """Turns of 3, then 2 tokens, distinguished by the observation between them; prefix included."""
     answered = 50 in request.prefix
     return [*request.prefix[:4], 4, STOP] if answered else [1, 2, STOP]
 
 
 class Tool:
-    """Answers 50 and counts how often it was asked."""
+    """Answers 50 and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -35,7 +35,7 @@ class Tool:
 
 
 async def engine_at(version: int, *, tokens_per_s: float = 10_000.0) -> ScriptedEngine:
-    engine = ScriptedEngine(speech, tokens_per_s=tokens_per_s)
+    engine = ScriptedEngine(script, tokens_per_s=tokens_per_s)
     await engine.start()
     await update(engine, version)
     return engine
@@ -58,14 +58,14 @@ async def converse(session: SampleSession, tool: Tool) -> Sample:
     return session.sample("text")
 
 
-async def test_an_observation_before_the_first_turn_is_refused_and_no_tool_is_asked() -> None:
+async def test_an_observation_before_the_first_turn_is_refused() -> None:
     session, tool = session_on(await engine_at(0)), Tool()
     with pytest.raises(RuntimeError, match=r"turn\(\)"):
         await session.observe(tool)
     assert tool.calls == 0
 
 
-async def test_the_policys_turns_and_the_tools_answers_are_told_apart() -> None:
+async def test_turns_of_the_policy_and_answers_of_tools_are_recorded_apart() -> None:
     sample = await converse(session_on(await engine_at(3)), Tool())
     sample.validate()
     assert sample.token_ids().tolist() == [1, 2, STOP, 50, 4, STOP]
@@ -74,39 +74,39 @@ async def test_the_policys_turns_and_the_tools_answers_are_told_apart() -> None:
     assert (sample.spans, sample.finish_reason) == ([VersionSpan(3, 0, 6)], "stop")
 
 
-async def test_a_completion_is_never_longer_than_allowed() -> None:
-    for most, turns in [(3, [True]), (4, [True, False]), (5, [True, False, True])]:
-        sample = await converse(session_on(await engine_at(0), max_tokens=most), Tool())
-        assert (sample.length, sample.finish_reason) == (most, "length")
+async def test_a_completion_never_exceeds_max_tokens() -> None:
+    for max_tokens, turns in [(3, [True]), (4, [True, False]), (5, [True, False, True])]:
+        sample = await converse(session_on(await engine_at(0), max_tokens=max_tokens), Tool())
+        assert (sample.length, sample.finish_reason) == (max_tokens, "length")
         assert [turn.by_policy for turn in sample.turns or [Turn(0, 3, True)]] == turns
 
 
-async def test_a_sample_cut_in_the_middle_of_a_turn_goes_on_behind_its_last_token() -> None:
+async def test_a_sample_interrupted_within_a_turn_continues_after_its_last_token() -> None:
     engine = await engine_at(3, tokens_per_s=50.0)
     session = session_on(engine)
-    making = asyncio.create_task(converse(session, Tool()))
-    while (left := session.snapshot()) is None or left.length < 2:
+    running = asyncio.create_task(converse(session, Tool()))
+    while (snapshot := session.snapshot()) is None or snapshot.length < 2:
         await asyncio.sleep(0.001)
-    making.cancel()
-    left.validate()
-    assert (left.turns, left.finish_reason) == ([Turn(0, 2, True)], "")
+    running.cancel()
+    snapshot.validate()
+    assert (snapshot.turns, snapshot.finish_reason) == ([Turn(0, 2, True)], "")
 
     other, tool = await engine_at(5), Tool()
-    sample = await converse(session_on(other, left), tool)
+    sample = await converse(session_on(other, snapshot), tool)
     sample.validate()
     assert sample.token_ids().tolist() == [1, 2, STOP, 50, 4, STOP]
     assert sample.spans == [VersionSpan(3, 0, 2), VersionSpan(5, 2, 6)]
     assert tool.calls == 1
 
 
-async def test_what_a_tool_has_answered_is_not_asked_again() -> None:
+async def test_recorded_answers_are_not_requested_again() -> None:
     session, tool = session_on(await engine_at(3)), Tool()
     await session.turn()
     await session.observe(tool)
-    left = session.snapshot()
-    assert left is not None
-    assert [turn.by_policy for turn in left.turns] == [True, False]
-    sample = await converse(session_on(await engine_at(4), left), tool)
+    snapshot = session.snapshot()
+    assert snapshot is not None
+    assert [turn.by_policy for turn in snapshot.turns] == [True, False]
+    sample = await converse(session_on(await engine_at(4), snapshot), tool)
     assert (sample.token_ids().tolist(), tool.calls) == ([1, 2, STOP, 50, 4, STOP], 1)
     assert sample.spans == [VersionSpan(3, 0, 4), VersionSpan(4, 4, 6)]
 
@@ -114,44 +114,44 @@ async def test_what_a_tool_has_answered_is_not_asked_again() -> None:
 async def test_an_empty_observation_does_not_end_the_record() -> None:
     calls = 0
 
-    async def says_nothing() -> Sequence[int]:
+    async def empty_observation() -> Sequence[int]:
         nonlocal calls
         calls += 1
         return []
 
     async def play(session: SampleSession) -> None:
         await session.turn()
-        await session.observe(says_nothing)
-        await session.observe(says_nothing)
+        await session.observe(empty_observation)
+        await session.observe(empty_observation)
 
     engine = await engine_at(3)
     session = session_on(engine)
     await play(session)
-    left = session.snapshot()
-    assert left is not None
-    left.validate()
+    snapshot = session.snapshot()
+    assert snapshot is not None
+    snapshot.validate()
 
     generated = engine.load().generated_tokens
-    await play(session_on(engine, left))
+    await play(session_on(engine, snapshot))
     assert (calls, engine.load().generated_tokens) == (2, generated)
 
 
-async def test_a_turn_that_had_stopped_is_not_continued() -> None:
+async def test_a_recorded_complete_turn_is_not_continued() -> None:
     session = session_on(await engine_at(3))
     await session.turn()
-    left = session.snapshot()
-    assert left is not None
-    again = session_on(await engine_at(4), left)
+    snapshot = session.snapshot()
+    assert snapshot is not None
+    again = session_on(await engine_at(4), snapshot)
     generation = await again.turn()
     assert (generation.tokens.tolist(), generation.finish_reason) == ([1, 2, STOP], "stop")
 
 
 @pytest.mark.parametrize("how", ["keep", "recompute", "drain", "abort"])
-async def test_every_interruption_keeps_the_tokens_that_were_generated(how: str) -> None:
+async def test_every_interruption_keeps_generated_tokens(how: str) -> None:
     engine = await engine_at(3, tokens_per_s=50.0)
     session = session_on(engine)
     turn = asyncio.create_task(session.turn())
-    while (so_far := session.snapshot()) is None or so_far.length < 1:
+    while (snapshot := session.snapshot()) is None or snapshot.length < 1:
         await asyncio.sleep(0.001)
     await update(engine, 4, how)
     generation = await turn

@@ -18,7 +18,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import RewardInput
 from async_grpo.wire import Sample, Task, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from rollout_server.workflows import MultiTurn, SingleTurn, Workflow, make_workflow
-from rollout_server.workflows.multi_turn import Toolbox, calculator, last_call
+from rollout_server.workflows.multi_turn import Toolbox, calculator, find_last_call
 from rollout_server.workflows.testkit import STOP, ByteTokenizer, play
 from tests.support.tokenizers import CONTROL, byte_tokenizer_with_start
 
@@ -69,7 +69,7 @@ async_tool = AsyncTool()
 
 
 class Hanging:
-    """A tool that returns when `freed` is set, and says so."""
+    """A tool that returns "free" once `freed` is set."""
 
     def __init__(self) -> None:
         self.freed = threading.Event()
@@ -80,10 +80,11 @@ class Hanging:
 
 
 def cut_after(sample: Sample, tokens: int) -> Sample:
-    """What was stored of it when it had so many tokens."""
+    """The partial that was saved when the sample had `tokens` tokens."""
     turns = [turn for turn in sample.turns if turn.end <= tokens]
-    if (done := turns[-1].end if turns else 0) < tokens:
-        turns.append(Turn(done, tokens, True))
+    end = turns[-1].end if turns else 0
+    if end < tokens:
+        turns.append(Turn(end, tokens, True))
     return Sample(
         tokens=tokens_to_bytes(sample.token_ids()[:tokens]),
         logprobs=logprobs_to_bytes(sample.token_logprobs()[:tokens]),
@@ -98,7 +99,7 @@ async def test_one_prompt_one_completion() -> None:
     assert (sample.text, sample.finish_reason, sample.turns) == ("It is 4.", "stop", [])
 
 
-async def test_the_policy_goes_on_with_the_answer_of_its_tool() -> None:
+async def test_the_policy_continues_after_the_answer_of_its_tool() -> None:
     sample = await play(with_calculator, ["2+2? " + call("calculator", expression="2 + 2"), "It is 4."])
     assert sample.text.endswith("</tool_call>[4]It is 4.")
     assert [turn.by_policy for turn in sample.turns] == [True, False, True]
@@ -106,7 +107,7 @@ async def test_the_policy_goes_on_with_the_answer_of_its_tool() -> None:
     assert bytes(sample.token_ids()[answer.start : answer.end].tolist()) == b"[4]"
 
 
-async def test_rewards_are_told_how_many_calls_were_answered() -> None:
+async def test_rewards_get_the_number_of_answered_calls() -> None:
     task = Task(index=0, prompt="2+2?", prompt_tokens=b"", answer="4")
     sample = await play(with_calculator, [call("calculator", expression="2 + 2"), "<tool_call>{}</tool_call", "4"])
     assert RewardInput.from_sample(sample, task) == RewardInput(sample.text, "4", "2+2?", {}, tool_calls=1)
@@ -118,16 +119,16 @@ async def test_after_max_calls_the_completion_is_final() -> None:
     assert [turn.by_policy for turn in sample.turns] == [True, False, True, False, True]
 
 
-async def test_a_conversation_stops_where_there_is_no_room_for_more() -> None:
-    turn = call("calculator", expression="1")
-    size = len(turn) + 1
-    for most, authors in [(size - 1, [True]), (size + 2, [True, False]), (size + 5, [True, False, True])]:
-        sample = await play(with_calculator, [turn, "It is 1."], max_tokens=most)
-        assert (sample.length, sample.finish_reason) == (most, "length")
-        assert [each.by_policy for each in sample.turns or [Turn(0, most, True)]] == authors
+async def test_a_conversation_ends_at_the_token_limit() -> None:
+    first_turn = call("calculator", expression="1")
+    size = len(first_turn) + 1
+    for max_tokens, authors in [(size - 1, [True]), (size + 2, [True, False]), (size + 5, [True, False, True])]:
+        sample = await play(with_calculator, [first_turn, "It is 1."], max_tokens=max_tokens)
+        assert (sample.length, sample.finish_reason) == (max_tokens, "length")
+        assert [turn.by_policy for turn in sample.turns or [Turn(0, max_tokens, True)]] == authors
 
 
-async def test_an_interrupted_conversation_ends_as_an_undisturbed_one() -> None:
+async def test_an_interrupted_conversation_ends_like_an_uninterrupted_one() -> None:
     turns = ["2+2? " + call("calculator", expression="2 + 2"), "It is 4."]
     whole = await play(with_calculator, turns)
     for cut in (3, whole.turns[1].start, whole.turns[1].end, whole.length - 3):
@@ -149,7 +150,7 @@ async def test_an_interrupted_conversation_ends_as_an_undisturbed_one() -> None:
         ("<tool_call>{'name'}</tool_call>", "error: the call is not valid: JSON is malformed"),
     ],
 )
-async def test_whatever_goes_wrong_in_a_tool_is_told_to_the_policy(turn: str, answer: str) -> None:
+async def test_errors_of_tools_are_shown_to_the_policy(turn: str, answer: str) -> None:
     toolbox = Toolbox(
         [
             ToolConfig(name="weather", function=f"{HERE}:weather"),
@@ -159,31 +160,31 @@ async def test_whatever_goes_wrong_in_a_tool_is_told_to_the_policy(turn: str, an
             ToolConfig(name="wind", function=f"{HERE}:async_tool"),
         ]
     )
-    assert (await toolbox.answer(turn)).startswith(answer)
+    assert (await toolbox.answer_call(turn)).startswith(answer)
 
 
-async def test_waiting_for_other_calls_of_a_tool_does_not_count_against_its_timeout(
+async def test_waiting_for_a_call_slot_does_not_count_towards_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout_server.workflows.multi_turn.MOST_THREADS", 1, raising=False)
+    monkeypatch.setattr("rollout_server.workflows.multi_turn.MAX_CONCURRENT_CALLS", 1, raising=False)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     toolbox = Toolbox([ToolConfig(name="slow", function=f"{HERE}:takes_a_while", timeout_s=1.0)])
-    answers = await asyncio.gather(*(toolbox.answer(call("slow")) for _ in range(15)))
+    answers = await asyncio.gather(*(toolbox.answer_call(call("slow")) for _ in range(15)))
     assert set(answers) == {"done"}
 
 
-async def test_a_hung_tool_is_named_and_holds_neither_other_threads_nor_its_next_calls(
+async def test_a_hung_tool_is_named_and_blocks_neither_other_threads_nor_its_next_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout_server.workflows.multi_turn.MOST_THREADS", 1, raising=False)
-    monkeypatch.setattr("rollout_server.workflows.multi_turn.MOST_HUNG", 2, raising=False)
+    monkeypatch.setattr("rollout_server.workflows.multi_turn.MAX_CONCURRENT_CALLS", 1, raising=False)
+    monkeypatch.setattr("rollout_server.workflows.multi_turn.MAX_HUNG_CALLS", 2, raising=False)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     hanging = Hanging()
     monkeypatch.setattr(f"{HERE}.broken", hanging)
     toolbox = Toolbox([ToolConfig(name="oracle", function=f"{HERE}:broken", timeout_s=0.05)])
     try:
         with structlog.testing.capture_logs() as logs:
-            answers = [await toolbox.answer(call("oracle")) for _ in range(3)]
+            answers = [await toolbox.answer_call(call("oracle")) for _ in range(3)]
         await asyncio.wait_for(asyncio.to_thread(int), 5)  # as the feeder reads tasks
     finally:
         hanging.freed.set()
@@ -191,18 +192,18 @@ async def test_a_hung_tool_is_named_and_holds_neither_other_threads_nor_its_next
     assert answers[2].startswith("error: oracle does not answer: 2 calls")
     assert [(entry["tool"], entry["hung"]) for entry in logs] == [("oracle", 1), ("oracle", 2)]
     async with asyncio.timeout(5):
-        while await toolbox.answer(call("oracle")) != "free":
+        while await toolbox.answer_call(call("oracle")) != "free":
             await asyncio.sleep(0.01)
 
 
-def test_a_turn_of_openings_without_an_end_is_read_in_linear_time() -> None:
+def test_unclosed_call_tags_are_parsed_in_linear_time() -> None:
     started_s = time.monotonic()
-    assert last_call("<tool_call>" * 100_000) is None
-    assert last_call("<tool_call>1</tool_call>" + "<tool_call>" * 100_000) == "1"
+    assert find_last_call("<tool_call>" * 100_000) is None
+    assert find_last_call("<tool_call>1</tool_call>" + "<tool_call>" * 100_000) == "1"
     assert time.monotonic() - started_s < 2
 
 
-async def test_observations_have_no_start_of_a_prompt_and_no_control_token_from_a_tool() -> None:
+async def test_tools_cannot_insert_control_tokens_into_observations() -> None:
     tokenizer = byte_tokenizer_with_start()
     config = MultiTurnConfig(
         observation=f"{CONTROL}[{{result}}]",
@@ -212,8 +213,8 @@ async def test_observations_have_no_start_of_a_prompt_and_no_control_token_from_
     turn = sample.turns[1]
     observed = sample.token_ids()[turn.start : turn.end].tolist()
     assert tokenizer.decode(observed) == f"{CONTROL}[{says_control_token()}]"
-    assert [token for token in observed if token > 255] == [tokenizer.encode(CONTROL)[1]]  # that of the template
-    assert tokenizer.encode("x")[0] > 255  # a prompt has its start
+    assert [token for token in observed if token > 255] == [tokenizer.encode(CONTROL)[1]]  # from the template
+    assert tokenizer.encode("x")[0] > 255  # a prompt starts with a control token
 
 
 @pytest.mark.parametrize(
@@ -249,16 +250,16 @@ def test_the_calculator_does_arithmetic(expression: str, value: str) -> None:
         "(lambda: 1)()",
     ],
 )
-def test_the_calculator_does_nothing_else(expression: str) -> None:
+def test_the_calculator_rejects_everything_else(expression: str) -> None:
     with pytest.raises(ValueError):
         calculator(expression)
 
 
-async def test_a_workflow_of_the_users_own_is_named_by_module_and_attribute() -> None:
-    def mine(tokenizer: Tokenizer) -> Workflow:
+async def test_a_custom_workflow_is_loaded_by_module_and_attribute() -> None:
+    def load_example(tokenizer: Tokenizer) -> Workflow:
         return make_workflow(RolloutConfig(workflow="examples.ask_twice:AskTwice"), tokenizer)
 
-    sample = await play(mine, ["4", "5"])
+    sample = await play(load_example, ["4", "5"])
     assert sample.text == "5"
     assert bytes(token for token in sample.token_ids().tolist() if token != STOP) == b"4\nAre you sure? 5"
 
@@ -271,11 +272,11 @@ async def test_a_workflow_of_the_users_own_is_named_by_module_and_attribute() ->
         ("tests.unit.rollout_server.workflows.test_workflows:weather", "method run"),
     ],
 )
-def test_a_workflow_that_cannot_be_had_is_refused(workflow: str, message: str) -> None:
+def test_an_invalid_workflow_is_refused(workflow: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_workflow(RolloutConfig(workflow=workflow), ByteTokenizer())
 
 
-def test_a_tool_that_cannot_be_had_is_refused() -> None:
+def test_an_unknown_tool_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"weather.*no tool 'rain'"):
         Toolbox([ToolConfig(name="weather", function="rain")])
