@@ -1,12 +1,12 @@
-"""The supervised stage before GRPO: a tiny Qwen2 that reasons in some of its completions.
+"""Supervised stage before GRPO: trains a tiny Qwen2 that reasons in some of its completions.
 
     ProblemSet --demonstrations--> train step --every probe_every steps--> probe: sampled accuracy
                                        |                                      |
-                                       |   above the limit: back to the previous probe's weights
+                                       |   above the limit: restore the weights of the previous probe
                                        v
                           Hugging Face checkpoint + warmup.json
 
-It runs once, before training, on CPU, in plain torch; the same arguments give the same weights.
+Runs once before training, on the CPU, in plain torch. The same arguments give the same weights.
 
     python -m trainer.warmup --config '{}' --out FOLDER --seed 1
 """
@@ -38,12 +38,12 @@ from async_grpo.utils.files import whole_folder
 from trainer.platform.cpu_patches import multiply_with_onednn
 
 HELD_OUT_SAMPLES = 4
-"""mean@4: completions of one held-out problem."""
+"""Completions per held-out problem, for mean@4."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupProgress:
-    """One probe: `accuracy` is sampled at temperature 1, on problems that are not held out."""
+    """Result of a probe. `accuracy` is sampled at temperature 1, on problems that are not held out."""
 
     step: int
     loss: float
@@ -54,7 +54,7 @@ class WarmupProgress:
 
 @dataclass(frozen=True, slots=True)
 class WarmupReport:
-    """The policy that was written. Accuracies are on the held-out problems."""
+    """Description of the policy that was written. Accuracies are on the held-out problems."""
 
     seed: int
     steps: int
@@ -63,9 +63,9 @@ class WarmupReport:
     """mean@4 at temperature 1."""
     greedy_accuracy: float
     reasoning_share: float
-    """Share of the sampled completions that start with <think>."""
+    """Fraction of the sampled completions that start with <think>."""
     rolled_back: bool
-    """The last probe passed `accuracy_limit`, so `steps` is that of the probe before."""
+    """True if the last probe exceeded `accuracy_limit`; `steps` is then that of the previous probe."""
     elapsed_s: float
 
 
@@ -75,12 +75,12 @@ def warm_up(
     seed: int,
     on_progress: Callable[[WarmupProgress], None] | None = None,
 ) -> WarmupReport:
-    """Make the first policy and write it to `out_dir`, whole or not at all.
+    """Train the first policy and write it to `out_dir`, completely or not at all.
 
     Raises TrainingError if its held-out accuracy is outside [accuracy_floor, accuracy_limit].
     """
     stage = WarmupStage(config, seed)
-    report = stage.run(on_progress or (lambda progress: None))
+    report = stage.train_and_measure(on_progress or (lambda progress: None))
     _check(config, report)
     _write(stage.model, stage.tokenizer, report, out_dir)
     return report
@@ -98,33 +98,35 @@ class WarmupStage:
         self.model = build_tiny_qwen2(config, self.tokenizer, vocab_size=len(self.tokenizer), seed=seed)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def run(self, on_progress: Callable[[WarmupProgress], None]) -> WarmupReport:
-        """Train until the last step, or until a probe passes the limit; then measure on the held-out set."""
+    def train_and_measure(self, on_progress: Callable[[WarmupProgress], None]) -> WarmupReport:
+        """Train until the last step, or until a probe exceeds the limit. Then measure on the held-out set."""
         started = time.monotonic()
-        kept_step, kept = 0, copy.deepcopy(self.model.state_dict())
+        last_step = 0
+        last_weights = copy.deepcopy(self.model.state_dict())
         rolled_back = False
         for step in range(1, self._config.steps + 1):
             loss = self._train_step(step)
             if step % self._config.probe_every and step != self._config.steps:
                 continue
             problems = [self._problems.problem("probe", index) for index in range(self._config.probe_samples)]
-            correct, reasoning = self._shares(problems, greedy=False)
+            correct, reasoning = self._measure(problems, greedy=False)
             elapsed_s = round(time.monotonic() - started, 1)
             on_progress(WarmupProgress(step, round(loss, 4), correct, reasoning, elapsed_s))
             if correct > self._config.accuracy_limit:
-                self.model.load_state_dict(kept)
+                self.model.load_state_dict(last_weights)
                 rolled_back = True
                 break
-            kept_step, kept = step, copy.deepcopy(self.model.state_dict())
-        return self._report(kept_step, rolled_back, started)
+            last_step = step
+            last_weights = copy.deepcopy(self.model.state_dict())
+        return self._make_report(last_step, rolled_back, started)
 
     def _train_step(self, step: int) -> float:
-        """One AdamW step on the mean over the tokens of the completions; returns that mean."""
+        """Make one AdamW step on the mean cross entropy of the completion tokens. Returns that mean."""
         config = self._config
         first = (step - 1) * config.batch_size
         problems = [self._problems.problem("warm-up", first + row) for row in range(config.batch_size)]
         reasoned = min(max(round(config.reasoning_share * config.batch_size), 1), config.batch_size - 1)
-        # Two rectangles instead of one: shortcuts are a fifth as long, and padding costs time.
+        # Two batches instead of one: shortcuts are a fifth as long, and padding them would cost time.
         parts = (
             self._token_losses(problems[:reasoned], demonstration),
             self._token_losses(problems[reasoned:], shortcut),
@@ -139,7 +141,7 @@ class WarmupStage:
         return float(loss.detach())
 
     def _token_losses(self, problems: Sequence[Problem], complete: Callable[[Problem], str]) -> Tensor:
-        """Cross entropies of all completion tokens, end tokens included, flat: [tokens]."""
+        """Return the cross entropies of all completion tokens, including end tokens: [tokens]."""
         eos: str = self.tokenizer.eos_token
         rows = [self.tokenizer.encode(problem.prompt + complete(problem) + eos) for problem in problems]
         width = max(map(len, rows))
@@ -150,8 +152,8 @@ class WarmupStage:
         counted_BT[:, : self._config.task.prompt_tokens - 1] = False
         return F.cross_entropy(logits_BTV[counted_BT], targets_BT[counted_BT], reduction="none")
 
-    def _shares(self, problems: Sequence[Problem], *, greedy: bool) -> tuple[float, float]:
-        """The shares of completions that are right, and that reason."""
+    def _measure(self, problems: Sequence[Problem], *, greedy: bool) -> tuple[float, float]:
+        """Return the fractions of completions that are right, and of those that reason."""
         prompts_BT = torch.tensor([self.tokenizer.encode(problem.prompt) for problem in problems])
         room = self._config.task.max_completion_tokens
         generator = None if greedy else self._generator
@@ -161,10 +163,10 @@ class WarmupStage:
         reasoning = [reasons_first(text) for text in completions]
         return sum(correct) / len(correct), sum(reasoning) / len(reasoning)
 
-    def _report(self, steps: int, rolled_back: bool, started: float) -> WarmupReport:
+    def _make_report(self, steps: int, rolled_back: bool, started: float) -> WarmupReport:
         held_out = self._problems.held_out
-        sampled, reasoning = self._shares(held_out * HELD_OUT_SAMPLES, greedy=False)
-        greedy, _ = self._shares(held_out, greedy=True)
+        sampled, reasoning = self._measure(held_out * HELD_OUT_SAMPLES, greedy=False)
+        greedy, _ = self._measure(held_out, greedy=True)
         return WarmupReport(
             seed=self._seed,
             steps=steps,
@@ -178,7 +180,7 @@ class WarmupStage:
 
 
 def learning_rate(config: WarmupConfig, step: int) -> float:
-    """The learning rate of step 1 .. steps: linear warm-up times a cosine from lr to lr / 20."""
+    """Return the learning rate of a step (1 .. steps): linear warm-up times a cosine from lr to lr / 20."""
     ramp = min(1.0, step / max(1, config.lr_warmup_steps))
     cosine = 0.5 * (1.0 + math.cos(math.pi * step / config.steps))
     return config.lr * ramp * (0.05 + 0.95 * cosine)
@@ -186,11 +188,13 @@ def learning_rate(config: WarmupConfig, step: int) -> float:
 
 @torch.no_grad()
 def sample(model: Qwen2ForCausalLM, prompts_BT: Tensor, max_tokens: int, generator: torch.Generator | None) -> Tensor:
-    """Completions [B, <= max_tokens] at temperature 1, or greedy without a generator; padded after the end."""
-    eos, pad = model.config.eos_token_id, model.config.pad_token_id
+    """Sample completions [B, <= max_tokens] at temperature 1, or greedily without a generator; padded after eos."""
+    eos = model.config.eos_token_id
+    pad = model.config.pad_token_id
     cache = DynamicCache()
     ended_B = torch.zeros(len(prompts_BT), dtype=torch.bool)
-    inputs_BT, columns = prompts_BT, []
+    inputs_BT = prompts_BT
+    columns = []
     for _ in range(max_tokens):
         logits_BV = model(input_ids=inputs_BT, past_key_values=cache, use_cache=True).logits[:, -1]
         if generator is None:
@@ -207,15 +211,15 @@ def sample(model: Qwen2ForCausalLM, prompts_BT: Tensor, max_tokens: int, generat
 
 
 def _check(config: WarmupConfig, report: WarmupReport) -> None:
-    """Raises TrainingError for a policy that GRPO should not start from."""
+    """Raise TrainingError if GRPO should not start from this policy."""
     accuracy = report.sampled_accuracy
     if config.accuracy_floor <= accuracy <= config.accuracy_limit:
         return
     fix = "Raise" if accuracy < config.accuracy_floor else "Lower"
     raise TrainingError(
         f"the warm-up ended with a held-out accuracy of {accuracy:.3f}, outside "
-        f"[{config.accuracy_floor:g}, {config.accuracy_limit:g}]: GRPO would have too little to build on, or "
-        f"nothing left to learn. {fix} model.warmup.reasoning_share or model.warmup.steps, or change the seed"
+        f"[{config.accuracy_floor:g}, {config.accuracy_limit:g}]: GRPO would have too few right samples to learn from, "
+        f"or nothing left to learn. {fix} model.warmup.reasoning_share or model.warmup.steps, or change the seed"
     )
 
 
@@ -227,7 +231,7 @@ def _write(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: 
 
 
 def main() -> None:
-    """Make the policy that a WarmupConfig (JSON) describes; prints one JSON line per probe, then the report."""
+    """Train the policy of a WarmupConfig (JSON). Prints one JSON line per probe, then the report."""
     parser = argparse.ArgumentParser(description="Make the first policy of the quickstart.")
     parser.add_argument("--config", required=True, help="a WarmupConfig as JSON")
     parser.add_argument("--out", required=True, type=Path)

@@ -18,4 +18,4 @@ def test_tensors_come_in_pieces_and_a_dead_sender_is_named(tmp_path: Path) -> No
     assert [rank.wait(60) for rank in ranks] == [0, -signal.SIGKILL]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["equal"] == [True] * 4
-    assert found["end"].startswith("weights between rank 1 and rank 0 stopped on their way")
+    assert found["end"].startswith("the transfer of weights between rank 1 and rank 0 failed")
