@@ -7,15 +7,14 @@
                     +-- admin         /admin/*         --> AdmissionGate (dispatcher)
 
 - `ApiServer`       the socket, from before the engine starts until after it has ended
-- `HttpContext`     what the routes share: configuration, keys, and the server's parts once it is ready
-- `ApiKeys`         the keys for completions and administration
-- `PromptEncoder`   prompts of requests to token ids
-- `CompletionJobs`  completions under way for HTTP, bounded in number
-- `TextStream`      token ids to text, piece by piece
+- `HttpContext`     shared state of the routes: configuration, keys, and the server's parts once it is ready
+- `ApiKeys`         keys for completions and administration
+- `PromptEncoder`   encodes and checks prompts
+- `CompletionJobs`  running completions, bounded in number
+- `TextStream`      decodes token ids incrementally
 
-A request waits for its body (bounded), then for its chunks, which the engine unblocks. A client that leaves, the
-request's deadline or the server's end cancels them. A client that reads slowly blocks nothing: a task reads the
-engine's stream.
+A request waits for its body (bounded), then for its chunks, which the engine unblocks. It is cancelled if the client
+disconnects, its deadline passes, or the server ends. A slow client blocks nothing: a task reads the engine's stream.
 
-Tokens made here are no training tokens: the engine counts what `stream` makes apart from what `generate` makes.
+Tokens of these completions are not training tokens: the engine counts tokens of `stream` and `generate` separately.
 """

@@ -1,4 +1,10 @@
-"""Turns token ids into text piece by piece, and finds stop texts."""
+"""Decodes token ids incrementally, and detects stop texts.
+
+Both delay text: bytes of an incomplete character are not text yet, and the end of the text may turn out to be the start
+of a stop text.
+
+    tokens --_decode_final--> text that no later token changes --_hold_back_stops--> text for the client
+"""
 
 from __future__ import annotations
 
@@ -6,62 +12,77 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
 
-_UNFINISHED = "\ufffd"
-_LONGEST_CHARACTER = 8
-"""Most tokens that one character may be spread over; after that the bytes are not a character."""
+_REPLACEMENT = "\ufffd"
+"""The decoder's output for bytes of an incomplete character."""
+_MAX_CHARACTER_TOKENS = 8
+"""Maximum tokens per character; more bytes than that are no character."""
 
 
 class TextStream:
-    """Decodes one completion. Text comes out once it cannot change any more, and never a part of a stop text."""
+    """Decodes one completion. Returns text once it is final, and never a part of a stop text."""
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stops = stops
-        self._known: list[int] = []
-        """The newest tokens whose text is out, as context: the text of a token depends on the one before."""
-        self._fresh: list[int] = []
-        self._held = ""
+        self._context: list[int] = []
+        """Newest tokens with final text: the text of a token depends on the one before."""
+        self._pending: list[int] = []
+        """Tokens without final text."""
+        self._held_back = ""
+        """End of the final text that may be the start of a stop text."""
         self.is_stopped = False
-        """True once a stop text came; no text follows."""
+        """True after a stop text; no text follows."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens; returns the text that is now settled."""
-        return "".join(self._checked(self._settled([token])) for token in tokens)
+        """Add tokens and return the text that is now final."""
+        return "".join(self._hold_back_stops(self._decode_final(token)) for token in tokens)
 
     def finish(self) -> str:
-        """End the completion; returns the text that was held back."""
-        rest = self._checked(self._new_text() if self._fresh else "")
-        held, self._held = self._held, ""
-        return rest if self.is_stopped else rest + held
-
-    def _settled(self, tokens: Sequence[int]) -> str:
-        self._fresh += tokens
-        text = self._new_text()
-        if text.endswith(_UNFINISHED) and len(self._fresh) < _LONGEST_CHARACTER:
-            return ""
-        if text:
-            self._known = self._fresh
-        self._fresh = []
+        """End the completion and return the remaining text."""
+        text = self._hold_back_stops(self._decode_pending() if self._pending else "")
+        if not self.is_stopped:
+            text += self._held_back
+        self._held_back = ""
         return text
 
-    def _new_text(self) -> str:
-        return self._decode([*self._known, *self._fresh])[len(self._decode(self._known)) :]
+    def _decode_final(self, token: int) -> str:
+        self._pending.append(token)
+        text = self._decode_pending()
+        if text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_CHARACTER_TOKENS:
+            return ""
+        if text:
+            self._context = self._pending
+        self._pending = []
+        return text
 
-    def _checked(self, text: str) -> str:
-        """The text up to a stop text, without what may be the beginning of one."""
+    def _decode_pending(self) -> str:
+        before = self._decode(self._context)
+        return self._decode([*self._context, *self._pending])[len(before) :]
+
+    def _hold_back_stops(self, text: str) -> str:
+        """Return the text up to a stop text, without an end that may be the start of one."""
         if self.is_stopped:
             return ""
-        text = self._held + text
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            self.is_stopped, self._held = True, ""
-            return text[: min(places)]
+        text = self._held_back + text
+
+        stop_positions = []
+        for stop in self._stops:
+            position = text.find(stop)
+            if position >= 0:
+                stop_positions.append(position)
+        if stop_positions:
+            self.is_stopped = True
+            self._held_back = ""
+            return text[: min(stop_positions)]
+
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
+        self._held_back = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if stop.startswith(text[-length:])), 0)
+    """Length of the longest end of `text` that is a start of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0

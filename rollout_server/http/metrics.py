@@ -1,6 +1,6 @@
 """/metrics, for Prometheus: the values of `SERVER_METRICS`, by key.
 
-The counters of a server start again at 0 when its engine is restarted, as Prometheus expects of a process.
+A server's counters restart at 0 when its engine is restarted; Prometheus handles such resets.
 """
 
 from __future__ import annotations
@@ -19,59 +19,60 @@ from buffer import BufferStats, CachedStats
 from rollout_server.http.context import HttpContext, ReadyServer
 
 Values = dict[str, float | Mapping[Any, float]]
-"""Key -> value, or the values by label."""
+"""Value, or values by label, per key."""
 
 
 def metrics_routes(http: HttpContext) -> APIRouter:
-    """The route /metrics. It needs no key and shows no text of prompts or completions."""
+    """Route /metrics. It needs no key and shows no text of prompts or completions."""
     registry = CollectorRegistry()
-    recent = CachedStats()
-    registry.register(ServerCollector(http, recent))
+    cached_stats = CachedStats()
+    registry.register(ServerCollector(http, cached_stats))
     ProcessCollector(registry=registry)
     routes = APIRouter()
 
     @routes.get("/metrics")
     async def metrics() -> Response:
         if http.server is not None:
-            await recent.refresh(http.server.context.buffer.stats)
+            await cached_stats.refresh(http.server.context.buffer.stats)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes
 
 
 class ServerCollector(Collector):
-    """Collects `SERVER_METRICS` at every request."""
+    """Collects `SERVER_METRICS` for every request."""
 
-    def __init__(self, http: HttpContext, recent: CachedStats) -> None:
+    def __init__(self, http: HttpContext, cached_stats: CachedStats) -> None:
         self._http = http
-        self._recent = recent
+        self._cached_stats = cached_stats
 
     def collect(self) -> Iterable[Metric]:
-        """The families of this server, as far as it has values for them."""
+        """Return the metric families for which this server has values."""
         http = self._http
         values: Values = {
             "server_info": {(http.config.name, http.name): 1},
-            "ready": not http.why_not_ready,
+            "ready": http.not_ready_reason is None,
             "http_responses_total": http.responses,
         }
         if http.server is not None:
-            values |= _engine_values(http.server) | _group_values(http.server)
-            values |= _window_values(self._recent.stats, http.server.context.engine.version)
+            values |= _engine_values(http.server)
+            values |= _group_values(http.server)
+            values |= _window_values(self._cached_stats.stats, http.server.context.engine.version)
         return [_family(metric, values[metric.key]) for metric in SERVER_METRICS if metric.key in values]
 
 
 def _engine_values(server: ReadyServer) -> Values:
-    engine, watcher, load = server.context.engine, server.watcher, server.context.engine.load()
-    proof = server.context.proof
-    return {
-        **({} if proof is None else {"logprob_proof_gap": proof.gap_max}),
+    engine = server.context.engine
+    watcher = server.watcher
+    load = engine.load()
+    values: Values = {
         "generated_tokens_total": load.generated_tokens,
         "evaluation_tokens_total": server.evaluator.tokens,
         "http_tokens_total": load.streamed_tokens,
         "requests_running": load.running,
         "requests_waiting": load.waiting,
         "kv_cache_use_ratio": load.kv_use,
-        "http_completions_running": server.jobs.busy,
+        "http_completions_running": server.jobs.running,
         "policy_version": engine.version,
         "policy_epoch": watcher.applied.epoch,
         "weight_updates_total": watcher.updates,
@@ -80,6 +81,10 @@ def _engine_values(server: ReadyServer) -> Values:
         "weight_load_seconds": watcher.last_load_s,
         "disputed_spans_total": load.disputed_spans,
     }
+    proof = server.context.proof
+    if proof is not None:
+        values["logprob_proof_gap"] = proof.gap_max
+    return values
 
 
 def _group_values(server: ReadyServer) -> Values:
@@ -112,7 +117,8 @@ def _window_values(stats: BufferStats | None, version: int) -> Values:
 def _family(metric: ServerMetric, value: float | Mapping[Any, float]) -> Metric:
     kind = CounterMetricFamily if metric.key.endswith("_total") else GaugeMetricFamily
     family = kind(f"async_grpo_{metric.key}", metric.doc, labels=metric.labels)
-    by_labels = value if isinstance(value, Mapping) else {(): value}
-    for labels, number in list(by_labels.items()):
-        family.add_metric([labels] if isinstance(labels, str) else [str(label) for label in labels], float(number))
+    values_by_labels = value if isinstance(value, Mapping) else {(): value}
+    for key, number in list(values_by_labels.items()):
+        labels = [key] if isinstance(key, str) else [str(label) for label in key]
+        family.add_metric(labels, float(number))
     return family

@@ -1,7 +1,7 @@
 """Bodies of requests for completions: the parameters of OpenAI's API that this server supports.
 
-A parameter that would change the answer and is not supported is refused, never ignored: the policy is sampled from its
-whole distribution, as in training. Its neutral value is accepted, because clients send it.
+An unsupported parameter that would change the response is refused, never ignored: the policy is sampled from its full
+distribution, as in training. Its neutral value is accepted, because clients send it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Parameters that are not supported, with their accepted neutral values; null is accepted, too."""
+"""Unsupported parameters with their accepted neutral values; null is accepted, too."""
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Parameters that are ignored because they do not change the answer."""
+"""Parameters that are ignored because they do not change the response."""
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
 MAX_SEED = 2**63 - 1
 
@@ -41,19 +41,19 @@ Body = TypeVar("Body", bound="Sampling")
 
 
 class Strict(BaseModel):
-    """A body that refuses unknown keys."""
+    """Body that rejects unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
-    """Options of a streamed answer."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
 
 
 class Sampling(Strict):
-    """Parameters that completions and chat have in common."""
+    """Common parameters of completions and chat."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -70,16 +70,18 @@ class Sampling(Strict):
     @property
     def stops(self) -> list[str]:
         """Texts that end a completion."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if isinstance(self.stop, str):
+            return [self.stop]
+        return self.stop or []
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """True if a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether tokens come with their log-probabilities."""
+        """True if the response has log-probabilities."""
         return self.logprobs is not None and self.logprobs is not False
 
     @model_validator(mode="before")
@@ -90,7 +92,7 @@ class Sampling(Strict):
         for name, neutral in NEUTRAL.items():
             if name in body and body[name] is not None and body[name] not in neutral:
                 raise ValueError(
-                    f"{name} is not supported: the policy is sampled from its whole distribution, as in training, and "
+                    f"{name} is not supported: the policy is sampled from its full distribution, as in training, and "
                     f"answers with text. Leave it out (or send {neutral[0]!r})"
                 )
         return {name: value for name, value in body.items() if name not in NEUTRAL and name not in IGNORED}
@@ -101,7 +103,7 @@ class CompletionBody(Sampling):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    """0: log-probabilities of the sampled tokens; the engine keeps no others."""
+    """0: log-probabilities of the sampled tokens; the engine returns no others."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -128,10 +130,13 @@ class Message(Strict):
     content: str | list[TextPart]
     name: str | None = None
 
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates take."""
+    def to_template_input(self) -> dict[str, str]:
+        """The message as input of a chat template."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+        message = {"role": self.role, "content": text}
+        if self.name:
+            message["name"] = self.name
+        return message
 
 
 class ChatBody(Sampling):
@@ -143,12 +148,12 @@ class ChatBody(Sampling):
     """The newer name of max_tokens."""
 
 
-def parse(kind: type[Body], payload: bytes) -> Body:
-    """The checked body. Raises HttpError 400 that names the parameter and the rule, and never repeats the value."""
+def parse_body(kind: type[Body], payload: bytes) -> Body:
+    """Parse and check a body. Raises HttpError 400 with the parameter and the rule, but not the value."""
     try:
         return kind.model_validate_json(payload)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
+        parameter = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
-        raise HttpError(400, f"{place}: {message}" if place else message, code="invalid_body") from None
+        raise HttpError(400, f"{parameter}: {message}" if parameter else message, code="invalid_body") from None

@@ -1,6 +1,6 @@
-"""Answers in the shapes of OpenAI's API: pure functions of the completions.
+"""Responses in the format of OpenAI's API: pure functions of the completions.
 
-Beyond that API, every choice, and every chunk of a stream, lists in `policy_versions` which policy version wrote its
+Extension of that API: every choice, and every chunk of a stream, has `policy_versions`, the policy version per range of
 tokens: [version, start, end), counted in the tokens of that choice or chunk.
 """
 
@@ -15,17 +15,22 @@ from typing import Any
 from rollout_server.http.jobs import CompletionChunk
 
 LOWEST_LOGPROB = -9999.0
-"""Written in place of lower values, because JSON has no infinity."""
+"""Replaces lower values, because JSON has no infinity."""
 
 
 class ResponseFormat:
-    """Formats the answers to one request, as /v1/completions or (`chat`) /v1/chat/completions writes them."""
+    """Formats the responses to one request of /v1/completions or (`chat`) /v1/chat/completions."""
 
     def __init__(
-        self, model: str, name: Callable[[int], str], *, chat: bool, logprobs: bool = False, token_ids: bool = False
+        self,
+        model: str,
+        decode_token: Callable[[int], str],
+        *,
+        chat: bool,
+        logprobs: bool = False,
+        token_ids: bool = False,
     ) -> None:
-        """`model`: its name in the answer. `name`: one token as text. `logprobs`, `token_ids`: what the answer says of
-        tokens beside their text."""
+        """`logprobs` and `token_ids` add these to every choice."""
         self._chat = chat
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -33,59 +38,65 @@ class ResponseFormat:
             "created": int(time.time()),
             "model": model,
         }
-        self._name = name
+        self._decode_token = decode_token
         self._with_logprobs = logprobs
         self._with_token_ids = token_ids
 
-    def whole(self, choices: Sequence[CompletionChunk], prompt_tokens: int, fingerprint: str) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+    def response_body(self, choices: Sequence[CompletionChunk], prompt_tokens: int, fingerprint: str) -> dict[str, Any]:
+        """Body of a response that is not streamed."""
         return {
             **self._head,
             "system_fingerprint": fingerprint,
             "choices": [self._choice(choice, self._message(choice.text)) for choice in choices],
-            "usage": usage_of(prompt_tokens, sum(len(choice.tokens) for choice in choices)),
+            "usage": token_usage(prompt_tokens, sum(len(choice.tokens) for choice in choices)),
         }
 
-    def chunk(self, chunk: CompletionChunk, fingerprint: str) -> dict[str, Any]:
-        """One event of a stream."""
-        text = {"delta": {"role": "assistant", "content": chunk.text}} if self._chat else {"text": chunk.text}
+    def chunk_event(self, chunk: CompletionChunk, fingerprint: str) -> dict[str, Any]:
+        """Event of a stream for a chunk."""
+        text: dict[str, Any] = {"text": chunk.text}
+        if self._chat:
+            text = {"delta": {"role": "assistant", "content": chunk.text}}
         return self._event([self._choice(chunk, text)], fingerprint)
 
-    def usage(self, prompt_tokens: int, completion_tokens: int, fingerprint: str) -> dict[str, Any]:
-        """The last event of a stream whose request asked for usage."""
-        return {**self._event([], fingerprint), "usage": usage_of(prompt_tokens, completion_tokens)}
+    def usage_event(self, prompt_tokens: int, completion_tokens: int, fingerprint: str) -> dict[str, Any]:
+        """Last event of a stream, if the request has `include_usage`."""
+        return {**self._event([], fingerprint), "usage": token_usage(prompt_tokens, completion_tokens)}
 
     def _event(self, choices: list[dict[str, Any]], fingerprint: str) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "system_fingerprint": fingerprint, "choices": choices}
 
     def _message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
+        if self._chat:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"text": text}
 
-    def _choice(self, made: CompletionChunk, text: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "index": made.index,
+    def _choice(self, completion: CompletionChunk, text: dict[str, Any]) -> dict[str, Any]:
+        choice = {
+            "index": completion.index,
             **text,
-            "logprobs": self._logprobs(made) if self._with_logprobs else None,
-            "finish_reason": made.finish_reason or None,
-            "policy_versions": [[span.version, span.start, span.end] for span in made.spans],
-            **({"token_ids": made.tokens} if self._with_token_ids else {}),
+            "logprobs": self._logprobs(completion) if self._with_logprobs else None,
+            "finish_reason": completion.finish_reason or None,
+            "policy_versions": [[span.version, span.start, span.end] for span in completion.spans],
         }
+        if self._with_token_ids:
+            choice["token_ids"] = completion.tokens
+        return choice
 
-    def _logprobs(self, made: CompletionChunk) -> dict[str, Any]:
-        names = [self._name(token) for token in made.tokens]
-        logprobs = [max(logprob, LOWEST_LOGPROB) for logprob in made.logprobs]
+    def _logprobs(self, completion: CompletionChunk) -> dict[str, Any]:
+        texts = [self._decode_token(token) for token in completion.tokens]
+        logprobs = [max(logprob, LOWEST_LOGPROB) for logprob in completion.logprobs]
         if not self._chat:
-            offsets = list(accumulate((len(name) for name in names), initial=0))[:-1]
-            return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+            offsets = list(accumulate((len(text) for text in texts), initial=0))[:-1]
+            return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
         content = [
-            {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
-            for name, logprob in zip(names, logprobs, strict=True)
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, logprobs, strict=True)
         ]
         return {"content": content, "refusal": None}
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The numbers of tokens of one request, as OpenAI's API names them."""
+def token_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Numbers of tokens of one request, with the keys of OpenAI's API."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

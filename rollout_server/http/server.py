@@ -1,6 +1,6 @@
-"""The HTTP server of a rollout server: opens its socket before the engine starts, and closes it after the engine ended.
+"""HTTP server of a rollout server: opens its socket before the engine starts, and closes it after the engine has ended.
 
-It waits for connections, and runs in the event loop of the rollout server.
+It waits for connections in the event loop of the rollout server.
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ from rollout_server.weight_watcher import WeightWatcher
 
 MAX_REQUESTS = 256
 PORTS_TRIED = 64
-"""Ports tried from rollout.http.port on; as many servers may share a machine."""
+"""Number of ports tried from rollout.http.port on, and of servers that can share a machine."""
 
 log = structlog.get_logger()
 
 
 class ApiServer:
-    """`open`, then `attach` once there is something to serve, `detach` before that goes, `aclose`."""
+    """Socket and application, in this order of calls:
+
+    open    -->  attach            -->  detach              -->  aclose
+    socket       engine is ready        engine is closing        all connections
+    """
 
     def __init__(self, config: RunConfig, name: str, prompts: PromptEncoder) -> None:
-        """Raises ConfigError if anybody on the network could use the server."""
+        """Raises ConfigError for a server that anybody on the network could use."""
         self._config = config.rollout.http
-        self._http = HttpContext(config, name, ApiKeys.of(os.environ, self._config), prompts)
+        self._http = HttpContext(config, name, ApiKeys.from_environment(os.environ, self._config), prompts)
         self._listening: asyncio.Task[None] | None = None
         self._server = HttpServer(make_app(self._http), MAX_REQUESTS)
         self.address = ""
-        """`http://host:port`, once it is open."""
+        """`http://host:port`; "" before `open`."""
 
     async def open(self) -> None:
-        """Listen. Raises ConfigError if there is no free port, or no such host."""
+        """Listen. Raises ConfigError if no port is free, or the host is not an address of this machine."""
         assert self._config.port is not None
         listener = bind(self._config.host, self._config.port)
         self.address = address_of(*listener.getsockname()[:2])
@@ -51,26 +55,29 @@ class ApiServer:
         log.info("http", address=self.address)
 
     async def run_serving(self) -> None:
-        """Wait until cancelled; raises the error that ended the server."""
+        """Wait until cancelled; raises the error that ended the HTTP server."""
         assert self._listening is not None
+        # Shielded: /readyz still answers while the other parts of the server are closed. `aclose` ends it.
         await asyncio.shield(self._listening)
 
     def attach(
         self, context: ServerContext, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: MilestoneEvaluator
     ) -> None:
-        """Serve completions from now on: the engine has its first weights."""
+        """Start serving completions: the engine has its first weights."""
         jobs = CompletionJobs(context.engine, self._config.max_concurrency)
         self._http.server = ReadyServer(context, watcher, dispatcher, evaluator, jobs)
 
     async def finish_completions(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for completions under way, then end them; for a server that drains."""
+        """Wait at most `timeout_s` seconds for running completions, then cancel them. For a draining server."""
         if self._http.server is not None:
-            await self._http.server.jobs.finish(timeout_s)
+            await self._http.server.jobs.finish_completions(timeout_s)
 
     async def detach(self) -> None:
-        """End completions under way, before the engine is closed."""
-        if (server := self._http.server) is not None:
-            self._http.server, self._http.missing = None, LEAVING
+        """Cancel running completions, before the engine is closed."""
+        server = self._http.server
+        if server is not None:
+            self._http.server = None
+            self._http.absence_reason = LEAVING
             await server.jobs.close()
 
     async def aclose(self) -> None:
@@ -81,15 +88,19 @@ class ApiServer:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens on the port, or on the next free one above it (0: any). Raises ConfigError."""
-    last: OSError | None = None
-    for candidate in range(port, min(port + PORTS_TRIED, 65536)) if port else [0]:
+    """Listen on the port, or on the next free one above it (0: any). Raises ConfigError."""
+    candidates = [0]
+    if port:
+        candidates = list(range(port, min(port + PORTS_TRIED, 65536)))
+
+    last_error: OSError | None = None
+    for candidate in candidates:
         try:
             return listen(host, candidate)
         except OSError as error:
-            last = error
+            last_error = error
     raise ConfigError(
-        f"rollout.http: cannot listen on {host!r}, port {port} and the {PORTS_TRIED - 1} above it: {last}. "
+        f"rollout.http: cannot listen on {host!r}, port {port} and the {PORTS_TRIED - 1} above it: {last_error}. "
         "Set rollout.http.host to an address of this machine, and rollout.http.port to a free one, to 0 (any), or "
         "to -1 (off)"
-    ) from last
+    ) from last_error

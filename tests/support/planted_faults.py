@@ -163,7 +163,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ("rollout_server/http/context.py", "tests/unit/rollout_server/http/test_http_routes.py"),
     'any_key_admits: return same and scheme.lower() == "bearer" --> return scheme.lower() == "bearer"',
     ("rollout_server/http/jobs.py", "tests/unit/rollout_server/http/test_http_routes.py"),
-    "completions_not_bounded: if self.busy + len(requests) > self._limit: --> if self.busy > self._limit:",
+    "completions_not_bounded: if self.running + len(requests) > self._limit: --> if self.running > self._limit:",
     ("rollout_server/http/detokenizer.py", "tests/unit/rollout_server/http/test_http_text.py"),
     "half_a_stop_text_sent: keep = max((_overlap(text, stop) for stop in self._stops), default=0) --> keep = 0",
     ("rollout_server/http/prompts.py", "tests/unit/rollout_server/http/test_http_routes.py"),

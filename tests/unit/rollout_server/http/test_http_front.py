@@ -64,7 +64,7 @@ async def test_the_openai_client_understands_refusals(tmp_path: Path) -> None:
             await client.completions.create(model="other", prompt="hi")
 
 
-async def test_a_stream_tells_when_the_policy_changes(tmp_path: Path) -> None:
+async def test_fingerprints_in_a_stream_follow_policy_updates(tmp_path: Path) -> None:
     engine = await scripted(says("a" * 40), tokens_per_s=200)
     async with ready_server(tmp_path, engine) as (api, _, _), client_of(api) as client:
         stream = await client.completions.create(model="test", prompt="hi", max_tokens=40, stream=True)
@@ -86,21 +86,21 @@ async def test_an_engine_that_dies_ends_a_stream_with_an_error(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path, stream: bool) -> None:
+async def test_a_disconnected_client_frees_the_engine(tmp_path: Path, stream: bool) -> None:
     engine = await scripted(says("a" * 50), tokens_per_s=2)
     async with ready_server(tmp_path, engine) as (api, _, _):
         async with httpx.AsyncClient(base_url=api.address, timeout=10) as client:
             body = {"prompt": "hi", "max_tokens": 50, "stream": stream}
-            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            posting = asyncio.create_task(client.post("/v1/completions", json=body))
             await until(lambda: engine.load().running == 1)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            posting.cancel()
+            await asyncio.gather(posting, return_exceptions=True)
         await until(lambda: engine.load().running == 0)
         metrics = await _metrics(api)
         assert "async_grpo_http_completions_running 0.0" in metrics
 
 
-async def test_a_reader_that_does_not_read_keeps_nobody_waiting(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_read_delays_no_update(tmp_path: Path) -> None:
     engine = await scripted(says("a" * 40))
     async with ready_server(tmp_path, engine) as (api, _, _), httpx.AsyncClient(base_url=api.address) as client:
         body = {"prompt": "hi", "max_tokens": 40, "stream": True}
@@ -110,7 +110,7 @@ async def test_a_reader_that_does_not_read_keeps_nobody_waiting(tmp_path: Path) 
         assert engine.version == 1
 
 
-async def test_tokens_made_for_http_are_no_tokens_of_the_run(tmp_path: Path) -> None:
+async def test_tokens_for_http_are_not_counted_as_tokens_of_the_run(tmp_path: Path) -> None:
     engine = await scripted(says("yes"))
     changes: dict[str, Any] = {"steps": 1, "eval": {"prompts": 1, "greedy": False, "samples": 1}}
     buffer = buffer_of(http_config(**changes))
@@ -131,7 +131,7 @@ async def test_tokens_made_for_http_are_no_tokens_of_the_run(tmp_path: Path) -> 
         assert engine.load().streamed_tokens == 5 * 4
 
 
-async def test_the_board_says_where_a_server_answers(tmp_path: Path) -> None:
+async def test_the_board_has_the_http_address_of_a_server(tmp_path: Path) -> None:
     async with ready_server(tmp_path, await scripted(says("yes"))) as (api, server, _):
         await server._heartbeat.send_heartbeat()
         (beat,) = await server._context.board.live_servers()
@@ -140,45 +140,45 @@ async def test_the_board_says_where_a_server_answers(tmp_path: Path) -> None:
             assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_a_server_drained_over_http_leaves_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_drained_over_http_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_GRPO_ADMIN_TOKEN", "token")
     engine = await scripted(says("yes"), tokens_per_s=100)
     async with ready_server(tmp_path, engine) as (api, server, _), client_of(api) as client:
         serve = asyncio.create_task(server.serve())
-        asking = asyncio.create_task(client.completions.create(model="test", prompt="hi"))
+        posting = asyncio.create_task(client.completions.create(model="test", prompt="hi"))
         await until(lambda: engine.load().streamed_tokens > 0)
         async with httpx.AsyncClient(base_url=api.address, headers={"authorization": "Bearer token"}) as admin:
             assert (await admin.post("/admin/drain")).status_code == 202
         async with asyncio.timeout(10):
             await serve
-        assert (await asking).choices[0].text == "yes"
+        assert (await posting).choices[0].text == "yes"
 
 
-async def test_a_server_drained_in_a_hurry_waits_for_no_reader(tmp_path: Path) -> None:
+async def test_an_urgent_drain_waits_for_no_client(tmp_path: Path) -> None:
     engine = await scripted(says("a" * 50), tokens_per_s=2)
     async with ready_server(tmp_path, engine) as (api, server, _), client_of(api) as client:
-        asking = asyncio.create_task(client.completions.create(model="test", prompt="hi", max_tokens=50))
+        posting = asyncio.create_task(client.completions.create(model="test", prompt="hi", max_tokens=50))
         await until(lambda: engine.load().streamed_tokens > 0)
         server._dispatcher.admission.drain(now=True)
         async with asyncio.timeout(10):
             await server.serve()
         with pytest.raises(openai.InternalServerError, match="stopping"):
-            await asking
+            await posting
 
 
-async def test_several_servers_with_one_port_take_the_next_free_ones() -> None:
+async def test_servers_with_one_port_use_the_next_free_ones() -> None:
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
         with bind("127.0.0.1", port) as second:
             assert port < second.getsockname()[1] < port + 64
 
 
-def test_a_host_that_is_not_this_machines_is_a_configuration_error() -> None:
+def test_a_host_of_another_machine_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
         bind("192.0.2.1", 0)
 
 
-def test_addresses_that_others_can_use() -> None:
+def test_addresses_are_usable_from_other_machines() -> None:
     assert address_of("127.0.0.1", 80) == "http://127.0.0.1:80"
     assert address_of("::1", 80) == "http://[::1]:80"
     assert address_of("0.0.0.0", 80) == f"http://{socket.gethostname()}:80"

@@ -1,4 +1,4 @@
-"""What each route answers, and what it refuses."""
+"""Responses and refusals of each route."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from async_grpo.telemetry.metrics import SERVER_METRICS
 from async_grpo.utils.http_server import is_local_name
 from buffer.base import BufferStats
 from rollout_server.http.context import ApiKeys
-from rollout_server.http.streaming import read_json
+from rollout_server.http.streaming import read_json_body
 from tests.support.http_fakes import ADMIN, CONTEXT, STOP, House, Letters, house_of, http_config, says, scripted
 from tests.support.rollout_fakes import FakeEngine
 from tests.support.waiting import until
@@ -28,7 +28,7 @@ async def house(tmp_path: Path) -> House:
 
 
 async def ask(house: House, *, chat: bool = False, **body: Any) -> Any:
-    """The answer's status and body."""
+    """Status and body of the response."""
     given = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
     async with house.client() as client:
         path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -42,7 +42,7 @@ async def refusal(house: House, **body: Any) -> str:
     return str(answer["error"]["message"])
 
 
-async def test_a_completion_says_which_policy_wrote_it(house: House) -> None:
+async def test_a_completion_has_the_policy_version_of_its_tokens(house: House) -> None:
     async with house.client() as client:
         answer = await client.post("/v1/completions", json={"model": "test", "prompt": "hi"})
     body = answer.json()
@@ -52,7 +52,7 @@ async def test_a_completion_says_which_policy_wrote_it(house: House) -> None:
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
 
 
-async def test_a_chat_goes_through_the_template_of_the_model(house: House) -> None:
+async def test_a_chat_uses_the_chat_template_of_the_model(house: House) -> None:
     house.engine._script = lambda request: [*bytes(request.prompt), STOP]
     parts = [{"type": "text", "text": "yes?"}]
     messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": parts}]
@@ -61,7 +61,7 @@ async def test_a_chat_goes_through_the_template_of_the_model(house: House) -> No
     assert body["choices"][0]["message"]["content"] == "<user>hi<user>yes?<assistant>"
 
 
-async def test_a_model_without_a_chat_template_says_what_to_do(tmp_path: Path) -> None:
+async def test_a_chat_without_a_template_is_refused_with_the_fix(tmp_path: Path) -> None:
     tokenizer = Letters()
     tokenizer.chat_template = None
     house = await house_of(tmp_path, FakeEngine(), tokenizer=tokenizer)
@@ -70,7 +70,7 @@ async def test_a_model_without_a_chat_template_says_what_to_do(tmp_path: Path) -
     assert "/v1/completions" in message
 
 
-async def test_several_prompts_and_several_completions_come_in_order(house: House) -> None:
+async def test_completions_of_several_prompts_are_in_order(house: House) -> None:
     house.engine._script = lambda request: [*bytes(request.prompt), ord(str(request.seed)), STOP]
     _, body = await ask(house, prompt=[[65], [66]], n=2, seed=4, stream=False)
     assert [choice["text"] for choice in body["choices"]] == ["A4", "A5", "B6", "B7"]
@@ -101,7 +101,7 @@ async def test_log_probabilities_are_those_of_the_sampled_tokens(house: House) -
     assert body["choices"][0]["logprobs"]["content"] == [first]
 
 
-async def test_what_is_asked_reaches_the_engine(tmp_path: Path) -> None:
+async def test_parameters_reach_the_engine(tmp_path: Path) -> None:
     engine = FakeEngine()
     house = await house_of(tmp_path, engine)
     await ask(house, temperature=0, seed=7, max_tokens=2)
@@ -116,20 +116,20 @@ async def test_what_is_asked_reaches_the_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"top_p": 0.9}, "top_p is not supported: the policy is sampled from its whole distribution"),
+        ({"top_p": 0.9}, "top_p is not supported: the policy is sampled from its full distribution"),
         ({"echo": True}, "echo is not supported"),
         ({"logprobs": 3}, "logprobs: Input should be less than or equal to 0"),
         ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
         ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
         ({"max_tokens": 5000}, "max_tokens: 5000 is above rollout.http.max_tokens (4096)"),
-        ({"max_tokens": 62}, "beside this prompt there is room for 61 within rollout.vllm.max_model_len (64)"),
+        ({"max_tokens": 62}, "after this prompt there is room for 61 within rollout.vllm.max_model_len (64)"),
         ({"n": 9}, "prompts (1) times n (9) must be from 1 to 8"),
         ({"prompt": [[1]] * 5, "n": 2}, "prompts (5) times n (2) must be from 1 to 8"),
         ({"prompt": []}, "prompts (0) times n (1) must be from 1 to 8"),
         ({"prompt": [[]]}, "prompt: it has no token"),
         ({"prompt": [256]}, "token 256 is not in the model's vocabulary of 256"),
         ({"prompt": [1] * 64}, "64 tokens leave no room for a completion"),
-        ({"prompt": "ß"}, "the tokenizer of this model refuses the prompt: UnicodeEncodeError"),
+        ({"prompt": "ß"}, "the tokenizer of this model rejects the prompt: UnicodeEncodeError"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": ""}, "stop"),
         ({"chat": True, "messages": []}, "messages: List should have at least 1 item"),
@@ -137,7 +137,7 @@ async def test_what_is_asked_reaches_the_engine(tmp_path: Path) -> None:
         ({"chat": True, "top_logprobs": 2}, "top_logprobs is not supported"),
     ],
 )
-async def test_what_cannot_be_done_truthfully_is_refused(house: House, body: dict[str, Any], expected: str) -> None:
+async def test_unsupported_or_invalid_parameters_are_refused(house: House, body: dict[str, Any], expected: str) -> None:
     assert expected in await refusal(house, **body)
 
 
@@ -159,7 +159,7 @@ async def test_bodies_are_bounded_and_are_json(tmp_path: Path) -> None:
     assert (form.status_code, broken.status_code) == (415, 400)
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from starlette.requests import Request
 
     from rollout_server.http import streaming
@@ -171,10 +171,10 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
     monkeypatch.setattr(streaming, "BODY_TIMEOUT_S", 0.01)
     headers = [(b"content-type", b"application/json")]
     with pytest.raises(HttpError, match=r"0\.01 s"):
-        await read_json(Request({"type": "http", "method": "POST", "headers": headers}, never), 100)
+        await read_json_body(Request({"type": "http", "method": "POST", "headers": headers}, never), 100)
 
 
-async def test_more_than_there_is_room_for_is_refused_until_there_is_room(tmp_path: Path) -> None:
+async def test_completions_above_the_limit_are_refused(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.hold = True
     house = await house_of(tmp_path, engine, config=http_config({"max_concurrency": 3}))
@@ -206,7 +206,7 @@ async def test_a_request_that_the_engine_refuses_is_an_error_of_the_client(tmp_p
         assert (status, body["error"]["code"]) == (400, "request_refused")
 
 
-async def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+async def test_a_slow_request_times_out(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.hold = True
     house = await house_of(tmp_path, engine, config=http_config({"request_timeout_s": 0.05}))
@@ -219,14 +219,14 @@ async def test_a_server_is_alive_before_it_is_ready(house: House) -> None:
     async with house.client() as client:
         assert (await client.get("/healthz")).json() == {"status": "alive", "server": "rollout-0"}
         early = await client.get("/readyz")
-        assert (early.status_code, early.json()["reason"]) == (503, house.http.missing)
+        assert (early.status_code, early.json()["reason"]) == (503, house.http.absence_reason)
         assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 503
         house.http.server = server
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["policy_version"]) == (200, "2-3")
 
 
-async def test_a_server_that_drains_takes_no_requests(house: House) -> None:
+async def test_a_draining_server_refuses_requests(house: House) -> None:
     async with house.client() as client:
         answer = await client.post("/admin/drain", headers=ADMIN)
         assert (answer.status_code, answer.json()) == (202, {"admission": "draining", "groups_in_work": 0})
@@ -238,7 +238,7 @@ async def test_a_server_that_drains_takes_no_requests(house: House) -> None:
         assert house.dispatcher.admission.stop_now.is_set()
 
 
-async def test_a_paused_server_goes_on_answering(house: House) -> None:
+async def test_a_paused_server_still_answers(house: House) -> None:
     async with house.client() as client:
         assert (await client.post("/admin/pause", headers=ADMIN)).json()["admission"] == "paused"
         assert (await client.get("/readyz")).json()["admission"] == "paused"
@@ -259,7 +259,7 @@ async def test_administration_needs_its_token(house: House, tmp_path: Path, head
     assert house.dispatcher.admission.is_open
 
 
-async def test_secrets_are_in_no_log_and_in_no_answer(house: House) -> None:
+async def test_secrets_are_in_no_log_and_no_response(house: House) -> None:
     with structlog.testing.capture_logs() as logs:
         async with house.client() as client:
             answers = [await client.post("/admin/pause", headers=header) for header in ({}, ADMIN)]
@@ -268,7 +268,7 @@ async def test_secrets_are_in_no_log_and_in_no_answer(house: House) -> None:
     assert "sesame" not in everything
 
 
-async def test_completions_need_the_key_where_there_is_one(tmp_path: Path) -> None:
+async def test_completions_need_the_key_if_one_is_set(tmp_path: Path) -> None:
     house = await house_of(tmp_path, FakeEngine(), keys=ApiKeys(completions="k1"))
     async with house.client("rollout.example") as client:
         for header, status in (({}, 401), ({"authorization": "Bearer k2"}, 401), ({"authorization": "Bearer k1"}, 200)):
@@ -278,16 +278,16 @@ async def test_completions_need_the_key_where_there_is_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node-3"])
-def test_a_server_that_others_can_reach_needs_a_key(host: str) -> None:
+def test_a_server_reachable_from_other_machines_needs_a_key(host: str) -> None:
     config = HttpConfig(host=host)
     with pytest.raises(ConfigError, match=r"rollout\.http\.host .* ASYNC_GRPO_HTTP_KEY"):
-        ApiKeys.of({"ASYNC_GRPO_HTTP_KEY": ""}, config)
-    assert ApiKeys.of({"ASYNC_GRPO_HTTP_KEY": "k"}, config).completions == "k"
+        ApiKeys.from_environment({"ASYNC_GRPO_HTTP_KEY": ""}, config)
+    assert ApiKeys.from_environment({"ASYNC_GRPO_HTTP_KEY": "k"}, config).completions == "k"
     for loopback in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
-        assert ApiKeys.of({}, HttpConfig(host=loopback)) == ApiKeys()
+        assert ApiKeys.from_environment({}, HttpConfig(host=loopback)) == ApiKeys()
 
 
-async def test_a_foreign_name_for_this_machine_is_refused(house: House) -> None:
+async def test_a_foreign_host_name_is_refused(house: House) -> None:
     async with house.client("evil.example") as client:
         assert (await client.get("/readyz")).status_code == 403
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 403
@@ -317,7 +317,7 @@ async def test_no_page_and_no_schema_is_served(house: House) -> None:
             assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_metrics_tell_how_the_server_is_doing(house: House) -> None:
+async def test_metrics_show_the_state_of_the_server(house: House) -> None:
     await ask(house, n=2)
     await ask(house, temperature=-1)
     house.dispatcher.counters.groups["inserted"] += 3
@@ -342,14 +342,14 @@ async def test_metrics_tell_how_the_server_is_doing(house: House) -> None:
         assert line in text.splitlines()
 
 
-async def test_every_metric_of_the_table_is_shown(house: House) -> None:
+async def test_every_metric_of_the_table_is_exported(house: House) -> None:
     async with house.client() as client:
         text = (await client.get("/metrics")).text
     assert "async_grpo_logprob_proof_gap 3e-06" in text.splitlines()
     assert re.findall(r"^# HELP async_grpo_(\w+)", text, re.MULTILINE) == [metric.key for metric in SERVER_METRICS]
 
 
-async def test_the_buffer_is_asked_at_most_once_a_second_and_may_be_silent(house: House) -> None:
+async def test_the_buffer_is_queried_at_most_once_a_second_and_may_not_answer(house: House) -> None:
     asked = 0
 
     async def stats() -> BufferStats:

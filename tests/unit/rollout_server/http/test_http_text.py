@@ -1,4 +1,4 @@
-"""Text comes out as soon as it is settled, and what comes out is the text of the tokens."""
+"""The text of a stream arrives once it is final, and equals the text of its tokens."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ def pieces(text: str, stops: Sequence[str] = ()) -> tuple[list[str], TextStream]
 
 
 @given(st.text("a \nß€𝄞\u200d", max_size=30))
-def test_the_pieces_are_the_text(text: str) -> None:
+def test_the_pieces_add_up_to_the_text(text: str) -> None:
     assert "".join(pieces(text)[0]) == text
 
 
-def test_a_character_of_several_tokens_comes_out_whole() -> None:
+def test_a_character_of_several_tokens_arrives_complete() -> None:
     assert pieces("aß€")[0] == ["a", "", "ß", "", "", "€", ""]
 
 
-def test_bytes_that_are_no_character_come_out_at_the_end() -> None:
+def test_an_incomplete_character_arrives_at_the_end() -> None:
     stream = TextStream(decode)
     assert stream.push([0xE2, 0x82]) == ""
     assert stream.finish() == "\ufffd"
 
 
-def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> None:
+def test_invalid_bytes_are_not_held_back_forever() -> None:
     stream = TextStream(decode)
     text = stream.push([0x80] * 20)
     assert len(text) >= 12
 
 
-def test_nothing_comes_out_from_a_stop_text_on() -> None:
+def test_no_text_follows_a_stop_text() -> None:
     out, stream = pieces("one END two", ["END"])
     assert "".join(out) == "one "
     assert stream.is_stopped
 
 
-def test_the_beginning_of_a_stop_text_is_held_back_until_it_is_none() -> None:
+def test_a_possible_start_of_a_stop_text_is_held_back() -> None:
     out, stream = pieces("EN route", ["END"])
     assert out[:4] == ["", "", "EN ", "r"]
     assert not stream.is_stopped
@@ -58,7 +58,7 @@ def test_the_first_of_several_stop_texts_counts() -> None:
 
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_text_ends_before_the_first_stop_text(text: str, stops: list[str]) -> None:
-    ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+    ends = [position for stop in stops if (position := text.find(stop)) >= 0]
     out, stream = pieces(text, stops)
     assert stream.is_stopped == bool(ends)
     if not ends:
