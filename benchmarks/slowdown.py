@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, rows_of_kind, tokens_per_s
+from async_grpo.telemetry.rows import Row, latest_rows, number, numbers, rows_of_kind, tokens_per_s
 
 ROLES = {"trainer": "trainer.main", "server": "rollout_server.main"}
 PERIOD_S, SHARE = 0.1, 0.2
@@ -98,7 +98,7 @@ def make(config: str, staleness: str, side: str, at: int, steps: int, runs: Path
 def steps_of(folder: Path) -> list[Row]:
     """The run's step rows so far."""
     file = folder / "metrics.jsonl"
-    return last_of_each(rows_of_kind(read_rows(file), "step"), "step") if file.exists() else []
+    return latest_rows(rows_of_kind(read_rows(file), "step"), "step") if file.exists() else []
 
 
 def counted(rows: Sequence[Row], at: int, bound: int) -> Sequence[Row]:

@@ -11,7 +11,7 @@ import os
 import time
 
 from async_grpo.telemetry.bottleneck import NOTEWORTHY
-from async_grpo.telemetry.contention import ContentionWatch, own_tree
+from async_grpo.telemetry.contention import ContentionWatch, own_process_tree
 from async_grpo.telemetry.rows import GENERATED_TOKENS
 from async_grpo.wire.board import ServerBeat
 from rollout_server.context import ServerContext
@@ -49,7 +49,7 @@ class Heartbeat:
         self._counted = tokens
         self._last_tokens = tokens
         self._last_s = time.monotonic()
-        self._contention = ContentionWatch(own_tree)
+        self._contention = ContentionWatch(own_process_tree)
 
     async def run_sending(self) -> None:
         """Send a heartbeat every second, until cancelled."""
@@ -84,7 +84,7 @@ class Heartbeat:
         await self._context.board.announce_server(beat, ttl_s=TTL_S)
         await self.count_tokens()
 
-        contention = self._contention.look()
+        contention = self._contention.measure()
         if contention.share >= NOTEWORTHY:  # the command `why` reads it from the timeline
             self._context.logger.record_contention(contention)
 

@@ -92,8 +92,8 @@ class RolloutLogger:
 
     def record_contention(self, contention: Contention) -> None:
         """Write to the timeline that this server's processes waited for processors."""
-        waited_s = round(contention.waited_s, 3)
-        self._timeline.span(CPU_TRACK, "waited", contention.began_s, contention.ended_s, waited_s=waited_s)
+        waited_s = round(contention.wait_s, 3)
+        self._timeline.span(CPU_TRACK, "waited", contention.start_s, contention.end_s, waited_s=waited_s)
 
     def close(self) -> None:
         """Write the queued groups, and close both files."""

@@ -204,7 +204,7 @@ class TrainerRun:
             # An earlier trainer may have been killed between writing this checkpoint and copying it.
             self.checkpoints.start_copy(self.version)
         self.logger.phases.reset()
-        self.contention.look()
+        self.contention.measure()
 
     def publish_weights(self) -> None:
         """Publish the weights of `version`.
@@ -223,7 +223,7 @@ class TrainerRun:
         """Write the rows of a step, and let the controller choose the staleness of the next steps."""
         self.has_trained = True
         stats = self.coordinator.buffer_stats()
-        cpu_wait = torch.tensor([self.contention.look().waited_s], dtype=torch.float64)
+        cpu_wait = torch.tensor([self.contention.measure().wait_s], dtype=torch.float64)
         row = step_row(
             step.batch,
             step.values,

@@ -55,7 +55,7 @@ class TrainerLogger:
         """Record a finished step."""
         if self._is_rank_zero:
             self._rows.write(row)
-            self._trackers.step(row)
+            self._trackers.log_step(row)
             self._metrics.record_step(row)
             shown = ("step", "reward_mean", "loss", "grad_norm", "age_max", "trained_tokens", "wait_s", "step_s")
             self._log.info("step trained", **{key: row[key] for key in shown if key in row})

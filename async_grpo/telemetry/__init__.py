@@ -1,12 +1,16 @@
-"""What processes record about themselves: log lines, rows, scalars and a timeline.
+"""Telemetry of all processes: log lines, rows, scalars and a timeline.
 
     trainer, servers --> metrics.jsonl, samples/*.jsonl, timeline/*.jsonl, tensorboard/, logs
 
-- `metrics`    the table of step metrics
-- `charts`     the table of charts: which curves are drawn together, and how
-- `rows`       the other rows, and how to read rows
-- `jsonl`      files of rows that survive a crash
-- `timeline`   spans of every process for Perfetto, durations of a step
-- `logging`    log lines for people, without secrets
-- `trackers`   where scalars go (TensorBoard)
+- `metrics`          table of step metrics and server metrics
+- `charts`           table of charts, for all displays
+- `rows`             kinds of rows, and functions that read them
+- `jsonl`            files of rows that survive a crash
+- `timeline`         spans of every process for Perfetto, durations of a step
+- `logging`          log lines, without secrets
+- `trackers`         TensorBoard and other places for scalars
+- `idle`, `contention`, `weight_updates`   measurements of waits
+- `bottleneck`       rules and thresholds for what waits mean
+- `servers_wanted`   number of rollout servers that a run can use
+- `role_history`     starts and failures of roles that are started separately
 """

@@ -1,21 +1,22 @@
-"""Who waits in a run, and what to change: the rules and the only thresholds of everything that answers this.
+"""Which side of a run waits, and what to change: the rules and thresholds that all displays share.
 
     idle shares of both sides   --> find_bottleneck, describe_bottleneck --> report, page of runs, simulate
-    seconds by cause            --> main_cause, ADVICE                   --> why
+    seconds by cause            --> find_main_cause, ADVICE                   --> why
     heartbeats and group counts --> describe_wait                        --> terminal, log
     idle share of the trainer   --> WAITS, NEVER_WAITS                   --> max_staleness: auto, alerts
     speed with a change         --> WORTHWHILE                           --> autoscaling, tune, max_staleness: auto
 
-A side that waits for more than a tenth of the time waits, whoever asks:
+A side counts as waiting if it waits for more than a tenth of the time:
 
     share of time waiting     servers <= 10%     servers > 10%
     trainer <= 10%            balanced           training
     trainer >  10%            generation         turns
 
-So the report blames generation, `why` looks into the waits, `max_staleness: auto` may raise S and the alert may fire
-for the same runs. How many servers a run can use is a model of its own (`servers_wanted`), which shares WORTHWHILE.
+So the report names generation, `why` analyses the waits, `max_staleness: auto` may raise S and the alert may fire for
+the same runs. The number of servers that a run can use comes from a separate model (`servers_wanted`), which shares
+WORTHWHILE.
 
-Everything here is a pure function of numbers that others measure (`telemetry.idle`, `lab.simulate.why`).
+All functions here are pure. `telemetry.idle` and `lab.simulate.why` measure their inputs.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from async_grpo.staleness import Selector
 from async_grpo.wire.board import ServerBeat
 
 WAITS = 0.10
-"""Share of the time above which a side counts as waiting. Equal runs on shared machines differ by as much, so a shorter
-wait is no reason to change a run."""
+"""Share of the time above which a side counts as waiting. Identical runs on shared machines differ by this much, so a
+shorter wait is no reason to change a run."""
 NEVER_WAITS = 0.03
-"""Share below which the trainer counts as not waiting at all. `max_staleness: auto` lowers S only then, so that it does
-not move up and down around WAITS."""
+"""Share below which the trainer counts as not waiting. `max_staleness: auto` lowers S only below this, so that S does
+not oscillate around WAITS."""
 WORTHWHILE = 0.05
-"""Smallest gain in speed that is worth more servers or older tokens: simulations are no more exact than that."""
+"""Minimum gain in speed that is worth more servers or older tokens. Simulations are not more accurate than this."""
 NOTEWORTHY = 0.05
-"""Share of the time from which a disturbance (evaluations, missing processors) is mentioned."""
+"""Minimum share of the time for mentioning a disturbance (evaluations, missing processors)."""
 BOTH_CONTENDED = 0.3
-"""Share of the trainer's waits that servers spend waiting for processors, from which on contention slows both sides."""
+"""Minimum share of the trainer's waits in which servers lack processors, for contention to count on both sides."""
 
 
 class Bottleneck(StrEnum):
-    """What the idle shares of both sides say."""
+    """Conclusion from the idle shares of both sides."""
 
     GENERATION = "generation"
     TRAINING = "training"
     TURNS = "turns"
-    """Each side waits for the other, so that they hardly overlap."""
+    """Each side waits for the other, so they hardly overlap."""
     BALANCED = "balanced"
 
 
 def find_bottleneck(trainer_idle: float, rollout_idle: float) -> Bottleneck:
-    """The bottleneck by the shares of the time (0 to 1) in which the trainer waited for groups, and in which the
+    """Return the bottleneck, from the shares of the time (0 to 1) in which the trainer waited for groups and the
     rollout servers generated nothing."""
     if trainer_idle > WAITS:
         return Bottleneck.TURNS if rollout_idle > WAITS else Bottleneck.GENERATION
@@ -67,29 +68,28 @@ def describe_bottleneck(
     selector: Selector = "fifo",
     disturbed: int = 0,
 ) -> str:
-    """A sentence with the idle shares and what follows from them; "" if the trainer's is not known.
+    """Return a sentence with the idle shares and the conclusion from them; "" if the trainer's share is unknown.
 
-    All shares are of the trainer's time, 0 to 1. `evaluating`: the share in which servers evaluated. `disturbed`:
-    number of steps that are not in the shares, because a server was started again.
+    All shares are of the trainer's time, 0 to 1. `evaluating`: share in which servers evaluated. `disturbed`: number
+    of steps that the shares exclude because a server was restarted.
     """
     if trainer_idle is None:
         return ""
     waited = f"The trainer waited for rollouts {trainer_idle:.0%} of its time"
     if rollout_idle is None:
         return f"{waited}; how long the rollout servers waited is not known."
-    tested = ""
+
+    conclusion = _explain_bottleneck(trainer_idle, rollout_idle, selector)
+    text = f"{waited}, and the rollout servers generated nothing for {rollout_idle:.0%} of it: {conclusion}."
     if evaluating is not None and evaluating >= NOTEWORTHY:
-        tested = f" Evaluations kept the servers busy for {evaluating:.0%} of it."
-    without = ""
+        text += f" Evaluations kept the servers busy for {evaluating:.0%} of it."
     if disturbed:
         steps = "1 step" if disturbed == 1 else f"{disturbed} steps"
-        without = f" This is without {steps} in which a rollout server was started again."
-    reading = _reading(trainer_idle, rollout_idle, selector)
-    verdict = f"{waited}, and the rollout servers generated nothing for {rollout_idle:.0%} of it: {reading}."
-    return f"{verdict}{tested}{without}"
+        text += f" This is without {steps} in which a rollout server was started again."
+    return text
 
 
-def _reading(trainer_idle: float, rollout_idle: float, selector: Selector) -> str:
+def _explain_bottleneck(trainer_idle: float, rollout_idle: float, selector: Selector) -> str:
     match find_bottleneck(trainer_idle, rollout_idle):
         case Bottleneck.GENERATION:
             return (
@@ -102,14 +102,15 @@ def _reading(trainer_idle: float, rollout_idle: float, selector: Selector) -> st
             return "generation and training were balanced"
         case Bottleneck.TURNS if selector == "exact_age":
             return "the two sides took turns, as they must with the selector exact_age"
-    longer = ""
+    text = "the two sides took turns, and a larger max_staleness would let them work at the same time"
     if abs(trainer_idle - rollout_idle) > WAITS:
-        longer = f"; {'generation' if trainer_idle > rollout_idle else 'training'} took longer"
-    return f"the two sides took turns, and a larger max_staleness would let them work at the same time{longer}"
+        slower = "generation" if trainer_idle > rollout_idle else "training"
+        text += f"; {slower} took longer"
+    return text
 
 
 class Cause(StrEnum):
-    """What time went to. The first three are the trainer's own."""
+    """Cause of spent time. The first three are work of the trainer."""
 
     COMPUTING = "computing"
     CHECKPOINTS = "checkpoints"
@@ -142,7 +143,7 @@ MEANINGS = {
     Cause.CPU: "the server's processes waited for a processor",
     Cause.RESTART: "a server was away and was started again",
 }
-"""What the group that a batch waited for was held up by, for readers of the table."""
+"""Cause -> what delayed the group that a batch waited for."""
 
 ADVICE = {
     Cause.COMPUTING: "the trainer computes nearly all the time: a faster trainer (more ranks, larger micro-batches, "
@@ -166,26 +167,29 @@ ADVICE = {
     Cause.RESTART: "a rollout server was away and was started again: its log says why it ended. No setting of the run "
     "would have shortened that; async-grpo why --last N explains the steps after it",
 }
-"""What to do about each cause."""
+"""Cause -> advice."""
 
 
-def main_cause(trainer: Mapping[Cause, float], waits: Mapping[Cause, float], seconds: float) -> tuple[Cause, float]:
-    """The cause that most of the `seconds` of a run's steps went to, and its share of them.
+def find_main_cause(
+    trainer: Mapping[Cause, float], waits: Mapping[Cause, float], seconds: float
+) -> tuple[Cause, float]:
+    """Return the cause that took most of the `seconds` of a run's steps, and its share of them.
 
-    `trainer`: seconds of the trainer's own work by cause, `waits`: those of its waits. The trainer's computing counts
-    only if the trainer does not wait for groups, and so does its time without a processor, unless servers lack
-    processors too.
+    `trainer`: seconds of the trainer's own work by cause. `waits`: seconds of its waits by cause. While the trainer
+    waits for groups, its computing does not count, because a faster trainer would only wait longer. Neither does its
+    time without a processor, unless the servers lack processors too.
     """
-    waited_s = sum(waits.values())
-    is_waiting = waited_s > WAITS * seconds
-    contended = waits.get(Cause.CPU, 0.0) >= BOTH_CONTENDED * waited_s
-    found = defaultdict(float, waits)
+    total_wait_s = sum(waits.values())
+    is_waiting = total_wait_s > WAITS * seconds
+    both_contended = waits.get(Cause.CPU, 0.0) >= BOTH_CONTENDED * total_wait_s
+
+    seconds_by_cause = defaultdict(float, waits)
     for cause, spent_s in trainer.items():
-        hides = cause is Cause.COMPUTING or (cause is Cause.CPU and not contended)
-        if not (is_waiting and hides):
-            found[cause] += spent_s
-    cause = max(found, key=lambda cause: found[cause])
-    return cause, found[cause] / seconds if seconds else 0.0
+        is_hidden = cause is Cause.COMPUTING or (cause is Cause.CPU and not both_contended)
+        if not (is_waiting and is_hidden):
+            seconds_by_cause[cause] += spent_s
+    main = max(seconds_by_cause, key=lambda cause: seconds_by_cause[cause])
+    return main, seconds_by_cause[main] / seconds if seconds else 0.0
 
 
 def describe_wait(
@@ -197,31 +201,32 @@ def describe_wait(
     groups_per_step: int,
     window_is_full: bool,
 ) -> str:
-    """A sentence about the wait of this moment. A trainer that has taken a batch is training; otherwise it waits.
+    """Return a sentence about the current wait. A trainer that has taken a batch is training; otherwise it waits.
 
-    `ready` and `inflight`: finished and unfinished groups. `window_is_full`: no group may be admitted.
+    `ready` and `inflight`: number of finished and unfinished groups. `window_is_full`: no group may be admitted.
     """
     if not servers:
         return "the trainer waits for a rollout server; none has reported"
     if is_training:
         return _describe_waiting_servers(servers, window_is_full)
     busy = [server.name for server in servers if server.running]
-    graded = [server for server in servers if server.evaluation is not None]
-    if graded and not ready:
-        return f"the trainer waits: {graded[0].name} {describe_evaluation(graded[0])}"
+    evaluating = [server for server in servers if server.evaluation is not None]
+    if evaluating and not ready:
+        return f"the trainer waits: {evaluating[0].name} {describe_evaluation(evaluating[0])}"
     if ready >= groups_per_step and not inflight:
         return f"the rollout servers wait for the trainer: {ready} groups are ready, none is taken"
     if ready >= groups_per_step:
         return f"the trainer waits for the oldest groups; {ready} newer ones are ready"
     if busy:
         return f"the trainer waits for {list_names(busy)}: {ready} of {groups_per_step} groups are ready"
-    if stuck := [server for server in servers if server.waiting_for]:
-        return f"{_wait(stuck)} for {stuck[0].waiting_for}, and the trainer for its groups"
+    waiting = [server for server in servers if server.waiting_for]
+    if waiting:
+        return f"{_wait(waiting)} for {waiting[0].waiting_for}, and the trainer for its groups"
     return f"the trainer waits for groups: {ready} of {groups_per_step} are ready, {inflight} are being made"
 
 
 def _describe_waiting_servers(servers: Sequence[ServerBeat], window_is_full: bool) -> str:
-    """The wait while the trainer is training: only rollout servers can be waiting."""
+    """Return the wait while the trainer is training, when only rollout servers can be waiting."""
     idle = [server for server in servers if server.waiting_for and server.evaluation is None]
     if not idle:
         return "nobody: training and generation overlap"
@@ -231,15 +236,16 @@ def _describe_waiting_servers(servers: Sequence[ServerBeat], window_is_full: boo
 
 
 def describe_evaluation(server: ServerBeat) -> str:
-    """`evaluates version 0: 512 of 1,280 completions, 3 s left`; "" if the server evaluates nothing."""
-    if (now := server.evaluation) is None:
+    """Return for example `evaluates version 0: 512 of 1,280 completions, 3 s left`; "" without an evaluation."""
+    evaluation = server.evaluation
+    if evaluation is None:
         return ""
-    left = "" if now.left_s is None else f", {now.left_s:.0f} s left"
-    return f"evaluates version {now.version}: {now.done:,} of {now.total:,} completions{left}"
+    left = "" if evaluation.left_s is None else f", {evaluation.left_s:.0f} s left"
+    return f"evaluates version {evaluation.version}: {evaluation.done:,} of {evaluation.total:,} completions{left}"
 
 
 def list_names(names: Sequence[str]) -> str:
-    """At most three of the names, and the number of the others.
+    """Return at most three of the names, and the number of the others.
 
     >>> list_names(["a", "b", "c", "d"])
     'a, b, c and 1 more'

@@ -1,4 +1,4 @@
-"""JSON-lines files that survive a crash: one row on each line, flushed; a torn last line does not affect others."""
+"""JSON-lines files that survive a crash: one row per line, flushed. A torn last line does not affect other rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 class JsonLines:
     """Appends rows to `path`, creating it and its folder.
 
-    When `write` returns, the operating system has the row, so it survives the death of this process. A line that an
-    earlier writer left unfinished is ended first, so that the next row starts on a new line. Non-finite floats become
-    null. Threads may share the file: each row is written whole.
+    When `write` returns, the operating system has the row, so it survives a crash of this process. A line that an
+    earlier writer left unfinished is terminated first, so that the next row starts on a new line. Non-finite floats
+    become null. Threads may share the file: rows do not interleave.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,11 +43,12 @@ class JsonLines:
 
 
 HEAD_BYTES = 512
-"""Bytes at the beginning of a followed file that must stay as they were. The first row of every file has its time."""
+"""Number of bytes at the start of a followed file that identify it. The first row of every file contains a time, so
+that two files differ there."""
 
 
 class RowFollower:
-    """Reads a file that another process appends to, each row once."""
+    """Reads a file that another process appends to. Each row is returned once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,10 +57,10 @@ class RowFollower:
         self._head = b""
 
     def is_replaced(self) -> bool:
-        """True if the path no longer holds the file whose lines were read: it is gone, shorter, or begins differently.
+        """True if the path no longer holds the file that was read: it is missing, shorter, or starts differently.
 
-        The inode would not do: a file system may give a new file that of the one deleted before it. Neither would the
-        size: the new file may have outgrown the old one between two readings.
+        Comparing inodes is not enough: a file system may reuse the inode of a deleted file. Comparing sizes is not
+        enough either: the new file may have outgrown the old one between two reads.
         """
         if self.read_bytes == 0:
             return False
@@ -72,48 +73,51 @@ class RowFollower:
         return head != self._head or size < self.read_bytes
 
     def unread_bytes(self) -> int:
-        """Bytes not yet read, including those of an unfinished line; negative if the file has become shorter."""
-        return (self._path.stat().st_size if self._path.exists() else 0) - self.read_bytes
+        """Number of bytes not yet read, including an unfinished line; negative if the file has become shorter."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        return size - self.read_bytes
 
-    def new_rows(self, most_bytes: int = -1) -> list[dict[str, Any]]:
-        """Whole rows since the last call; a line that is still being written comes with a later call."""
-        return list(parse_rows(self.new_lines(most_bytes)))
+    def read_new_rows(self, max_bytes: int = -1) -> list[dict[str, Any]]:
+        """Return the complete rows since the last call. An unfinished line is returned by a later call."""
+        return list(parse_rows(self.read_new_lines(max_bytes)))
 
-    def new_lines(self, most_bytes: int = -1) -> list[bytes]:
-        """The lines of those rows, each with its end. With `most_bytes`, further ones come with the next call; a line
-        that is longer comes whole."""
+    def read_new_lines(self, max_bytes: int = -1) -> list[bytes]:
+        """Return the complete lines since the last call, with their line ends.
+
+        `max_bytes` limits the call, and later calls return the rest; a single longer line is still returned complete.
+        """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self.read_bytes)
-            written = file.read(most_bytes)
-            if len(written) == most_bytes and b"\n" not in written:
+            written = file.read(max_bytes)
+            if len(written) == max_bytes and b"\n" not in written:
                 written += file.readline()
-        whole = written[: written.rfind(b"\n") + 1]
+        complete = written[: written.rfind(b"\n") + 1]
         if self.read_bytes == 0:
-            self._head = whole[:HEAD_BYTES]
-        self.read_bytes += len(whole)
-        return whole.splitlines(keepends=True)
+            self._head = complete[:HEAD_BYTES]
+        self.read_bytes += len(complete)
+        return complete.splitlines(keepends=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All whole rows; lines that are not a JSON object (torn by a crash) are skipped. [] without a file."""
-    return list(each_row(path))
+    """Return all complete rows; [] without a file. Lines that are not JSON objects (torn by a crash) are skipped."""
+    return list(iter_rows(path))
 
 
-def each_row(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of `read_rows` one at a time, because sample files may be larger than the memory."""
+def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `read_rows` one at a time, because sample files may be larger than the memory."""
     if path.exists():
         with path.open("rb") as lines:
             yield from parse_rows(lines)
 
 
 _decode = msgspec.json.Decoder().decode
-"""Three times as fast as the json module, which matters for runs of 100,000 steps."""
+"""Three times as fast as the json module, which matters for runs with 100,000 steps."""
 
 
 def parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON objects among the lines; others are skipped."""
+    """Yield the lines that are JSON objects; others are skipped."""
     for line in lines:
         try:
             row = _decode(line)
@@ -125,13 +129,13 @@ def parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def _line(row: Mapping[str, Any]) -> bytes:
     try:
-        return msgspec.json.encode(row)  # fifty times faster: a row of samples has thousands of tokens
+        return msgspec.json.encode(row)  # fifty times faster than json; a row of samples has thousands of tokens
     except (TypeError, ValueError):  # numpy scalars, lone surrogates
         return json.dumps(_plain(row), ensure_ascii=False).encode()
 
 
 def _ends_torn(path: Path) -> bool:
-    """Whether the last line lacks its end."""
+    """True if the last line has no line end."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -140,7 +144,7 @@ def _ends_torn(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: numpy scalars as numbers, non-finite floats as null, lone surrogates replaced."""
+    """Convert a value to JSON types: numpy scalars to numbers, non-finite floats to null, lone surrogates to "?"."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

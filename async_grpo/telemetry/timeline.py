@@ -1,11 +1,11 @@
-"""When each process did what, in a file that Perfetto opens (https://ui.perfetto.dev).
+"""Timeline of all processes, in a file that Perfetto opens (https://ui.perfetto.dev).
 
     role --Timeline--> timeline/<role>.jsonl --merge_timelines--> timeline.json
 
-The trace has one process per role and one thread per track. Spans of a track that overlap (groups generated side by
-side) go to further lanes of that track, because a trace viewer would otherwise show one as a part of the other.
+The trace has one process per role and one thread per track. Overlapping spans of a track (groups that are generated in
+parallel) are put on separate lanes, because a trace viewer would otherwise show one as nested in the other.
 
-`PhaseTimer` measures what a step spends its time on: named durations, and spans of the timeline on the leading rank.
+`PhaseTimer` measures the phases of a step: named durations, and on rank zero also spans of the timeline.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from async_grpo.utils.files import write_atomic
 
 Event = dict[str, Any]
 
-TRACK, CPU_TRACK, PROCESS_TRACK = "trainer", "cpu", "process"
+TRACK = "trainer"
+CPU_TRACK = "cpu"
+PROCESS_TRACK = "process"
 STARTED = "started"
-"""Instant on PROCESS_TRACK: a rollout server's process began. Between it and what the one before wrote last, the server
-was away (`idle.outages`)."""
+"""Instant on PROCESS_TRACK: start of a rollout server's process. The server was away between the last row of its
+previous process and this instant (`idle.outages`)."""
 ENGINE_NOTE = "engine"
-"""Instant on PROCESS_TRACK, with `note`: why a server's engine does not run as configured."""
-START, WAIT = "start", "wait"
-"""Spans of waiting for a batch: `start` for the first batch of a process, while engines load; `wait` for later ones."""
+"""Instant on PROCESS_TRACK, with `note`: reason why a server's engine does not run as configured."""
+START = "start"
+"""Span of waiting for the first batch of a process, while engines load."""
+WAIT = "wait"
+"""Span of waiting for a later batch."""
 _FIRST_ROLES = ("supervisor", "trainer", "publisher")
 
 
@@ -62,37 +66,39 @@ def merge_timelines(run_dir: Path) -> Path:
 
     Times are microseconds since the first event of the run. The file is replaced atomically.
     """
-    rows = [row for path in sorted((run_dir / "timeline").glob("*.jsonl")) for row in _usable(path)]
+    rows: list[Event] = []
+    for path in sorted((run_dir / "timeline").glob("*.jsonl")):
+        rows += _read_valid_rows(path)
     origin_s = min((row["start_s"] for row in rows), default=0.0)
     by_role: dict[str, list[Event]] = {}
     for row in rows:
         by_role.setdefault(row["role"], []).append(row)
     events: list[Event] = []
     for pid, role in enumerate(sorted(by_role, key=role_order), start=1):
-        events += [_metadata("process_name", pid, 0, name=role)]
-        events += [_metadata("process_sort_index", pid, 0, sort_index=pid)]
+        events.append(_metadata("process_name", pid, 0, name=role))
+        events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
         events += _role_events(pid, by_role[role], origin_s)
     return write_atomic(run_dir / "timeline.json", json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _usable(path: Path) -> Iterator[Event]:
-    """The rows that have everything that an event needs."""
+def _read_valid_rows(path: Path) -> Iterator[Event]:
+    """Yield the rows with all fields of an event."""
     for row in read_rows(path):
-        known = all(isinstance(row.get(key), str) for key in ("role", "track", "name"))
-        timed = isinstance(row.get("start_s"), (int, float))
-        ended = isinstance(row.get("end_s", 0.0), (int, float))
-        if known and timed and ended:
+        has_names = all(isinstance(row.get(key), str) for key in ("role", "track", "name"))
+        has_start = isinstance(row.get("start_s"), (int, float))
+        has_valid_end = isinstance(row.get("end_s", 0.0), (int, float))
+        if has_names and has_start and has_valid_end:
             yield row
 
 
 def role_order(role: str) -> tuple[int, str]:
-    """Sort key of roles: the trainer's side first, then by name."""
+    """Return the sort key of a role: supervisor, trainer and publisher first, then by name."""
     rank = _FIRST_ROLES.index(role) if role in _FIRST_ROLES else len(_FIRST_ROLES)
     return rank, role
 
 
 def _role_events(pid: int, rows: Iterable[Event], origin_s: float) -> list[Event]:
-    """The events of one role, its threads numbered by track (in order of appearance) and lane."""
+    """Return the events of one role. Threads are numbered by track (in order of appearance) and lane."""
     by_track: dict[str, list[Event]] = {}
     for row in rows:
         by_track.setdefault(row["track"], []).append(row)
@@ -110,7 +116,7 @@ def _role_events(pid: int, rows: Iterable[Event], origin_s: float) -> list[Event
 
 
 def _lanes(events: list[Event]) -> list[list[Event]]:
-    """Put the events on as few lanes as hold them without overlap; instants stay on the first."""
+    """Distribute the events over the fewest lanes without overlaps; instants stay on the first lane."""
     spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: int(event["ts"]))
     numbers = lane_numbers((event["ts"], event["ts"] + event["dur"]) for event in spans)
     lanes: list[list[Event]] = [[] for _ in range(max(numbers, default=0) + 1)]
@@ -122,7 +128,7 @@ def _lanes(events: list[Event]) -> list[list[Event]]:
 
 
 def lane_numbers(spans: Iterable[tuple[float, float]]) -> list[int]:
-    """The lowest free lane for each (start, end); spans must be sorted by start."""
+    """Return the lowest free lane for each (start, end). Spans must be sorted by start."""
     numbers: list[int] = []
     free: list[int] = []
     busy: list[tuple[float, int]] = []
@@ -136,7 +142,7 @@ def lane_numbers(spans: Iterable[tuple[float, float]]) -> list[int]:
 
 
 def _event(row: Event, origin_s: float) -> Event:
-    """One row as a complete ("X") or instant ("i") event, in whole microseconds."""
+    """Convert a row to a complete ("X") or instant ("i") event, in whole microseconds."""
     start_us = round((row["start_s"] - origin_s) * 1e6)
     event: Event = {"name": row["name"], "cat": row["track"], "ts": start_us, "args": row.get("args", {})}
     if "end_s" not in row:
@@ -145,12 +151,12 @@ def _event(row: Event, origin_s: float) -> Event:
     return {**event, "ph": "X", "dur": max(0, end_us - start_us)}
 
 
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
+def _metadata(key: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"name": key, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
 
 
 class PhaseTimer:
-    """Collects the durations of one step; `timeline` is None on ranks that write nothing."""
+    """Collects the durations of one step. `timeline` is None on ranks other than zero, which write nothing."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self._timeline = timeline
@@ -158,8 +164,9 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def span(self, name: str, **args: object) -> Iterator[None]:
-        """Time the block; blocks of the same name add up."""
-        start_s, started = time.time(), time.perf_counter()
+        """Measure the duration of the block. Blocks of the same name add up."""
+        start_s = time.time()
+        started = time.perf_counter()
         try:
             yield
         finally:
@@ -169,5 +176,5 @@ class PhaseTimer:
                 self._timeline.span(TRACK, name, start_s, start_s + elapsed_s, **args)
 
     def reset(self) -> None:
-        """Clear the durations: a new step begins."""
+        """Clear the durations, at the start of a step."""
         self.seconds.clear()

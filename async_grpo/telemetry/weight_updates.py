@@ -1,9 +1,10 @@
-"""The seconds of weight updates, from the timelines of the rollout servers.
+"""Duration of weight updates, from the timelines of the rollout servers.
 
     manifest --transfer_s--> everything received ... [ stop --load_s--> resume ]
                                                       <------ pause_s ------->
 
-A transfer stops nobody. The pause stops the engine, and loading is the part of it in which weights are copied.
+Generation continues during a transfer. The engine stops for the pause; loading is the part of the pause in which
+weights are copied.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Iterable
 from async_grpo.telemetry.rows import Facts, Row, numbers
 
 UPDATE_TRACK = "weights"
-"""Track of a server's timeline with one span for each update."""
+"""Track of a server's timeline with one span per update."""
 UPDATE_PARTS = ("transfer_s", "pause_s", "load_s")
 
 
 def update_seconds(rows: Iterable[Row]) -> Facts:
-    """Number of updates in these rows of timelines, and the median of each part; None if no row states it."""
+    """Return the number of updates in these timeline rows, and the median of each part; None for parts without
+    values."""
     updates = [row.get("args") or {} for row in rows if row.get("track") == UPDATE_TRACK]
     facts: Facts = {"updates": len(updates)}
     for part in UPDATE_PARTS:

@@ -194,14 +194,14 @@ def test_a_run_is_resumed_under_its_id_with_points_by_tag_its_configuration_and_
     trackers = opened.trackers()
     facts = {"loss": 0.25, "wait_s": 1.5, "lr": math.nan, "novel": 2, "reward_by_function": {"right": 0.5}}
     facts["released_groups"] = {"stale": 3}
-    trackers.step({"kind": "step", "step": 7, "time_s": 1.7e9, **facts})
+    trackers.log_step({"kind": "step", "step": 7, "time_s": 1.7e9, **facts})
     trackers.close()
     figures = EvalMetrics(prompts=4, completions=8, pass_at={"2": Estimate(0.75, 0.5, 1.0)})
     report = opened.config.run_dir / "report.md"
     report.write_text("# It learned\n")
     trackers = opened.trackers()
-    trackers.evaluation(Evaluation(version=8, prompts=4, samples=2, sampled_accuracy=0.5, figures=figures))
-    trackers.attach([report])
+    trackers.log_evaluation(Evaluation(version=8, prompts=4, samples=2, sampled_accuracy=0.5, figures=figures))
+    trackers.attach_files([report])
     trackers.close()
     written = opened.read(7)
     assert written.points == {
@@ -233,7 +233,7 @@ def test_a_tracker_that_fails_is_warned_about_once_and_the_others_go_on() -> Non
     with structlog.testing.capture_logs() as lines:
         trackers = Trackers({"failing": lambda: failing, "other": lambda: other})
         for step in (1, 2, 3):
-            trackers.step({"step": step, "loss": 0.5})
+            trackers.log_step({"step": step, "loss": 0.5})
         trackers.close()
     assert [(line["log_level"], line["tracker"]) for line in lines] == [("warning", "failing")]
     assert failing.written.points == {"train/loss": [(1, 0.5)]}
@@ -255,7 +255,7 @@ def test_a_tracker_that_cannot_be_opened_or_hangs_is_warned_about_and_ends_nothi
     with structlog.testing.capture_logs() as lines:
         trackers = Trackers({"closed": no_key, "hanging": Hanging}, close_timeout_s=0.1)
         for step in range(1, 1003):
-            trackers.step({"step": step, "loss": 0.5})
+            trackers.log_step({"step": step, "loss": 0.5})
             assert entered.wait(60)
         trackers.close()
     never.set()
@@ -271,7 +271,7 @@ def test_no_trackers_write_nothing_and_a_former_key_still_reads(tmp_path: Path) 
     config = validate(raw, "test")
     assert config.telemetry.trackers == []
     trackers = make_trackers(config)
-    trackers.step({"step": 1, "loss": 0.5})
+    trackers.log_step({"step": 1, "loss": 0.5})
     trackers.close()
     assert list(tmp_path.iterdir()) == []
     assert validate({**raw, "telemetry": {"tensorboard": True}}, "test").telemetry.trackers == ["tensorboard"]

@@ -199,7 +199,7 @@ class AttackedRun:
         return code
 
     def _look(self) -> None:
-        for row in self._rows.new_rows():
+        for row in self._rows.read_new_rows():
             if row.get("kind") == "step" and (row["step"] not in self._times or row["step"] == self.steps):
                 self._times[row["step"]] = self._moved_s = time.monotonic()
         if time.monotonic() < self._next_look_s:

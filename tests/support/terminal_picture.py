@@ -26,7 +26,7 @@ from async_grpo.app.report.live_state import LiveState, RoleState
 from async_grpo.app.report.live_view import LiveView
 from async_grpo.config import RunConfig, load
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import Row, last_of_each, rows_of_kind
+from async_grpo.telemetry.rows import Row, latest_rows, rows_of_kind
 from async_grpo.wire import decode
 from async_grpo.wire.board import ServerBeat
 from buffer import EmbeddedServer, connect_board, open_run
@@ -73,7 +73,7 @@ def logged_commands(file: Path) -> Iterator[list[bytes]]:
 
 async def states(run_dir: Path, config: RunConfig) -> AsyncIterator[LiveState]:
     """What the run's terminal showed at each heartbeat of its servers; `elapsed_s` is the time of the clock."""
-    rows = last_of_each(rows_of_kind(read_rows(run_dir / "metrics.jsonl"), "step"), "step")
+    rows = latest_rows(rows_of_kind(read_rows(run_dir / "metrics.jsonl"), "step"), "step")
     (log,) = (run_dir / "server" / "appendonlydir").glob("*.incr.aof")
     buffer = await open_run(config)
     board = await connect_board(config.redis, config.name)

@@ -136,7 +136,7 @@ class Monitor:
             self._unready_since.clear()
         self._check_ready(ready)
 
-        written = self._metrics.new_rows()
+        written = self._metrics.read_new_rows()
         rows = [row for row in written if row.get("kind") == "step"]
         for row in rows_of_kind(written, "warning"):
             if (number(row, "time_s") or 0.0) >= self._started_at_s:  # not those of an earlier invocation

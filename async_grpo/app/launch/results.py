@@ -36,9 +36,9 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState) -
     )
     trackers = make_trackers(plane.config)
     for evaluation in evaluations:
-        trackers.evaluation(evaluation)
+        trackers.log_evaluation(evaluation)
     await asyncio.to_thread(merge_timelines, folder.path)
-    trackers.attach([await asyncio.to_thread(write_report, folder.path, summary)])
+    trackers.attach_files([await asyncio.to_thread(write_report, folder.path, summary)])
     await asyncio.to_thread(trackers.close)
     return summary
 

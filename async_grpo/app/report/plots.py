@@ -43,7 +43,7 @@ from async_grpo.telemetry.charts import (
     UNTRAINED,
 )
 from async_grpo.telemetry.idle import rollout_idle_s
-from async_grpo.telemetry.rows import Facts, Row, last_of_each, number, numbers, seconds_by_part, tokens_per_s
+from async_grpo.telemetry.rows import Facts, Row, latest_rows, number, numbers, seconds_by_part, tokens_per_s
 from async_grpo.utils.text import smooth
 from async_grpo.wire import ReleaseReason
 
@@ -67,7 +67,7 @@ def write_plots(
 
     `rows` are those of the steps, `servers` those of each timeline/rollout-*.jsonl.
     """
-    steps = last_of_each(rows, "step")
+    steps = latest_rows(rows, "step")
     evaluated = [float(row["version"]) for row in summary.get("evaluations") or []]
     events = {"evaluation": evaluated, "trainer restarted": restarts(steps)} if steps else {}
     figures = {

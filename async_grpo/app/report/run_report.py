@@ -22,7 +22,7 @@ from async_grpo.evaluation.summary import (
     format_estimate,
 )
 from async_grpo.telemetry.charts import STEP_TIME
-from async_grpo.telemetry.jsonl import each_row, read_rows
+from async_grpo.telemetry.jsonl import iter_rows, read_rows
 from async_grpo.telemetry.rows import Facts, Row, rows_of_kind
 from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import fenced, figure
@@ -122,7 +122,7 @@ def _ends_of(run_dir: Path) -> tuple[list[Row], list[Row]]:
     """The first and the last groups by version. Only these are kept in memory: sample files may be larger than it."""
     first: list[tuple[int, int, Row]] = []
     last: list[tuple[int, int, Row]] = []
-    rows = (row for path in sorted((run_dir / "samples").glob("*.jsonl")) for row in each_row(path))
+    rows = (row for path in sorted((run_dir / "samples").glob("*.jsonl")) for row in iter_rows(path))
     for place, row in enumerate(row for row in rows if _completions(row)):
         first = sorted([*first, (_version(row), place, row)])
         if len(first) > _GROUPS:

@@ -23,13 +23,13 @@ from async_grpo.telemetry.rows import (
     REWARD_FAILURES_PREFIX,
     Facts,
     Row,
-    behind_head_start,
-    last_of_each,
+    latest_rows,
     mean,
     number,
     numbers,
     rate,
     seconds_by_part,
+    steady_steps,
     tokens_per_s,
 )
 from async_grpo.telemetry.timeline import ENGINE_NOTE, PROCESS_TRACK
@@ -59,7 +59,7 @@ def summarize(
     those before, `servers` the rows of each timeline/rollout-*.jsonl, and `given_up` the servers without which the run
     went on, with the reasons.
     """
-    steps = last_of_each(steps, "step")
+    steps = latest_rows(steps, "step")
     generated_tokens = counters.get(GENERATED_TOKENS, 0)
     return {
         **_settings(config),
@@ -71,10 +71,10 @@ def summarize(
         "wall_s": wall_s,
         "prepare_s": prepare_s,
         **_whole_run(steps, generated_tokens),
-        **_steady(behind_head_start(steps, config.max_staleness), servers, config.buffer.selector.kind),
+        **_steady(steady_steps(steps, config.max_staleness), servers, config.buffer.selector.kind),
         "weight_updates": update_seconds(row for rows in servers for row in rows),
         **_ages(steps),
-        **_logprob_gap([*steps, *last_of_each(probes, "version")]),
+        **_logprob_gap([*steps, *latest_rows(probes, "version")]),
         **_groups(stats),
         "restarts": _counters_of(counters, RESTARTS_PREFIX),
         "given_up": dict(given_up),

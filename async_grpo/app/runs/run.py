@@ -26,7 +26,7 @@ from async_grpo.app.report.summary import summarize
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import RESTARTS_PREFIX, Facts, Row, last_of_each, number, rows_of_kind
+from async_grpo.telemetry.rows import RESTARTS_PREFIX, Facts, Row, latest_rows, number, rows_of_kind
 from async_grpo.wire.board import Evaluation
 
 SUMMARY = "summary.json"
@@ -113,7 +113,7 @@ class Run:
 
     def steps(self) -> list[Row]:
         """One row for each optimizer step; of a step that was repeated after a restart, the last."""
-        return last_of_each(rows_of_kind(self.rows(), "step"), "step")
+        return latest_rows(rows_of_kind(self.rows(), "step"), "step")
 
     def warnings(self) -> list[Row]:
         """The warnings, oldest first."""
@@ -157,7 +157,7 @@ class Run:
         try:
             config = self.config
         except (ConfigError, OSError):
-            return {"name": self.name, "steps": len(last_of_each(steps, "step")), "wall_s": wall_s}
+            return {"name": self.name, "steps": len(latest_rows(steps, "step")), "wall_s": wall_s}
         servers = [read_rows(path) for path in self.files("timeline") if path.name.startswith("rollout-")]
         probes, counters = rows_of_kind(rows, "probe"), {**(counters or {}), **restarts}
         return summarize(

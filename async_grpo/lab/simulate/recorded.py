@@ -20,7 +20,7 @@ from async_grpo.app.runs.run import Run
 from async_grpo.config import RunConfig
 from async_grpo.errors import DataError
 from async_grpo.telemetry.idle import Span, merged, outages, overlap
-from async_grpo.telemetry.jsonl import each_row
+from async_grpo.telemetry.jsonl import iter_rows
 from async_grpo.telemetry.metrics import COMPUTE
 from async_grpo.telemetry.rows import Row, number
 from async_grpo.telemetry.timeline import CPU_TRACK
@@ -151,7 +151,7 @@ _Span = tuple[str, float, float, str, dict[str, Any]]
 
 def _spans(path: Path) -> list[_Span]:
     found = []
-    for row in each_row(path) if path.exists() else ():
+    for row in iter_rows(path) if path.exists() else ():
         begin, end, name = number(row, "start_s"), number(row, "end_s"), row.get("name")
         if begin is not None and end is not None and isinstance(name, str):
             found.append((name, begin, end, str(row.get("track")), row.get("args") or {}))
@@ -167,7 +167,7 @@ def _published(spans: Iterable[_Span]) -> dict[int, Span]:
 
 
 def _server(file: Path, sampled: dict[int, tuple[int, ...]]) -> RecordedServer:
-    server = RecordedServer(name=file.stem, outages=outages(each_row(file)))
+    server = RecordedServer(name=file.stem, outages=outages(iter_rows(file)))
     for name, begin, end, track, args in _spans(file):
         kind, _, about = name.partition(" ")
         if track == "generation" and about.isdigit():
@@ -192,7 +192,7 @@ def _sampled_lengths(folder: Path) -> dict[int, tuple[int, ...]]:
     """Sequence -> completion tokens, of the groups that were written as samples."""
     found: dict[int, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.jsonl")):
-        for row in each_row(file):
+        for row in iter_rows(file):
             completions = row.get("completions")
             if isinstance(row.get("seq"), int) and isinstance(completions, list):
                 found[row["seq"]] = tuple(one["spans"][-1][2] for one in completions if one.get("spans"))

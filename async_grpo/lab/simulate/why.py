@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from async_grpo.lab.simulate.recorded import RecordedGroup, RecordedRun, RecordedServer, slowness, span_of
-from async_grpo.telemetry.bottleneck import Cause, main_cause
+from async_grpo.telemetry.bottleneck import Cause, find_main_cause
 from async_grpo.telemetry.idle import Span, length, merged, overlap
 from async_grpo.telemetry.metrics import COMPUTE
 from async_grpo.telemetry.rows import Facts, number, numbers
@@ -107,12 +107,12 @@ class Explanation:
     @property
     def cause(self) -> Cause:
         """The bottleneck."""
-        return main_cause(self.trainer, self.waits, self.seconds)[0]
+        return find_main_cause(self.trainer, self.waits, self.seconds)[0]
 
     @property
     def share(self) -> float:
         """The bottleneck's share of the time."""
-        return main_cause(self.trainer, self.waits, self.seconds)[1]
+        return find_main_cause(self.trainer, self.waits, self.seconds)[1]
 
     def shares(self) -> list[tuple[str, float, float]]:
         """Every part of the time with its seconds and its share, the largest first; waits are named as such."""

@@ -22,13 +22,13 @@ from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import (
     Facts,
     Row,
-    behind_head_start,
-    last_of_each,
+    latest_rows,
     mean,
     number,
     numbers,
     rate,
     rows_of_kind,
+    steady_steps,
     tokens_per_s,
 )
 
@@ -77,7 +77,7 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     steps_s: float | None = None
     """Seconds of the trainer's steps, their waits included."""
     tokens_per_s: float | None = None
-    """Trained tokens per second of the steps after the head start (see `behind_head_start`). samples_per_s and both
+    """Trained tokens per second of the steps after the head start (see `steady_steps`). samples_per_s and both
     idle shares are of the same steps."""
     samples_per_s: float | None = None
     generated_tokens: int | None = None
@@ -110,7 +110,7 @@ def least_steps(point: PointMetrics) -> int:
 def read_metrics(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> PointMetrics:
     """The figures of a point's run as its folder is now. `error` is that of the last attempt."""
     folder = RunFolder(point.config.run_dir)
-    rows = last_of_each(rows_of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
+    rows = latest_rows(rows_of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
     servers = [read_rows(path) for path in sorted((folder.path / "timeline").glob("rollout-*.jsonl"))]
     summary = folder.path / "summary.json"
     finished = point.is_finished
@@ -162,7 +162,7 @@ def from_rows(
 ) -> Facts:
     """The fields of PointMetrics that follow from the step rows, one for each step, in order, and the timelines of the
     rollout servers."""
-    steady = behind_head_start(rows, max_staleness)
+    steady = steady_steps(rows, max_staleness)
     rewards = numbers(rows, "reward_mean")
     return {
         "reward_mean": mean(rewards),

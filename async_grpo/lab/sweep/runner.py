@@ -150,7 +150,7 @@ class _Run:
         return int(number(self.row, "step") or 0)
 
     def look(self) -> None:
-        for row in self.follower.new_rows():
+        for row in self.follower.read_new_rows():
             if row.get("kind") == "step":
                 self.row = row
 

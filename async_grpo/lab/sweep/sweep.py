@@ -37,7 +37,7 @@ from async_grpo.lab.sweep.progress import SweepView
 from async_grpo.lab.sweep.report import SweepComparison, caveats_of, write_report
 from async_grpo.lab.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, pool_for
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import last_of_each, rows_of_kind
+from async_grpo.telemetry.rows import latest_rows, rows_of_kind
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -146,5 +146,5 @@ def _future(point: Point, asked: bool) -> str:
         return "finished, is kept"
     if not asked:
         return "not in this grid, stays as it is"
-    rows = last_of_each(rows_of_kind(read_rows(point.config.run_dir / "metrics.jsonl"), "step"), "step")
+    rows = latest_rows(rows_of_kind(read_rows(point.config.run_dir / "metrics.jsonl"), "step"), "step")
     return f"is resumed after step {rows[-1]['step']}" if rows else "is run"

@@ -26,7 +26,7 @@ from async_grpo.lab.view.followed import FollowedFiles
 from async_grpo.telemetry.charts import METRIC_CHARTS, ROLLOUT_IDLE, TOKENS_BY_AGE, TRAINER_IDLE, Chart
 from async_grpo.telemetry.idle import GENERATING, idle_s
 from async_grpo.telemetry.jsonl import parse_rows
-from async_grpo.telemetry.rows import head_start_steps, rate
+from async_grpo.telemetry.rows import count_warmup_steps, rate
 
 READ_S = 0.25
 """Seconds that a request may spend on reading new rows. The page asks again until everything has been read."""
@@ -129,7 +129,7 @@ class StepColumns:
         window = max_staleness if isinstance(max_staleness, int) else 0
         with self.lock:
             trained, spent_s = self.column("trained_tokens"), self.column("step_s")
-        first = head_start_steps(len(trained), window)
+        first = count_warmup_steps(len(trained), window)
         if np.isnan(trained[first:]).all():
             return None
         return rate(float(np.nansum(trained[first:])), float(np.nansum(spent_s[first:])))

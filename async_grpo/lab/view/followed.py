@@ -45,7 +45,7 @@ class FollowedFiles:
             self._followers.setdefault(path, RowFollower(path))
         for path, follower in self._followers.items():
             offset = follower.read_bytes
-            while lines := follower.new_lines(SLICE_BYTES):
+            while lines := follower.read_new_lines(SLICE_BYTES):
                 take(path, offset, lines)
                 offset = follower.read_bytes
                 if time.monotonic() > until:

@@ -1,9 +1,9 @@
-"""Trackers: where the scalars of a run go, one module each.
+"""Trackers: destinations for the scalars of a run, one module each.
 
-    row of a step, evaluation, report --> Trackers --thread of each--> TensorBoard, wandb, mlflow, swanlab, trackio
+    row of a step, evaluation, report --> Trackers --one thread each--> TensorBoard, wandb, mlflow, swanlab, trackio
 
-A tracker works on a thread of its own. One that fails or does not keep up is warned about and left out from then on; it
-never ends a run, and never holds up a step.
+Each tracker has its own thread. A tracker that fails or is too slow is disabled with a warning; it never ends a run
+and never delays a step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from async_grpo.utils.files import write_atomic
 from async_grpo.wire.board import Evaluation
 
 TAGS = {metric.key: metric.tag for metric in METRICS if metric.tag}
-"""Key of a step's row -> tag. Numeric keys without a tag are written as `other/<key>`, the entries of a family of
-`telemetry.charts` as `<key>/<name>`."""
+"""Key of a step's row -> tag. Numeric keys without a tag are logged as `other/<key>`, entries of a chart family
+(`telemetry.charts.FAMILIES`) as `<key>/<name>`."""
 
 MODULES = {
     "tensorboard": "TensorBoardTracker",
@@ -42,43 +42,43 @@ MODULES = {
     "swanlab": "SwanlabTracker",
     "trackio": "TrackioTracker",
 }
-"""Name of a tracker, of its package and of its module here -> class."""
+"""Name of a tracker, which is also that of its package and of its module here -> class."""
 
 _COORDINATES = ("step", "time_s")
-_MOST_WAITING = 1000
-"""Calls that may wait for a slow tracker before it is left out."""
+_MAX_QUEUED_CALLS = 1000
+"""Maximum number of queued calls for a slow tracker; beyond that it is disabled."""
 _CLOSE_TIMEOUT_S = 60.0
-"""How long `Trackers.close` waits for a tracker to upload what is left."""
+"""Maximum seconds that `Trackers.close` waits for a tracker to upload its remaining data."""
 
 log = structlog.get_logger()
 
 
 class Tracker(Protocol):
-    """One place where scalars go. It is used by one thread."""
+    """Destination for scalars. All calls come from one thread."""
 
     def log(self, step: int, scalars: Mapping[str, float], at_s: float) -> None:
-        """Record the value of each tag, all finite, at `step`, at Unix time `at_s`. May raise anything."""
+        """Log tag -> finite value for `step` at Unix time `at_s`. May raise any exception."""
         ...
 
     def attach(self, file: Path) -> None:
-        """Keep a text file with the run, under its name. May raise anything."""
+        """Store a text file with the run, under its name. May raise any exception."""
         ...
 
     def close(self) -> None:
-        """Write what is still buffered. Safe to call twice."""
+        """Write buffered data. Idempotent."""
         ...
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is opened for."""
+    """Run for which a tracker is opened."""
 
     config: RunConfig
     id: str
-    """Names the run in every tracker. A resumed run has the same, one made anew with --fresh another."""
+    """Id of the run in every tracker. A resumed run keeps it; --fresh creates another."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration as plain values; it never contains secrets."""
+        """Configuration as plain values; it never contains secrets."""
         return self.config.model_dump(mode="json")
 
 
@@ -87,13 +87,13 @@ def check_trackers(config: RunConfig) -> None:
     for name in config.telemetry.trackers:
         if importlib.util.find_spec(name) is None:
             raise DependencyError(
-                f"telemetry.trackers names {name}, but its package is not installed. "
-                f"Run: pip install {name}, or leave it out of telemetry.trackers"
+                f"telemetry.trackers contains {name}, but its package is not installed. "
+                f"Run: pip install {name}, or remove it from telemetry.trackers"
             )
 
 
 def make_trackers(config: RunConfig) -> Trackers:
-    """Open the trackers of `telemetry.trackers`. Raises DependencyError where a package is missing."""
+    """Open the trackers of `telemetry.trackers`. Raises DependencyError if a package is missing."""
     check_trackers(config)
     return Trackers({name: partial(_open, name, config) for name in config.telemetry.trackers})
 
@@ -104,7 +104,7 @@ def _open(name: str, config: RunConfig) -> Tracker:
 
 
 def _run_id(config: RunConfig) -> str:
-    """The id in the run's folder; made if there is none."""
+    """Return the tracker id in the run's folder, creating it on first use."""
     file = config.run_dir / "tracker_id"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -116,23 +116,23 @@ class Trackers:
     """All trackers of a run. No call raises, and only `close` waits."""
 
     def __init__(self, openers: Mapping[str, Callable[[], Tracker]], close_timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """`openers` open a tracker by name, each on the thread of the tracker."""
+        """`openers`: name -> function that opens the tracker. It is called in the tracker's own thread."""
         self._threads = [_TrackerThread(name, opener) for name, opener in openers.items()]
         self._close_timeout_s = close_timeout_s
 
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Log the scalars of a step's row (`metrics.METRICS`) at its step."""
-        scalars = {
-            TAGS.get(key, f"other/{key}"): float(value)
-            for key, value in row.items()
-            if key not in _COORDINATES and isinstance(value, (bool, int, float))
-        }
+    def log_step(self, row: Mapping[str, Any]) -> None:
+        """Log the scalars of a step's row (`metrics.METRICS`)."""
+        scalars = {}
+        for key, value in row.items():
+            if key not in _COORDINATES and isinstance(value, (bool, int, float)):
+                scalars[TAGS.get(key, f"other/{key}")] = float(value)
         for chart in FAMILIES:
-            scalars |= {f"{chart.family}/{name}": value for name, value in row.get(chart.family, {}).items()}
+            for name, value in row.get(chart.family, {}).items():
+                scalars[f"{chart.family}/{name}"] = value
         self._log(int(row["step"]), scalars, float(row.get("time_s", time.time())))
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Log held-out accuracy and every other estimate, with the ends of its interval, at its policy version."""
+    def log_evaluation(self, evaluation: Evaluation) -> None:
+        """Log held-out accuracy and all other estimates, with their intervals, at the evaluated policy version."""
         scores = {f"eval/{series.key}": getattr(evaluation, series.key) for series in HELD_OUT.series}
         scalars = {tag: score for tag, score in scores.items() if score is not None}
         for name, estimate in (
@@ -142,15 +142,15 @@ class Trackers:
             scalars[f"eval_high/{name}"] = estimate.high
         self._log(evaluation.version, scalars, time.time())
 
-    def attach(self, files: Sequence[Path]) -> None:
-        """Keep text files with the run."""
+    def attach_files(self, files: Sequence[Path]) -> None:
+        """Store text files with the run."""
         for file in files:
             self._call(methodcaller("attach", file))
 
     def close(self) -> None:
-        """Close all of them; give up one that takes too long."""
+        """Close all trackers. One that does not finish in time is abandoned with a warning."""
         for thread in self._threads:
-            thread.end()
+            thread.request_close()
         for thread in self._threads:
             thread.join(self._close_timeout_s)
             if thread.is_alive():
@@ -162,49 +162,54 @@ class Trackers:
 
     def _call(self, call: Callable[[Tracker], None]) -> None:
         for thread in self._threads:
-            thread.call(call)
+            thread.submit_call(call)
 
 
 class _TrackerThread(threading.Thread):
-    """Opens a tracker, makes its calls in order and closes it. A daemon: a tracker that hangs holds up no exit."""
+    """Opens a tracker, executes its calls in order and closes it. A daemon thread, so that a hanging tracker cannot
+    block the exit of the process."""
 
     def __init__(self, name: str, opener: Callable[[], Tracker]) -> None:
         super().__init__(name=name, daemon=True)
         self._opener = opener
         self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue()
-        self._left_out = False
+        self._is_disabled = False
         self.start()
 
-    def call(self, call: Callable[[Tracker], None]) -> None:
-        """Have `call` made with the tracker, unless it is left out."""
-        if not self._left_out and self._calls.qsize() >= _MOST_WAITING:
-            self._leave_out("it does not keep up")
-        if not self._left_out:
+    def submit_call(self, call: Callable[[Tracker], None]) -> None:
+        """Queue a call with the tracker, unless the tracker is disabled."""
+        if not self._is_disabled and self._calls.qsize() >= _MAX_QUEUED_CALLS:
+            self._disable("it does not keep up")
+        if not self._is_disabled:
             self._calls.put(call)
 
-    def end(self) -> None:
-        """Have the tracker closed after the calls that wait."""
+    def request_close(self) -> None:
+        """Close the tracker after the queued calls."""
         self._calls.put(None)
 
     def run(self) -> None:
-        """Work until `end`."""
+        """Execute calls until `request_close`."""
         try:
             tracker = self._opener()
-        except Exception as error:
-            self._leave_out(str(error))
+        except Exception as error:  # third-party packages may raise anything
+            self._disable(str(error))
             return
-        while call := self._calls.get():
-            if not self._left_out:
-                self._unless_it_fails(partial(call, tracker))
-        self._unless_it_fails(tracker.close)
+        while True:
+            call = self._calls.get()
+            if call is None:
+                break
+            if not self._is_disabled:
+                self._try(partial(call, tracker))
+        self._try(tracker.close)
 
-    def _unless_it_fails(self, call: Callable[[], None]) -> None:
+    def _try(self, call: Callable[[], None]) -> None:
+        """Execute the call; disable the tracker if it fails."""
         try:
             call()
-        except Exception as error:  # third-party packages: a missing curve is no reason to stop training
-            self._leave_out(str(error))
+        except Exception as error:  # third-party packages may raise anything, and a curve is not worth the training
+            self._disable(str(error))
 
-    def _leave_out(self, why: str) -> None:
-        if not self._left_out:
-            self._left_out = True
-            log.warning("a tracker failed and is left out", tracker=self.name, error=why)
+    def _disable(self, reason: str) -> None:
+        if not self._is_disabled:
+            self._is_disabled = True
+            log.warning("a tracker failed and is left out", tracker=self.name, error=reason)

@@ -1,6 +1,6 @@
-"""Scalars in MLflow: on the server of MLFLOW_TRACKING_URI, else in runs_dir/mlflow.db.
+"""MLflow tracker: logs to the server of MLFLOW_TRACKING_URI, or to runs_dir/mlflow.db.
 
-`mlflow ui --backend-store-uri sqlite:///runs/mlflow.db` shows the latter.
+`mlflow ui --backend-store-uri sqlite:///runs/mlflow.db` shows the local file.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from async_grpo.telemetry.trackers import TrackedRun
 
 _ID_TAG = "async_grpo.id"
-_LONGEST_VALUE = 6000
-"""Characters of a parameter that MLflow keeps (`MAX_PARAM_VAL_LENGTH`)."""
-_MOST_PARAMETERS = 100
-"""Parameters that one request may have."""
+_MAX_VALUE_LENGTH = 6000
+"""Maximum characters of a parameter value in MLflow (`MAX_PARAM_VAL_LENGTH`)."""
+_MAX_PARAMETERS = 100
+"""Maximum parameters per request."""
 
 
 class MlflowTracker:
@@ -26,18 +26,23 @@ class MlflowTracker:
         from mlflow import MlflowClient
 
         runs_dir = run.config.run_dir.parent.resolve()
-        own = "MLFLOW_TRACKING_URI" not in os.environ
-        self._client = MlflowClient(f"sqlite:///{runs_dir}/mlflow.db" if own else None)
+        is_local = "MLFLOW_TRACKING_URI" not in os.environ
+        self._client = MlflowClient(f"sqlite:///{runs_dir}/mlflow.db" if is_local else None)
+
         project = run.config.telemetry.project
         experiment = self._client.get_experiment_by_name(project)
-        folder = (runs_dir / "mlflow-artifacts").as_uri() if own else None
-        number = experiment.experiment_id if experiment else self._client.create_experiment(project, folder)
-        found = self._client.search_runs([number], f"tags.`{_ID_TAG}` = '{run.id}'")
-        self._id = found[0].info.run_id if found else self._create(number, run)
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            artifacts = (runs_dir / "mlflow-artifacts").as_uri() if is_local else None
+            experiment_id = self._client.create_experiment(project, artifacts)
+
+        earlier = self._client.search_runs([experiment_id], f"tags.`{_ID_TAG}` = '{run.id}'")
+        self._id = earlier[0].info.run_id if earlier else self._create_run(experiment_id, run)
         self._client.set_terminated(self._id, "RUNNING")
 
     def log(self, step: int, scalars: Mapping[str, float], at_s: float) -> None:
-        """Log tag -> value at `step`. MLflow allows no `@` in names: pass@8 is pass_at_8 there."""
+        """Log tag -> value at `step`. MLflow does not allow `@` in names, so pass@8 becomes pass_at_8."""
         from mlflow.entities import Metric
 
         at_ms = int(at_s * 1000)
@@ -52,21 +57,25 @@ class MlflowTracker:
         """Mark the run as finished."""
         self._client.set_terminated(self._id)
 
-    def _create(self, experiment: str, run: TrackedRun) -> str:
-        """Start a run with the configuration as its parameters, which MLflow never changes; returns MLflow's id."""
+    def _create_run(self, experiment: str, run: TrackedRun) -> str:
+        """Create a run with the configuration as its parameters, and return MLflow's id.
+
+        A resumed run does not log them again: MLflow refuses to change a parameter.
+        """
         from mlflow.entities import Param
 
-        made: str = self._client.create_run(experiment, tags={_ID_TAG: run.id}, run_name=run.config.name).info.run_id
-        parameters = [Param(key, value[:_LONGEST_VALUE]) for key, value in _flattened(run.settings)]
-        for start in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(made, params=parameters[start : start + _MOST_PARAMETERS])
-        return made
+        created = self._client.create_run(experiment, tags={_ID_TAG: run.id}, run_name=run.config.name)
+        run_id: str = created.info.run_id
+        parameters = [Param(key, value[:_MAX_VALUE_LENGTH]) for key, value in _flatten(run.settings)]
+        for start in range(0, len(parameters), _MAX_PARAMETERS):
+            self._client.log_batch(run_id, params=parameters[start : start + _MAX_PARAMETERS])
+        return run_id
 
 
-def _flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """`trainer.lr`-like keys with their values as text."""
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted keys, such as `trainer.lr`, with their values as text."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _flattened(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)

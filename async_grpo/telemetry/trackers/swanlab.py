@@ -1,7 +1,5 @@
-"""Scalars in SwanLab.
-
-Its own variables decide where they go: SWANLAB_API_KEY, or SWANLAB_MODE=offline and `swanlab sync` later.
-"""
+"""SwanLab tracker. SwanLab's environment variables choose the destination: SWANLAB_API_KEY, or SWANLAB_MODE=offline
+and `swanlab sync` later."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class SwanlabTracker:
         )
 
     def log(self, step: int, scalars: Mapping[str, float], at_s: float) -> None:
-        """Log tag -> value at `step`; SwanLab notes the time itself."""
+        """Log tag -> value at `step`; SwanLab records the time itself."""
         self._last = step
         self._run.log(dict(scalars), step=step)
 
@@ -42,5 +40,5 @@ class SwanlabTracker:
         self._run.log({file.name: Text(file.read_text(encoding="utf-8"))}, step=self._last)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         self._run.finish()

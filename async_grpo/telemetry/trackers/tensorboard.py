@@ -1,4 +1,4 @@
-"""Scalars as TensorBoard event files, written without torch or tensorflow."""
+"""TensorBoard tracker: writes event files without torch or tensorflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from async_grpo.telemetry.trackers import TrackedRun
 
 
 class TensorBoardTracker:
-    """Event files under run_dir/tensorboard; files that are attached are under its tab `text`."""
+    """Event files in run_dir/tensorboard. Attached files appear in TensorBoard's tab `text`."""
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -21,7 +21,7 @@ class TensorBoardTracker:
         self._write_text("config", f"```yaml\n{dump(run.config)}\n```")
 
     def log(self, step: int, scalars: Mapping[str, float], at_s: float) -> None:
-        """Write tag -> value at `step`. On disk when this returns."""
+        """Write tag -> value at `step`, and flush."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -30,7 +30,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def attach(self, file: Path) -> None:
-        """Write the text of `file` as a summary named like it."""
+        """Write the text of `file` as a summary with its name."""
         self._write_text(file.name, file.read_text(encoding="utf-8"))
 
     def close(self) -> None:

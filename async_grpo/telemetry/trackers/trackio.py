@@ -1,5 +1,5 @@
-"""Scalars in Trackio: in its folder on this machine (TRACKIO_DIR), or on the server of TRACKIO_SERVER_URL or
-TRACKIO_SPACE_ID. `trackio show --project async-grpo` shows the former."""
+"""Trackio tracker: logs to its local folder (TRACKIO_DIR), or to the server of TRACKIO_SERVER_URL or
+TRACKIO_SPACE_ID. `trackio show --project async-grpo` shows the local folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrackioTracker:
         )
 
     def log(self, step: int, scalars: Mapping[str, float], at_s: float) -> None:
-        """Log tag -> value at `step`; Trackio notes the time itself."""
+        """Log tag -> value at `step`; Trackio records the time itself."""
         self._last = step
         self._run.log(dict(scalars), step=step)
 
@@ -38,5 +38,5 @@ class TrackioTracker:
         self._run.log({file.name: Markdown(file.read_text(encoding="utf-8"))}, step=self._last)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining data."""
         self._run.finish()

@@ -1,7 +1,5 @@
-"""Scalars in Weights & Biases.
-
-Its own variables decide where they go: WANDB_API_KEY and WANDB_BASE_URL, or WANDB_MODE=offline and `wandb sync` later.
-"""
+"""Weights & Biases tracker. Its environment variables choose the destination: WANDB_API_KEY and WANDB_BASE_URL, or
+WANDB_MODE=offline and `wandb sync` later."""
 
 from __future__ import annotations
 
@@ -32,7 +30,8 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, scalars: Mapping[str, float], at_s: float) -> None:
-        """Log tag -> value over `step`: a value of its own, since wandb's counter must not go back on a resume."""
+        """Log tag -> value. `step` is logged as a separate value, because wandb's own step must not decrease, as ours
+        does when a resumed run repeats steps."""
         self._run.log({**scalars, "step": step, "_timestamp": at_s})
 
     def attach(self, file: Path) -> None:
@@ -40,11 +39,14 @@ class WandbTracker:
         self._run.save(str(file), base_path=str(file.parent), policy="now")
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         self._run.finish()
 
 
 def _wait_for_a_new_second(folder: Path) -> None:
-    """Wait until no earlier invocation began in this second: wandb names its folders by it, and would replace one."""
+    """Wait until the folder of an earlier invocation does not have the current second in its name.
+
+    wandb names folders by the second, so it would overwrite the folder of an invocation that started in the same one.
+    """
     while any(folder.glob(f"*{datetime.now():%Y%m%d_%H%M%S}*")):
         time.sleep(0.05)

@@ -21,7 +21,7 @@ from async_grpo.errors import EngineError
 from async_grpo.lab.bench.pipeline.workload import FixedWork, StepPlan
 from async_grpo.telemetry.idle import Span, length, merged, overlap
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, rows_of_kind
+from async_grpo.telemetry.rows import Row, latest_rows, number, numbers, rows_of_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Observed:
 
 def read_record(run_dir: Path) -> RunRecord:
     """The record of the run in this folder."""
-    steps = last_of_each(rows_of_kind(read_rows(run_dir / "metrics.jsonl"), "step"), "step")
+    steps = latest_rows(rows_of_kind(read_rows(run_dir / "metrics.jsonl"), "step"), "step")
     timelines = sorted((run_dir / "timeline").glob("rollout-*.jsonl"))
     return RunRecord(steps, [_server(read_rows(path)) for path in timelines])
 

@@ -23,7 +23,7 @@ import numpy as np
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.lab.bench.pipeline.fixed_lengths import answer_for
 from async_grpo.lab.bench.rollout.workload import LogNormal
-from async_grpo.telemetry.jsonl import each_row
+from async_grpo.telemetry.jsonl import iter_rows
 from rollout_server.engines.base import sample_seed
 
 Kind = Literal["constant", "lognormal", "recorded"]
@@ -71,7 +71,7 @@ def read_lengths(path: Path) -> list[int]:
     completions' spans count. Raises DataError if there is none.
     """
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    found = [length for file in files for row in each_row(file) for length in _lengths_of(row) if length > 0]
+    found = [length for file in files for row in iter_rows(file) for length in _lengths_of(row) if length > 0]
     if not found:
         raise DataError(
             f"{path} holds no lengths of completions. Give JSON lines with a field {_KEYS[0]!r}, such as "

@@ -12,7 +12,7 @@ from async_grpo.telemetry.bottleneck import (
     Cause,
     describe_bottleneck,
     find_bottleneck,
-    main_cause,
+    find_main_cause,
 )
 
 
@@ -74,4 +74,4 @@ def test_evaluations_that_kept_servers_busy_are_named() -> None:
 def test_computing_is_the_cause_only_where_the_trainer_does_not_wait(
     trainer: dict[Cause, float], waits: dict[Cause, float], cause: Cause, share: float
 ) -> None:
-    assert main_cause(trainer, waits, 100.0) == (cause, pytest.approx(share))
+    assert find_main_cause(trainer, waits, 100.0) == (cause, pytest.approx(share))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.telemetry.contention import ContentionWatch, longest_wait, own_tree, thread_times
+from async_grpo.telemetry.contention import ContentionWatch, longest_wait, own_process_tree, read_thread_times
 
 NEEDS_SCHEDSTAT = pytest.mark.skipif(
     not Path("/proc/self/schedstat").exists(), reason="this kernel keeps no times of its run queues"
@@ -39,11 +39,11 @@ def test_two_processes_on_one_core_wait_for_it_and_an_idle_one_does_not() -> Non
         for process in (*both, idle):
             assert process.stdout is not None and process.stdout.readline()
         busy, quiet = ContentionWatch(lambda: [both[0].pid]), ContentionWatch(lambda: [idle.pid])
-        while sum(sum(times) for times in thread_times([both[0].pid]).values()) < 0.4:
+        while sum(sum(times) for times in read_thread_times([both[0].pid]).values()) < 0.4:
             pass  # so that all three have been on the run queue for some time slices
-        assert busy.look().share > 0.2
-        assert quiet.look().share < 0.1
-        assert idle.pid in own_tree()
+        assert busy.measure().share > 0.2
+        assert quiet.measure().share < 0.1
+        assert idle.pid in own_process_tree()
     finally:
         for process in (*both, idle):
             process.kill()
@@ -53,4 +53,4 @@ def test_two_processes_on_one_core_wait_for_it_and_an_idle_one_does_not() -> Non
 def test_a_process_that_is_gone_says_nothing() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    assert thread_times([ended.pid]) == {}
+    assert read_thread_times([ended.pid]) == {}

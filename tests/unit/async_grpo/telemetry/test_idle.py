@@ -14,7 +14,7 @@ from async_grpo.telemetry.idle import (
     trainer_idle_share,
     undisturbed_steps,
 )
-from async_grpo.telemetry.rows import Row, behind_head_start, tokens_per_s
+from async_grpo.telemetry.rows import Row, steady_steps, tokens_per_s
 
 STEPS: list[Row] = [  # the trainer was away from 20 to 1000
     {"step": 1, "time_s": 20.0, "step_s": 10.0, "wait_s": 2.0, "trained_tokens": 300},
@@ -39,9 +39,9 @@ def test_tokens_per_second_are_all_tokens_over_all_time_and_not_a_mean_of_rates(
 
 def test_the_first_window_or_half_of_a_short_run_is_its_head_start() -> None:
     rows: list[Row] = [{"step": step} for step in range(1, 11)]
-    assert behind_head_start(rows, max_staleness=2) == rows[3:]
-    assert behind_head_start(rows[:4], max_staleness=8) == rows[2:4]
-    assert behind_head_start([], max_staleness=0) == []
+    assert steady_steps(rows, max_staleness=2) == rows[3:]
+    assert steady_steps(rows[:4], max_staleness=8) == rows[2:4]
+    assert steady_steps([], max_staleness=0) == []
 
 
 def test_a_server_is_idle_when_it_generates_nothing_while_the_trainer_is_at_work() -> None:

@@ -39,13 +39,13 @@ def test_a_torn_last_line_harms_only_itself(torn: bytes, tmp_path: Path) -> None
 def test_a_follower_gives_every_whole_row_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     follower = RowFollower(path)
-    assert follower.new_rows() == []
+    assert follower.read_new_rows() == []
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
-    assert follower.new_rows() == [{"step": 1}]
-    assert follower.new_rows() == []
+    assert follower.read_new_rows() == [{"step": 1}]
+    assert follower.read_new_rows() == []
     with path.open("ab") as file:
         file.write(b'ss": 0}\n{"step": 3}\n')
-    assert follower.new_rows() == [{"step": 2, "loss": 0}, {"step": 3}]
+    assert follower.read_new_rows() == [{"step": 2, "loss": 0}, {"step": 3}]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf")])

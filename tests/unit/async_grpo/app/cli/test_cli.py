@@ -180,7 +180,7 @@ def test_a_run_folder_that_was_renamed_is_refused(run_folder: Path) -> None:
     renamed = run_folder.rename(run_folder.parent / "better")
     result = type_in("run", str(renamed), "--dry-run")
     assert result.exit_code == 1
-    assert "Call the folder quickstart-seed.7 again" in " ".join(result.output.split())
+    assert "Rename the folder to quickstart-seed.7" in " ".join(result.output.split())
 
 
 def test_a_run_is_not_resumed_to_fewer_steps_than_it_has(run_folder: Path) -> None:
