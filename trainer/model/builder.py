@@ -43,7 +43,7 @@ class TrainedPositionsModel(GPTModel):
     """A GPTModel that returns, on the last pipeline stage, logits [1, M, V] of the M `packed_seq_params.trained`
     positions.
 
-    With a `rotation`, cosines and sines are computed once for each micro-batch and applied by attention. Megatron's own
+    With a `rotation`, cosines and sines are computed once per micro-batch and applied by attention. Megatron's own
     code for packed sequences computes them in every layer, and reads the lengths from the device to do so.
     """
 
@@ -62,12 +62,12 @@ class TrainedPositionsModel(GPTModel):
     ) -> Any:
         """input_ids, position_ids: [1, T]"""
         if self.rotation is not None:
-            found = self.rotation.of(position_ids[0], self.rotary_pos_emb.inv_freq, self.config.params_dtype)
-            packed_seq_params = replace(packed_seq_params, rotation=found)
+            rotation = self.rotation.of(position_ids[0], self.rotary_pos_emb.inv_freq, self.config.params_dtype)
+            packed_seq_params = replace(packed_seq_params, rotation=rotation)
         return super().forward(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any) -> Any:
-        """hidden_states [T, 1, H]; with sequence parallelism T is cut over the ranks, and joined here."""
+        """hidden_states: [T, 1, H]. With sequence parallelism T is split over the ranks, and gathered here."""
         if self.post_process:
             if self.config.sequence_parallel:
                 hidden_states = gather_from_sequence_parallel_region(hidden_states)
@@ -78,8 +78,7 @@ class TrainedPositionsModel(GPTModel):
 def transformer_config(
     hf: PretrainedConfig, dtype: torch.dtype, layout: TrainerConfig, fused: Mapping[str, Any]
 ) -> TransformerConfig:
-    """The Megatron configuration of this model; `layout` is how the ranks are laid out now, `fused` are the platform's
-    options."""
+    """Return Megatron's configuration of this model for the parallel `layout` and the platform's `fused` options."""
     shape = shape_of(hf)
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -107,7 +106,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         # The token weights of a batch are set before the step, so gradients are summed as they are.
         calculate_per_token_loss=True,
-        # Micro-batches differ in length; Megatron then insists on this dispatcher, for dense models too.
+        # Micro-batches differ in length; Megatron then requires this dispatcher, for dense models too.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         **_parallel_options(layout),
@@ -118,7 +117,7 @@ def transformer_config(
 
 
 def _parallel_options(layout: TrainerConfig) -> dict[str, Any]:
-    """Numbers of ranks over which the model is cut; an expert is never cut."""
+    """Parallel sizes of the model. A single expert is never split."""
     return {
         "tensor_model_parallel_size": layout.tensor_parallel,
         "pipeline_model_parallel_size": layout.pipeline_parallel,
@@ -144,7 +143,7 @@ def _expert_options(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, layout: TrainerConfig) -> GPTModel:
-    """This rank's part of the model on its device, the weights not yet loaded."""
+    """Build this rank's part of the model on its device, without loading weights."""
     _name_missing_kernel()
     config = transformer_config(hf, dtype, layout, platform.model_options(experts=shape_of(hf).experts > 0))
     rope, layers = rope_of(hf), platform.layer_replacements(config)
@@ -166,14 +165,16 @@ def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, la
     )
     if not config.apply_rope_fusion:
         model.rotation = layers.get(LayerRole.rotation, Rotation)
-        model.position_embedding_type = "none"  # Megatron's layers are not given any
+        model.position_embedding_type = "none"  # our attention applies the rotation instead of Megatron's layers
     _set_experts_apart(model)
     return model.to(platform.device)
 
 
 def _name_missing_kernel() -> None:
-    """Megatron-core 0.16.1 asks in its router whether this kernel is None, but imports the name only with Transformer
-    Engine: without it, on any device, a mixture of experts would raise NameError."""
+    """Define the name of a kernel that Megatron-core 0.16.1 compares with None in its router.
+
+    Megatron imports it only with Transformer Engine. Otherwise a mixture of experts raises NameError on any device.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -181,8 +182,8 @@ def _name_missing_kernel() -> None:
 def _set_experts_apart(model: GPTModel) -> None:
     """Sum the gradients of experts over all ranks that have a copy of them.
 
-    Megatron does so by itself only with expert_parallel above 1. Without, it takes tensor-parallel ranks for ones that
-    have different experts, while in truth each has seen other tokens. This way, checkpoints have one form as well.
+    Megatron does so only with expert_parallel above 1. Otherwise it assumes that tensor-parallel ranks have different
+    experts, although they have the same experts and different tokens. Checkpoints also have one format this way.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

@@ -3,19 +3,19 @@
     MicroBatch (CPU) --select_rank_tokens, to_device--> network --> logits of the trained positions
         loss (CPU) <--to_device-- log-probabilities [, entropy] <--------+
 
-Batches are made on the CPU. What the network reads of a micro-batch goes to the device when its turn comes, and the
-log-probabilities come back, because the objective is evaluated on the CPU on every platform alike: it needs a few
-numbers per token and statistics in float64, which not every accelerator has, and this way host and device synchronize
-once per micro-batch.
+Batches are built on the CPU. The inputs of a micro-batch are copied to the device just before its forward pass, and the
+log-probabilities are copied back, because all platforms evaluate the objective on the CPU. It needs only a few numbers
+per token, and statistics in float64, which not every accelerator supports. Host and device synchronize once per
+micro-batch.
 
-The entropy H of the next-token distribution is computed where every tensor-parallel rank has a slice of the vocabulary:
+The entropy H of the next-token distribution is computed on vocabulary slices, one per tensor-parallel rank:
 
-    H = log Z - sum_v p_v l_v      with three small reductions: of the peak, of Z and of the sum
+    H = log Z - sum_v p_v l_v      with three small reductions: the peak, Z and the sum
     dH / dl_v = -p_v (log p_v + H) needs only this rank's slice
 
-Where ranks have different tokens, gradients are summed bucket by bucket while the last backward pass of a step still
-computes. Megatron's counterpart for weights, `overlap_param_gather`, is not used: it gathers a layer's new weights when
-the next forward pass comes to it, but a version is published, and a reference synced, as soon as it is made.
+With data parallelism, gradients are summed bucket by bucket while the last backward pass of a step is still running.
+Megatron's counterpart for weights, `overlap_param_gather`, is not used: it gathers a layer's new weights only when the
+next forward pass reaches the layer, but we publish a version, and sync the reference, immediately after the update.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from trainer.platform import Platform
 T = TypeVar("T")
 
 LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Any]]
-"""(logprobs_N, entropy_N if asked for, micro-batch) -> (loss to differentiate, anything to hand back)."""
+"""(logprobs_N, entropy_N if requested, micro-batch) -> (loss to differentiate, result that `run` returns)."""
 
 
 def divide_in_place(tensor: Tensor, divisor: float) -> Tensor:
-    """Divide a tensor without a copy of it, and its gradient without a copy of that."""
+    """Divide a tensor in place, and its gradient in place in the backward pass. Saves two copies of the logits."""
     divided: Tensor = _DivideInPlace.apply(tensor, divisor)
     return divided
 
@@ -78,9 +78,9 @@ class _DivideInPlace(torch.autograd.Function):
 
 
 def vocab_parallel_entropy(logits_NV: Tensor) -> Tensor:
-    """The entropy of each row: [N], in nats, with gradient.
+    """Entropy of each row in nats, [N], with gradient.
 
-    `logits_NV` may be overwritten afterwards: nothing of it is kept.
+    The caller may overwrite `logits_NV` afterwards: the backward pass uses its own buffer of probabilities.
     """
     entropy_N: Tensor = _VocabParallelEntropy.apply(logits_NV)
     return entropy_N
@@ -110,11 +110,11 @@ class _VocabParallelEntropy(torch.autograd.Function):
 
 
 def to_device(value: T, device: torch.device | str) -> T:
-    """`value` with its tensors on `device`: a tensor, or dataclasses, tuples and lists of them, at any depth.
+    """Copy `value` to `device`: a tensor, or nested dataclasses, tuples and lists of tensors.
 
-    Tensors that are there already are not copied; anything else is left as it is. A gradient finds its way back. The
-    host waits only for what comes to the CPU: what goes to a device is copied from pinned memory, in the order of the
-    device's work.
+    Tensors already on the device are not copied; other values are returned unchanged. Gradients flow back through the
+    copy. The host waits only for copies to the CPU. Copies to a device are queued from pinned memory, in the order of
+    the device's work.
     """
     placed: Any = value
     if isinstance(value, Tensor):
@@ -130,29 +130,30 @@ def to_device(value: T, device: torch.device | str) -> T:
 
 
 class BackgroundReading:
-    """At most one function that reads the weights in a thread, beside the training."""
+    """A background thread that reads the weights while training continues; one at a time."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def start(self, read: Callable[[], None]) -> None:
-        """Begin; `wait` must have been called since the last one."""
+        """Start `read` in a thread. Call `wait` for the previous one first."""
         assert self._thread is None
         self._thread = threading.Thread(target=self._run, args=(read,), name="reads the weights", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for its end, before the weights are changed. Raises what it has raised."""
+        """Wait until the thread has ended, and raise its error if it failed. Call before changing the weights."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise, once, what the function has raised; waits for nothing."""
+        """Raise the error of a failed thread, once. Does not wait."""
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
             raise failure
 
     def _run(self, read: Callable[[], None]) -> None:
@@ -164,7 +165,7 @@ class BackgroundReading:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """This rank's part of the policy. `wrapped` is what is called; `model` is the GPTModel inside."""
+    """This rank's part of the policy. Call `wrapped`, Megatron's DDP; `model` is the GPTModel inside it."""
 
     hf: PretrainedConfig
     model: GPTModel
@@ -174,14 +175,14 @@ class Policy:
     temperature: float
     offload: StateOffload | None = None
     adapters: Adapters | None = None
-    """What is trained where the weights are frozen."""
+    """LoRA adapters; only they are trained, the weights are frozen. None: all weights are trained."""
     reading: BackgroundReading = field(default_factory=BackgroundReading)
-    """Copies the weights of a version while the next step begins."""
+    """Copies the weights of a version, overlapping the start of the next step."""
     shape: ModelShape = field(init=False)
     """Dimensions of the whole model."""
 
     def __post_init__(self) -> None:
-        # Once, and not in each micro-batch: transformers copies its whole configuration to show it.
+        # Compute once, not per micro-batch: `shape_of` makes transformers copy its whole configuration.
         object.__setattr__(self, "shape", shape_of(self.hf))
 
     @property
@@ -203,17 +204,17 @@ class Policy:
         entropy: bool = False,
         total: bool = True,
     ) -> list[Any]:
-        """Forward (and, to train, backward) over the micro-batches, through Megatron's schedule.
+        """Run the forward pass (with `train` also the backward pass) of the micro-batches through Megatron's schedule.
 
-        Returns what `loss` handed back for each, on the last pipeline stage; [] on the others.
-        Gradients end up summed over micro-batches and over the ranks that have different tokens, with no other
-        scaling. `loss` sees the whole micro-batch even where ranks share its sequences.
-        Without `total` each rank keeps adding up its own, until `total_gradients`.
+        Returns the results of `loss`, one per micro-batch, on the last pipeline stage; [] on the others.
+        Gradients are summed over micro-batches and over the ranks with different tokens, without other scaling. `loss`
+        receives the complete micro-batch even if context-parallel ranks split its sequences.
+        Without `total`, each rank accumulates its own gradients until `total_gradients`.
         """
         config = self.model.config
         config.finalize_model_grads_func = _finalize if total else None
-        # Within `no_sync` no sum over ranks begins. The schedule leaves it for its last backward pass. If that were not
-        # the last one of the step, gradients would be added to a bucket whose sum has begun.
+        # Within `no_sync` no sum over ranks starts. The schedule leaves `no_sync` for its last backward pass. If that
+        # is not the last pass of the step, later gradients are added to a bucket whose sum has already started.
         config.no_sync_func = self.wrapped.no_sync if train and total else None
         with torch.set_grad_enabled(train), self.wrapped.no_sync() if train and not total else nullcontext():
             results: list[Any] = get_forward_backward_func()(
@@ -228,9 +229,9 @@ class Policy:
         return results
 
     def total_gradients(self, scale: float) -> None:
-        """Sum the gradients over the ranks and multiply them by `scale`. To be called once, after the last pass."""
+        """Sum the gradients over the ranks and multiply them by `scale`. Call once, after the last backward pass."""
         if self.wrapped.ddp_config.overlap_grad_reduce:
-            self.wrapped.start_grad_sync()  # no backward pass has: none was known to be the last one
+            self.wrapped.start_grad_sync()  # no backward pass has started it: none was known to be the last
         _finalize([self.wrapped])
         self.wrapped.scale_gradients(scale)
 
@@ -249,15 +250,15 @@ class Policy:
         yield from export_whole(self.model, self.hf, self.adapters)
 
     def export_trained(self) -> Iterator[tuple[str, Tensor]]:
-        """As `export`, of what is trained: the adapters alone, if there are any."""
+        """Yield the trained tensors on rank 0, on the CPU: only the adapters, if there are any."""
         yield from export_trained(self.model, self.hf, self.adapters)
 
     def sharded_state(self, metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        """What is trained, as Megatron's sharded tensors of this rank; `prefix` is put before all names."""
+        """Trained parameters as Megatron's sharded tensors of this rank; `prefix` is prepended to all names."""
         return sharded_state(self.model, self.hf, self.adapters, metadata, prefix)
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
-        """Load what `sharded_state` was filled with."""
+        """Load the trained parameters from a filled `sharded_state`."""
         self.reading.wait()
         self.model.load_state_dict(state, strict=self.adapters is None)
 
@@ -272,19 +273,19 @@ class Policy:
         output = model(part.tokens_1T, part.positions_1T, None, packed_seq_params=packing)
 
         def finish(logits_1MV: Tensor) -> tuple[Tensor, Tensor, Any]:
-            # float32 [M, V / tensor-parallel ranks], which what follows may overwrite. Float16Module has made a float32
-            # copy of bfloat16 logits, and the division needs no other. Those of float32 are the output layer's own.
-            # (`flatten` is a view in both directions; the gradient of an index would be a copy.)
+            # float32 [M, V / tensor-parallel ranks], overwritten below. For bfloat16, Float16Module has already made a
+            # float32 copy, so the division needs no other. float32 logits belong to the output layer, so we clone.
+            # `flatten` is a view in both passes; the gradient of an index would be a copy.
             copied = logits_1MV if self.dtype == torch.bfloat16 else logits_1MV.clone()
             logits_MV = divide_in_place(copied, self.temperature).flatten(0, 1)
             entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
             labels_M = part.select_own(to_device(batch.labels_N, self.device))
-            logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits: last
+            logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits, so it comes last
             count = len(batch.labels_N)
             entropy_N = None if entropy_M is None else part.merge(entropy_M, count)
             logprobs_N, entropy_N = to_device((part.merge(logprobs_M, count), entropy_N), "cpu")
-            value, handed_back = loss(logprobs_N, entropy_N, batch)
-            return to_device(value, self.device), torch.ones((), dtype=torch.int, device=self.device), handed_back
+            value, result = loss(logprobs_N, entropy_N, batch)
+            return to_device(value, self.device), torch.ones((), dtype=torch.int, device=self.device), result
 
         return output, finish
 
@@ -298,8 +299,10 @@ def build_policy(
     adapters: Adapters | None = None,
     seed: int = 0,
 ) -> Policy:
-    """Model and optimizer of this rank; the weights are to be loaded before the first use of the optimizer. `seed`: of
-    the `adapters`."""
+    """Build the model and optimizer of this rank. Load the weights before the first use of the optimizer.
+
+    `seed` initialises the adapters.
+    """
     model = build_model(hf, platform, dtype, config)
     if adapters is not None:
         attach_adapters(model, hf, adapters.config, seed)
@@ -318,7 +321,7 @@ def build_policy(
 
 
 def _finalize(chunks: list[Any], _num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Sum gradients over ranks. Token counts are in the weights already: nothing is divided here."""
+    """Sum gradients over ranks. The token weights already contain the counts, so nothing is divided here."""
     finalize_model_grads(chunks, None, **kwargs)
 
 
@@ -331,9 +334,10 @@ def load_policy(config: RunConfig, folder: Path, platform: Platform) -> Policy:
     check_architecture(hf, config.trainer)
     if config.model.lora is not None:
         check_lora(hf, config.model.lora)
-    dtype, adapters = DTYPES[config.model.precision], Adapters.of(config.model.lora, folder)
+    dtype = DTYPES[config.model.precision]
+    adapters = Adapters.of(config.model.lora, folder)
     policy = build_policy(hf, platform, config.trainer, dtype, config.sampling.temperature, adapters, config.seed)
     load_hf(policy.model, hf, SafetensorsFolder(folder))
-    # The distributed optimizer made its fp32 master copies when it was built: bring them up to date.
+    # The distributed optimizer copied its fp32 masters from the random weights when it was built: copy them again.
     policy.optimizer.reload_model_params()
     return policy

@@ -100,8 +100,8 @@ def test_random_batches_have_rejected_and_accepted_tokens(kind: str) -> None:
     settings = CorrectionConfig.model_validate(
         {"kind": kind, **({"low": 0.9, "high": 1.2} if kind == "geo_rs" else {})}
     )
-    found = torch.cat([CORRECTIONS[kind](tokens_of(random_rows(seed)).detached(), settings) for seed in SEEDS])
-    assert 0 < (found == 0).sum() < len(found)
+    multipliers = torch.cat([CORRECTIONS[kind](tokens_of(random_rows(seed)).detached(), settings) for seed in SEEDS])
+    assert 0 < (multipliers == 0).sum() < len(multipliers)
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
