@@ -38,7 +38,7 @@ ADMIN = {"authorization": "Bearer open sesame"}
 
 
 class Letters:
-    """A token a byte, and a chat template unless it is taken away. STOP is a special token."""
+    """A tokenizer with one token per byte, a chat template, and the special token STOP."""
 
     chat_template: str | None = "{{ messages }}"
 
@@ -46,16 +46,17 @@ class Letters:
         return ([STOP] if add_special_tokens else []) + list(text.encode("ascii"))
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        kept = [token for token in token_ids if not (skip_special_tokens and token == STOP)]
-        return bytes(kept).decode(errors="replace")
+        if skip_special_tokens:
+            token_ids = [token for token in token_ids if token != STOP]
+        return bytes(token_ids).decode(errors="replace")
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
 
 @dataclass
-class House:
-    """A server that is ready, and its app."""
+class ServerHarness:
+    """A ready server with its parts, and the HTTP application."""
 
     app: ASGIApp
     http: HttpContext
@@ -68,8 +69,8 @@ class House:
         return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=f"http://{host}")
 
 
-def says(text: str) -> Callable[[GenerationRequest], list[int]]:
-    """A script that writes this text and the stop token."""
+def script_of(text: str) -> Callable[[GenerationRequest], list[int]]:
+    """Script that writes this text and the stop token."""
     return lambda request: [*text.encode(), STOP]
 
 
@@ -88,12 +89,12 @@ async def scripted(script: Callable[[GenerationRequest], list[int]], tokens_per_
     return engine
 
 
-def lettered(context: ServerContext) -> ServerContext:
-    """With workflows that know the stop token."""
+def with_letters(context: ServerContext) -> ServerContext:
+    """The context with a workflow whose tokenizer skips the stop token."""
     return replace(context, workflow=SingleTurn(Letters()))
 
 
-async def house_of(
+async def make_harness(
     tmp_path: Path,
     engine: ScriptedEngine | FakeEngine,
     *,
@@ -102,17 +103,17 @@ async def house_of(
     tokenizer: Letters | None = None,
     buffer: InMemoryBuffer | None = None,
     version: int = 3,
-) -> House:
-    """With weights of epoch 2."""
+) -> ServerHarness:
+    """Make a ready server with weights of epoch 2."""
     config = config or http_config()
-    context = lettered(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
+    context = with_letters(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
     watcher = watcher_of(context, FakeReceiver(WeightVersion(2, version)))
     await watcher.wait_for_initial_weights(1.0)
     dispatcher = Dispatcher(context, watcher, TaskFeeder(context.buffer, context.source, target=16))
     http = HttpContext(config, context.name, keys or ApiKeys(), prompts_of(tokenizer))
     jobs = CompletionJobs(engine, config.rollout.http.max_concurrency)
     http.server = ReadyServer(context, watcher, dispatcher, MilestoneEvaluator(context, watcher), jobs)
-    return House(make_app(http), http, context, engine, watcher, dispatcher)
+    return ServerHarness(make_app(http), http, context, engine, watcher, dispatcher)
 
 
 @asynccontextmanager
@@ -124,9 +125,9 @@ async def ready_server(
     buffer: InMemoryBuffer | None = None,
     weights: WeightVersion = WeightVersion(1, 0),
 ) -> AsyncIterator[tuple[ApiServer, RolloutServer, FakeReceiver]]:
-    """A server with a real socket that is ready and has not begun to work."""
+    """A ready server with a real socket, which does not serve yet."""
     config = config or http_config()
-    context = lettered(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
+    context = with_letters(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
     receiver = FakeReceiver(weights)
     watcher = watcher_of(context, receiver)
     await watcher.wait_for_initial_weights(1.0)
@@ -140,13 +141,13 @@ async def ready_server(
 
 
 @asynccontextmanager
-async def serving(engine: Any, tokenizer: Any, *, vocabulary: int, longest: int = 1024) -> AsyncIterator[str]:
-    """The routes of /v1 around an engine whose weights others replace; yields the address."""
+async def serving(engine: Any, tokenizer: Any, *, vocabulary: int, max_length: int = 1024) -> AsyncIterator[str]:
+    """Routes of /v1 around an engine whose weights the test replaces; yields the address."""
     config = config_of(
         name="policy",
-        model={"random": {"max_positions": longest}},
-        trainer={"micro_batch_tokens": longest},
-        rollout={"vllm": {"max_model_len": longest}},
+        model={"random": {"max_positions": max_length}},
+        trainer={"micro_batch_tokens": max_length},
+        rollout={"vllm": {"max_model_len": max_length}},
     )
     api = ApiServer(config, "rollout-0", PromptEncoder(tokenizer, vocabulary=vocabulary, limits=config.rollout.limits))
     await api.open()
@@ -160,10 +161,10 @@ async def serving(engine: Any, tokenizer: Any, *, vocabulary: int, longest: int 
 
 
 @asynccontextmanager
-async def dispatching(house: House) -> AsyncIterator[asyncio.Task[None]]:
-    """The dispatcher at work; stopped at the end of the block, if it has not ended."""
-    feeder = asyncio.create_task(TaskFeeder(house.context.buffer, house.context.source, target=16).run_feeding())
-    running = asyncio.create_task(house.dispatcher.run_until_end())
+async def dispatching(harness: ServerHarness) -> AsyncIterator[asyncio.Task[None]]:
+    """Run the dispatcher; it is stopped at the end of the block."""
+    feeder = asyncio.create_task(TaskFeeder(harness.context.buffer, harness.context.source, target=16).run_feeding())
+    running = asyncio.create_task(harness.dispatcher.run_until_end())
     try:
         yield running
     finally:

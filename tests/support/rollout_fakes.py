@@ -1,4 +1,4 @@
-"""A rollout server's surroundings, in memory and under the test's control."""
+"""In-memory fakes for the parts around a rollout server, controlled by the test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.tokenizers import Bytes
 
 
 class FakeEngine:
-    """Answers `answer(request)` at once, or, if it is held, when the test says so."""
+    """Answers `answer(request)` immediately, or with `hold` when the test calls `release`."""
 
     def __init__(self, answer: Callable[[GenerationRequest], str] = lambda request: "yes") -> None:
         self.answer = answer
@@ -84,9 +84,9 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         tokens = self.answer(request).encode()[: request.max_tokens]
-        for place, token in enumerate(tokens, start=1):
+        for count, token in enumerate(tokens, start=1):
             self.streamed += 1
-            reason = "stop" if place == len(tokens) else ""
+            reason = "stop" if count == len(tokens) else ""
             logprob = np.full(1, -0.5, np.float32)
             yield Generation(np.array([token], np.int32), logprob, [VersionSpan(self.version, 0, 1)], reason)
 
@@ -169,7 +169,7 @@ class FakeReceiver:
 
 
 class FakePool:
-    """1 if the completion is the reference, 0 if not, unverifiable if it is "?". Of "!" the extraction fails."""
+    """Reward 1 if the completion is the answer, 0 if not, unverifiable if it is "?". Extraction fails for "!"."""
 
     def __init__(self) -> None:
         self.gate: asyncio.Event | None = None
@@ -194,8 +194,8 @@ class FakePool:
         return RewardResult(scores={"answer_tag": score}, reward=score)
 
 
-class Yes:
-    """Tasks whose answer is yes."""
+class YesSource:
+    """Tasks with the answer "yes"."""
 
     dropped: dict[str, int] = {}
 
@@ -224,7 +224,7 @@ def config_of(**changes: Any) -> RunConfig:
 
 
 def leave_run_folder(config: RunConfig) -> RunFolder:
-    """The folder of a run of which only the configuration is left."""
+    """Make a run folder with a configuration file only."""
     folder = RunFolder(config.run_dir)
     folder.path.mkdir(parents=True)
     folder.config_file.write_text(dump(config))
@@ -251,7 +251,7 @@ def context_of(
         board=board or InMemoryBoard(),
         pool=cast(RewardPool, FakePool()),
         workflow=SingleTurn(Bytes()),
-        source=Yes(),
+        source=YesSource(),
         logger=RolloutLogger(tmp_path, name, samples_every=1),
         proof=LogprobProof((1.0, 0.5), 16, 3e-6),
     )
@@ -278,7 +278,7 @@ def watcher_of(
 async def dispatching(
     context: ServerContext, receiver: FakeReceiver | None = None
 ) -> AsyncIterator[tuple[Dispatcher, asyncio.Task[None]]]:
-    """A dispatcher at work with its feeder and weights, and its task; stopped as by SIGTERM at the end of the block."""
+    """Run a dispatcher with feeder and weights; yields it and its task. It is stopped as by SIGTERM after the block."""
     receiver = receiver or FakeReceiver(WeightVersion(1, 0))
     watcher = watcher_of(context, receiver, interruption=context.config.rollout.interruption)
     await watcher.wait_for_initial_weights(1.0)
@@ -294,8 +294,8 @@ async def dispatching(
         await asyncio.gather(running, *loops, return_exceptions=True)
 
 
-async def until_buffer(buffer: ReplayBuffer, shows: Callable[[BufferStats], bool]) -> None:
-    """Let the event loop run until the buffer shows it."""
+async def until_buffer(buffer: ReplayBuffer, condition: Callable[[BufferStats], bool]) -> None:
+    """Wait until the buffer's statistics fulfil the condition."""
     async with asyncio.timeout(5.0):
-        while not shows(await buffer.stats()):
+        while not condition(await buffer.stats()):
             await asyncio.sleep(0.001)

@@ -15,7 +15,7 @@ import pytest_asyncio
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Generation, GenerationRequest
 from rollout_server.engines.http import HttpSampler
-from rollout_server.workflows.session import join
+from rollout_server.workflows.session import join_generations
 from tests.support.http_fakes import serving
 from tests.support.vllm_lab import EXACT, FAR, VOCABULARY, Lab, prompt_of
 
@@ -93,7 +93,7 @@ async def test_stream_parts_carry_the_version_that_sampled_them(untied_lab: Lab,
     assert fingerprints(pieces) == [f"0-{old}" for old in range(version - 2, version + 1)]
     whole = generation_of(pieces[0].choices[0])
     for piece in pieces[1:]:
-        whole = join(whole, generation_of(piece.choices[0]))
+        whole = join_generations(whole, generation_of(piece.choices[0]))
     assert (len(whole.tokens), len(whole.spans)) == (900, 3)
     assert untied_lab.error(prompt, whole) < EXACT
     assert untied_lab.error(prompt, whole, keep=False) > FAR
@@ -118,7 +118,7 @@ async def read(untied_lab: Lab, name: str, prompt: list[int], max_tokens: int = 
     async with aclosing(untied_lab.engine.stream(request)) as stream:
         whole = await anext(stream)
         async for piece in stream:
-            whole = join(whole, piece)
+            whole = join_generations(whole, piece)
     return whole
 
 

@@ -1,4 +1,4 @@
-"""Servers that wait for weights while a trainer repeats its steps after a crash, on the real buffer and board."""
+"""Servers wait for weights while a trainer repeats its steps after a crash, on the real buffer and board."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.rollout_fakes import FakeEngine, FakeReceiver, config_of, con
 
 SAVED, HEAD = 2, 8
 TIMEOUT_S, STEP_S = 0.6, 0.3
-"""Of a server, and of a step: all steps together take three times as long as a server waits."""
+"""Timeout of a server and duration of a step: all steps together take three times as long as the timeout."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ async def crashed_run(redis: RedisConfig) -> AsyncIterator[tuple[RedisBuffer, Ru
     epoch = (await buffer.rollback(0)).epoch
     for version in range(HEAD + 1):
         await buffer.publish_version(epoch=epoch, version=version)
-    await board.report_replay(ReplayProgress(epoch=epoch, version=0, target=0))  # as every trainer does when it starts
+    await board.report_replay(ReplayProgress(epoch=epoch, version=0, target=0))  # as every trainer reports at its start
     try:
         yield buffer, board
     finally:
@@ -65,7 +65,7 @@ async def crashed_run(redis: RedisConfig) -> AsyncIterator[tuple[RedisBuffer, Ru
 
 
 @pytest.fixture(autouse=True)
-def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_watcher, "BOARD_POLL_S", 0.05)
 
 
@@ -73,18 +73,16 @@ def server(folder: Path, receiver: FakeReceiver, board: RunBoard) -> WeightWatch
     return watcher_of(context_of(folder, config_of(), FakeEngine()), receiver, board=board)
 
 
-async def test_a_server_that_starts_during_a_replay_waits_as_long_as_it_advances(
-    tmp_path: Path, redis_config: RedisConfig
-) -> None:
+async def test_a_starting_server_waits_while_a_replay_advances(tmp_path: Path, redis_config: RedisConfig) -> None:
     receiver = FakeReceiver()
     async with crashed_run(redis_config) as (buffer, board), asyncio.TaskGroup() as tasks:
         started_s = time.monotonic()
         tasks.create_task(SlowTrainer(buffer, board, receiver).run())
-        await server(tmp_path, receiver, board).first(TIMEOUT_S)
+        await server(tmp_path, receiver, board).wait_for_initial_weights(TIMEOUT_S)
         assert time.monotonic() - started_s > 2 * TIMEOUT_S
 
 
-async def test_a_server_that_needs_the_newest_version_waits_as_long_as_the_replay_advances(
+async def test_waiting_for_the_newest_version_lasts_while_a_replay_advances(
     tmp_path: Path, redis_config: RedisConfig
 ) -> None:
     receiver = FakeReceiver(WeightVersion(1, HEAD - 1))
@@ -99,31 +97,29 @@ async def test_a_server_that_needs_the_newest_version_waits_as_long_as_the_repla
             loop.cancel()
 
 
-async def test_a_replay_that_stands_still_ends_the_wait_and_is_described(
-    tmp_path: Path, redis_config: RedisConfig
-) -> None:
+async def test_a_stalled_replay_ends_the_wait_and_is_described(tmp_path: Path, redis_config: RedisConfig) -> None:
     receiver = FakeReceiver()
     async with crashed_run(redis_config) as (buffer, board), asyncio.TaskGroup() as tasks:
         tasks.create_task(SlowTrainer(buffer, board, receiver, stops_at=SAVED + 3).run())
         with pytest.raises(WaitTimeout, match=rf"version {SAVED + 3} of {HEAD}.*launch\.ready_timeout_s"):
-            await server(tmp_path, receiver, board).first(TIMEOUT_S)
+            await server(tmp_path, receiver, board).wait_for_initial_weights(TIMEOUT_S)
         with pytest.raises(WaitTimeout, match=rf"version {SAVED + 3} of {HEAD}.*weights\.update_timeout_s"):
             await server(tmp_path, receiver, board).wait_for_version(HEAD, TIMEOUT_S)
 
 
-async def test_what_a_dead_trainer_reported_last_prolongs_nothing(tmp_path: Path, redis_config: RedisConfig) -> None:
+async def test_the_last_report_of_a_dead_trainer_extends_no_wait(tmp_path: Path, redis_config: RedisConfig) -> None:
     async with crashed_run(redis_config) as (_, board):
         await board.report_replay(ReplayProgress(epoch=5, version=3, target=HEAD))
         started_s = time.monotonic()
         with pytest.raises(WaitTimeout, match=f"version 3 of {HEAD}.*not advanced"):
-            await server(tmp_path, FakeReceiver(), board).first(TIMEOUT_S)
+            await server(tmp_path, FakeReceiver(), board).wait_for_initial_weights(TIMEOUT_S)
         assert time.monotonic() - started_s < 3 * TIMEOUT_S
 
 
-async def test_a_board_that_does_not_answer_is_no_advance_and_no_error(tmp_path: Path) -> None:
+async def test_a_silent_board_is_neither_an_advance_nor_an_error(tmp_path: Path) -> None:
     class Silent:
         async def replay_progress(self) -> ReplayProgress | None:
             raise AsyncGrpoError("no answer")
 
     with pytest.raises(WaitTimeout, match=r"weights\.bind"):
-        await server(tmp_path, FakeReceiver(), Silent()).first(TIMEOUT_S)  # type: ignore[arg-type]
+        await server(tmp_path, FakeReceiver(), Silent()).wait_for_initial_weights(TIMEOUT_S)  # type: ignore[arg-type]

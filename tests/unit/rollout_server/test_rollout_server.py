@@ -1,4 +1,4 @@
-"""The whole server around a fake engine: it serves a run, ends with it, and stops when told."""
+"""The complete server around a fake engine: it serves a run, ends with it, and can be stopped."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ class NeverLoads(FakeEngine):
         self.closed = True
 
 
-async def test_an_engine_that_does_not_load_in_time_is_named_and_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_does_not_load_in_time_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = NeverLoads()
     monkeypatch.setattr(assembly, "make_engine", lambda config, model, name: engine)
     config = config_of(launch={"ready_timeout_s": 0.05})
@@ -84,7 +82,7 @@ async def test_a_run_is_served_to_its_end_within_the_staleness_bound(tmp_path: P
     assert (await context.board.counters())["generated_tokens"] == 48 * len("yes")
 
 
-async def test_the_first_evaluation_comes_before_the_first_ticket(tmp_path: Path) -> None:
+async def test_the_first_evaluation_precedes_the_first_ticket(tmp_path: Path) -> None:
     config = config_of()
     buffer, engine = buffer_of(config), FakeEngine()
     engine.hold = True
@@ -97,7 +95,7 @@ async def test_the_first_evaluation_comes_before_the_first_ticket(tmp_path: Path
     await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_a_server_that_is_told_to_stop_gives_everything_back(tmp_path: Path) -> None:
+async def test_a_stopped_server_gives_all_groups_back(tmp_path: Path) -> None:
     config = config_of(eval={"prompts": 1, "greedy": False, "samples": 1})
     buffer, engine = buffer_of(config), FakeEngine()
     context = context_of(tmp_path, config, engine, buffer)
@@ -113,7 +111,7 @@ async def test_a_server_that_is_told_to_stop_gives_everything_back(tmp_path: Pat
     assert [ticket.attempt for (ticket,) in tickets] == [2, 2]
 
 
-async def test_an_engine_that_dies_ends_the_server_with_its_error(tmp_path: Path) -> None:
+async def test_an_engine_error_ends_the_server(tmp_path: Path) -> None:
     config = config_of()
     engine = FakeEngine()
     server = await server_of(context_of(tmp_path, config, engine), FakeReceiver(WeightVersion(1, 0)))
@@ -123,7 +121,7 @@ async def test_an_engine_that_dies_ends_the_server_with_its_error(tmp_path: Path
     assert str(root_cause(raised.value)) == "rollout-0: the engine died"
 
 
-async def test_a_run_that_ends_without_its_final_version_is_an_error_after_a_while(tmp_path: Path) -> None:
+async def test_a_missing_final_version_times_out_after_the_run(tmp_path: Path) -> None:
     config = config_of(weights={"update_timeout_s": 0.05}, eval={"prompts": 1, "timeout_s": 0.5})
     buffer = buffer_of(config)
     server = await server_of(context_of(tmp_path, config, FakeEngine(), buffer), FakeReceiver(WeightVersion(1, 0)))
@@ -151,11 +149,12 @@ async def test_samples_and_a_timeline_are_written(tmp_path: Path) -> None:
     assert {"process", "generation", "weights", "evaluation"} <= {span["track"] for span in spans}
 
 
-async def test_a_server_that_starts_while_others_finish_the_run_waits_for_no_weights(
+async def test_waiting_for_initial_weights_ends_with_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(assembly, "BOARD_POLL_S", 0.01)
-    looks, ended = iter([False, False, True]), asyncio.Event()
+    answers = iter([False, False, True])
+    ended = asyncio.Event()
 
     async def never() -> None:
         try:
@@ -167,7 +166,7 @@ async def test_a_server_that_starts_while_others_finish_the_run_waits_for_no_wei
         raise WaitTimeout("the trainer's first publication of weights", 1.0)
 
     async def is_over() -> bool:
-        return next(looks)
+        return next(answers)
 
     async def is_not_over() -> bool:
         return False
@@ -180,7 +179,7 @@ async def test_a_server_that_starts_while_others_finish_the_run_waits_for_no_wei
 
 
 class LosableBoard(InMemoryBoard):
-    """Counts nothing any more once it is lost."""
+    """Fails to count once it is lost."""
 
     is_lost = False
 
@@ -190,7 +189,7 @@ class LosableBoard(InMemoryBoard):
         await super().add_to_counter(name, amount)
 
 
-async def test_a_buffer_that_is_gone_does_not_hide_that_the_engine_died(tmp_path: Path) -> None:
+async def test_a_lost_buffer_does_not_hide_an_engine_error(tmp_path: Path) -> None:
     config, engine, board = config_of(), FakeEngine(), LosableBoard()
     buffer, receiver = buffer_of(config), FakeReceiver(WeightVersion(1, 0))
     serving = asyncio.create_task(
@@ -198,9 +197,9 @@ async def test_a_buffer_that_is_gone_does_not_hide_that_the_engine_died(tmp_path
     )
     await until_buffer(buffer, lambda stats: stats.ready == 4)
     board.is_lost = True
-    engine.tokens += 100  # to be counted when the server ends
+    engine.tokens += 100  # not counted yet when the server ends
     engine.error = EngineError("rollout-0: the engine died")
-    await train(buffer, receiver, 1)  # so that there is room for a group
+    await train(buffer, receiver, 1)  # makes room for another group
     with pytest.raises(ExceptionGroup) as raised:
         await asyncio.wait_for(serving, 5.0)
     assert isinstance(root_cause(raised.value), EngineError)

@@ -1,4 +1,4 @@
-"""Rows of samples: the groups that are written, and what they say of every token."""
+"""Rows of samples: selection of groups, and the fields per token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rollout_server.run_logger import RolloutLogger
 
 
 class ByteLevel:
-    """A byte-level tokenizer of Hugging Face's: one token a byte, "ab" and the special "<eos>"."""
+    """A byte-level tokenizer of Hugging Face: one token per byte, "ab" and the special "<eos>"."""
 
     def __init__(self) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocabulary = {token: place for place, token in enumerate([*alphabet, "ab"])}
+        vocabulary = {token: index for index, token in enumerate([*alphabet, "ab"])}
         self.real = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
         self.real.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.real.decoder = decoders.ByteLevel()
@@ -45,7 +45,7 @@ def rows_of(folder: Path, groups: list[Group], every: int = 1) -> list[dict[str,
 def group_of(seq: int, ids: list[int], **facts: Any) -> Group:
     sample = Sample(
         tokens=tokens_to_bytes(ids),
-        logprobs=logprobs_to_bytes([-0.123456 - place for place in range(len(ids))]),
+        logprobs=logprobs_to_bytes([-0.123456 - index for index in range(len(ids))]),
         spans=[VersionSpan(3, 0, 1), VersionSpan(4, 1, len(ids))],
         **facts,
     )
@@ -62,13 +62,13 @@ def test_every_token_has_its_text_and_its_log_probability(tmp_path: Path) -> Non
     assert completion["turns"] == [[0, 2, True], [2, 3, False]]
 
 
-def test_groups_are_picked_by_their_sequence_number(tmp_path: Path) -> None:
+def test_groups_are_sampled_by_sequence_number(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, [group_of(seq, [0, 1]) for seq in (9, 4, 3, 8)], every=4)
     assert [row["seq"] for row in rows] == [4, 8]
 
 
 @pytest.mark.parametrize("text", ["é", "a🙂b", "漢字ab"])
-def test_the_last_of_the_tokens_that_make_a_character_has_it(text: str) -> None:
+def test_a_character_belongs_to_the_last_of_its_tokens(text: str) -> None:
     tokenizer = ByteLevel()
     ids = tokenizer.encode(text)
     pieces = TokenPieces(tokenizer).decode_each(ids)
@@ -76,13 +76,13 @@ def test_the_last_of_the_tokens_that_make_a_character_has_it(text: str) -> None:
     assert all(piece in ("", "ab") or len(piece) == 1 for piece in pieces)
 
 
-def test_bytes_that_make_no_character_are_shown_as_such() -> None:
+def test_invalid_bytes_become_replacement_characters() -> None:
     tokenizer = ByteLevel()
     torn = tokenizer.encode("é")[:1]
     assert TokenPieces(tokenizer).decode_each([*torn * 6, *tokenizer.encode("c")]) == ["\ufffd"] * 6 + ["c"]
 
 
-def test_a_row_that_could_not_be_written_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_failed_write_is_raised_later(tmp_path: Path) -> None:
     logger = RolloutLogger(tmp_path, "rollout-0", samples_every=1)
     logger._samples.close()
     logger.record_group(group_of(0, [0, 1]), version=5)
@@ -91,7 +91,7 @@ def test_a_row_that_could_not_be_written_is_not_passed_over(tmp_path: Path) -> N
         logger.record_group(group_of(1, [0, 1]), version=5)
 
 
-def test_an_evaluation_is_in_the_folder_when_it_is_done(tmp_path: Path) -> None:
+def test_an_evaluation_is_written_when_it_ends(tmp_path: Path) -> None:
     logger = RolloutLogger(tmp_path, "rollout-0", samples_every=1)
     logger.record_evaluation(Evaluation(version=4, prompts=8, samples=2, sampled_accuracy=0.75))
     (row,) = read_rows(tmp_path / "evaluations" / "rollout-0.jsonl")

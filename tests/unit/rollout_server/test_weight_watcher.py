@@ -1,4 +1,4 @@
-"""The weight watcher: newest weights in, never back, and not while a version is pinned."""
+"""The weight watcher applies the newest weights, never decreases the version, and respects pins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def watching(tmp_path: Path, engine: FakeEngine, receiver: FakeReceiver) -
         running.cancel()
 
 
-async def test_without_a_trainer_the_first_weights_are_an_error_that_says_whom_to_ask(tmp_path: Path) -> None:
+async def test_waiting_for_initial_weights_times_out_without_a_trainer(tmp_path: Path) -> None:
     watcher = watcher_of(context_of(tmp_path, config_of(), FakeEngine()), FakeReceiver())
     with pytest.raises(WaitTimeout, match=r"first publication.*weights\.bind"):
         await watcher.wait_for_initial_weights(0.01)
@@ -51,34 +51,34 @@ async def test_new_weights_are_applied_and_waiters_wake(tmp_path: Path) -> None:
     assert [row["args"] for row in spans] == [{"transfer_s": 0.3, "pause_s": 0.01, "load_s": 0.004}] * 3
 
 
-async def test_a_version_that_is_there_already_is_not_waited_for(tmp_path: Path) -> None:
+async def test_waiting_for_an_older_version_returns_immediately(tmp_path: Path) -> None:
     async with watching(tmp_path, FakeEngine(), FakeReceiver(WeightVersion(1, 5))) as watcher:
         await asyncio.wait_for(watcher.wait_for_version(3), 1.0)
 
 
-async def test_published_weights_that_do_not_come_are_an_error_that_says_which(tmp_path: Path) -> None:
+async def test_waiting_for_published_weights_times_out_with_the_version(tmp_path: Path) -> None:
     async with watching(tmp_path, FakeEngine(), FakeReceiver(WeightVersion(1, 5))) as watcher:
         with pytest.raises(WaitTimeout, match=r"version 6.*\b5\b"):
             await watcher.wait_for_version(6, timeout_s=0.01)
 
 
-async def test_a_publisher_that_is_lost_at_once_does_not_keep_the_event_loop_busy(tmp_path: Path) -> None:
+async def test_a_lost_publisher_does_not_block_the_event_loop(tmp_path: Path) -> None:
     class Lost(FakeReceiver):
-        asked = 0
+        calls = 0
 
         async def wait_for_newer_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
             if self.newest is not None and self.newest > after:
                 return self.newest
-            self.asked += 1
+            self.calls += 1
             raise PublisherLost("silent")
 
     receiver = Lost(WeightVersion(1, 0))
     async with watching(tmp_path, FakeEngine(), receiver):
         await asyncio.wait_for(asyncio.sleep(0.2), 5.0)
-        assert receiver.asked == 1
+        assert receiver.calls == 1
 
 
-async def test_an_engine_that_never_answers_an_update_is_an_error(tmp_path: Path) -> None:
+async def test_an_update_that_never_ends_is_an_engine_error(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.stuck = True
     watcher = watcher_of(
@@ -88,7 +88,7 @@ async def test_an_engine_that_never_answers_an_update_is_an_error(tmp_path: Path
         await watcher.wait_for_initial_weights(1.0)
 
 
-async def test_a_pinned_version_stays_and_only_the_newest_is_applied_afterwards(tmp_path: Path) -> None:
+async def test_only_the_newest_weights_are_applied_after_a_pin(tmp_path: Path) -> None:
     engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     async with watching(tmp_path, engine, receiver) as watcher:
         async with watcher.pin_version() as version:
@@ -101,7 +101,7 @@ async def test_a_pinned_version_stays_and_only_the_newest_is_applied_afterwards(
         assert engine.updates == [0, 3]
 
 
-async def test_a_resumed_trainer_never_takes_the_engine_back(tmp_path: Path) -> None:
+async def test_a_resumed_trainer_never_decreases_the_engines_version(tmp_path: Path) -> None:
     engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 7))
     async with watching(tmp_path, engine, receiver):
         for version in (5, 6, 7, 8):
@@ -118,7 +118,7 @@ async def test_an_older_epoch_is_never_applied_over_a_newer_one(tmp_path: Path) 
         assert engine.updates == [3]
 
 
-async def test_weights_that_were_replaced_before_they_could_be_loaded_are_left_for_the_newest(tmp_path: Path) -> None:
+async def test_weights_replaced_before_loading_are_skipped_for_the_newest(tmp_path: Path) -> None:
     engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     load = engine.update_weights
 
@@ -134,7 +134,7 @@ async def test_weights_that_were_replaced_before_they_could_be_loaded_are_left_f
         assert watcher.updates == 2
 
 
-async def test_weights_are_held_while_the_engine_loads_them_and_not_while_it_is_pinned(tmp_path: Path) -> None:
+async def test_weights_are_held_only_while_the_engine_loads_them(tmp_path: Path) -> None:
     engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     held: list[bool] = []
     load = engine.update_weights
@@ -153,14 +153,14 @@ async def test_weights_are_held_while_the_engine_loads_them_and_not_while_it_is_
         assert held == [True, True]
 
 
-async def test_the_engine_sleeps_for_a_step_with_a_clock_that_stands_still_and_loads_new_weights_after_it(
+async def test_the_engine_sleeps_during_a_step_and_updates_after_it(
     tmp_path: Path,
 ) -> None:
     engine, receiver, trainer = FakeEngine(), FakeReceiver(WeightVersion(1, 0)), DeviceTurn(tmp_path)
     turn = DeviceTurn(tmp_path)
     await turn.use()
     async with watching(tmp_path, engine, receiver) as watcher:
-        giving_way = asyncio.create_task(watcher.yield_device_to_trainer(turn))
+        yielding = asyncio.create_task(watcher.yield_device_to_trainer(turn))
         await asyncio.to_thread(trainer.begin_step, 5.0)
         assert engine.asleep and watcher.is_asleep
         before_s = watcher.awake_s
@@ -171,10 +171,10 @@ async def test_the_engine_sleeps_for_a_step_with_a_clock_that_stands_still_and_l
         await until(lambda: engine.version == 1)
         assert not engine.asleep
         assert 0 < watcher.awake_s - before_s < 0.03 + 5 * 0.02
-        giving_way.cancel()
+        yielding.cancel()
 
 
-async def test_an_engine_that_does_not_fall_asleep_is_an_error_and_no_step_begins(tmp_path: Path) -> None:
+async def test_an_engine_that_does_not_fall_asleep_is_an_error_and_blocks_the_step(tmp_path: Path) -> None:
     engine, turn = FakeEngine(), DeviceTurn(tmp_path)
     watcher = watcher_of(context_of(tmp_path, config_of(), engine), FakeReceiver(), update_timeout_s=0.01)
     await turn.use()

@@ -15,7 +15,7 @@ from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
 from async_grpo.lab.chat import ChatSession, PlainPrompt, TemplatePrompt, make_prompt
 from async_grpo.lab.evaluate.policy_source import Checkpoint, LiveRun
 from rollout_server.engines.base import GenerationRequest
-from tests.support.http_fakes import Letters, says, scripted
+from tests.support.http_fakes import Letters, script_of, scripted
 from tests.support.rollout_fakes import config_of
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]not red[/red]\u202e\r\x9b31m"
@@ -128,7 +128,7 @@ def test_a_server_that_fails_ends_the_line_and_not_the_conversation(
 
 
 async def test_a_live_run_is_asked_for_no_more_tokens_than_its_servers_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = await scripted(says("yes"))
+    engine = await scripted(script_of("yes"))
 
     @asynccontextmanager
     async def policy(*_: object) -> Any:

@@ -14,7 +14,7 @@ from rollout_server.dispatch import admission
 from rollout_server.dispatch.admission import AdmissionGate, TaskFeeder
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.server import RolloutServer
-from tests.support.http_fakes import House, dispatching, house_of
+from tests.support.http_fakes import ServerHarness, dispatching, make_harness
 from tests.support.rollout_fakes import (
     FakeEngine,
     FakeReceiver,
@@ -27,44 +27,44 @@ from tests.support.rollout_fakes import (
 from tests.support.waiting import until
 
 
-async def blocked_house(tmp_path: Path, buffer: InMemoryBuffer) -> House:
+async def make_blocked_harness(tmp_path: Path, buffer: InMemoryBuffer) -> ServerHarness:
     """A server whose requests (two groups of four) finish only when the test releases them."""
     engine = FakeEngine()
     engine.hold = True
-    return await house_of(tmp_path, engine, config=config_of(), buffer=buffer, version=0)
+    return await make_harness(tmp_path, engine, config=config_of(), buffer=buffer, version=0)
 
 
-async def until_engine_is_full(house: House) -> None:
-    await until(lambda: len(house.engine.held) == 8)
+async def until_engine_is_full(harness: ServerHarness) -> None:
+    await until(lambda: len(harness.engine.held) == 8)
 
 
 async def test_a_paused_server_finishes_its_groups_and_starts_no_new_ones(tmp_path: Path) -> None:
     buffer = buffer_of(config_of())
-    house = await blocked_house(tmp_path, buffer)
-    async with dispatching(house):
-        await until_engine_is_full(house)
-        house.dispatcher.admission.pause()
-        house.engine.hold = False
-        house.engine.release()
-        await until(lambda: house.dispatcher.counters.groups["inserted"] == 2)
+    harness = await make_blocked_harness(tmp_path, buffer)
+    async with dispatching(harness):
+        await until_engine_is_full(harness)
+        harness.dispatcher.admission.pause()
+        harness.engine.hold = False
+        harness.engine.release()
+        await until(lambda: harness.dispatcher.counters.groups["inserted"] == 2)
         await asyncio.sleep(0.05)
-        assert (len(house.dispatcher.groups), (await buffer.stats()).ready) == (0, 2)
-        house.dispatcher.admission.resume()
-        await until(lambda: house.dispatcher.counters.groups["inserted"] == 4)
+        assert (len(harness.dispatcher.groups), (await buffer.stats()).ready) == (0, 2)
+        harness.dispatcher.admission.resume()
+        await until(lambda: harness.dispatcher.counters.groups["inserted"] == 4)
 
 
 async def test_a_ticket_that_arrives_after_a_pause_is_given_back(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
-    house = await house_of(tmp_path, FakeEngine(), config=config, buffer=buffer, version=0)
-    running = asyncio.create_task(house.dispatcher.run_until_end())
-    await until(lambda: house.dispatcher.ticket_wait_since_s is not None)
-    house.dispatcher.admission.pause()
-    await buffer.put_tasks([house.context.source.task(0)])
+    harness = await make_harness(tmp_path, FakeEngine(), config=config, buffer=buffer, version=0)
+    running = asyncio.create_task(harness.dispatcher.run_until_end())
+    await until(lambda: harness.dispatcher.ticket_wait_since_s is not None)
+    harness.dispatcher.admission.pause()
+    await buffer.put_tasks([harness.context.source.task(0)])
     await until_buffer(buffer, lambda stats: stats.admitted > 0)
     (ticket,) = await buffer.admit_groups(1, holder="rollout-1", timeout_s=2.0)
     assert ticket.seq == 0
-    assert not house.engine.requests
+    assert not harness.engine.requests
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -84,14 +84,14 @@ async def test_a_stop_does_not_lose_tickets_that_are_being_given_back(tmp_path: 
     config = config_of()
     buffer = SlowGiveBack(config.replay_policy, lease_s=config.lease_s, max_attempts=1)
     buffer.may_give_back = asyncio.Event()
-    house = await house_of(tmp_path, FakeEngine(), config=config, buffer=buffer, version=0)
-    running = asyncio.create_task(house.dispatcher.run_until_end())
-    await until(lambda: house.dispatcher.ticket_wait_since_s is not None)
-    house.dispatcher.admission.pause()
-    await buffer.put_tasks([house.context.source.task(index) for index in range(2)])
+    harness = await make_harness(tmp_path, FakeEngine(), config=config, buffer=buffer, version=0)
+    running = asyncio.create_task(harness.dispatcher.run_until_end())
+    await until(lambda: harness.dispatcher.ticket_wait_since_s is not None)
+    harness.dispatcher.admission.pause()
+    await buffer.put_tasks([harness.context.source.task(index) for index in range(2)])
     await until_buffer(buffer, lambda stats: stats.admitted > 0)
     if stop == "drain":
-        house.dispatcher.admission.drain()
+        harness.dispatcher.admission.drain()
     else:
         running.cancel()
     await asyncio.sleep(0.01)
@@ -104,14 +104,14 @@ async def test_a_stop_does_not_lose_tickets_that_are_being_given_back(tmp_path: 
 
 async def test_a_draining_dispatcher_ends_when_its_groups_have_finished(tmp_path: Path) -> None:
     buffer = buffer_of(config_of())
-    house = await blocked_house(tmp_path, buffer)
-    async with dispatching(house) as running:
-        await until_engine_is_full(house)
-        house.dispatcher.admission.drain()
+    harness = await make_blocked_harness(tmp_path, buffer)
+    async with dispatching(harness) as running:
+        await until_engine_is_full(harness)
+        harness.dispatcher.admission.drain()
         await asyncio.sleep(0.02)
         assert not running.done()
-        house.engine.hold = False
-        house.engine.release()
+        harness.engine.hold = False
+        harness.engine.release()
         async with asyncio.timeout(5):
             await running
     assert (await buffer.stats()).ready == 2
@@ -122,10 +122,10 @@ async def test_an_urgent_drain_gives_all_groups_back_with_partials(tmp_path: Pat
     buffer = buffer_of(config)
     engine = ScriptedEngine(lambda request: [ord("a")] * 40, tokens_per_s=100)
     await engine.start()
-    house = await house_of(tmp_path, engine, config=config, buffer=buffer, version=0)
-    async with dispatching(house) as running:
-        await until(lambda: engine.load().generated_tokens >= 8 and len(house.dispatcher.groups) > 0)
-        house.dispatcher.admission.drain(now=True)
+    harness = await make_harness(tmp_path, engine, config=config, buffer=buffer, version=0)
+    async with dispatching(harness) as running:
+        await until(lambda: engine.load().generated_tokens >= 8 and len(harness.dispatcher.groups) > 0)
+        harness.dispatcher.admission.drain(now=True)
         await buffer.publish_version(epoch=0, version=0)
         async with asyncio.timeout(15):
             await running
@@ -140,10 +140,10 @@ async def test_groups_unfinished_at_the_drain_timeout_are_given_back(tmp_path: P
     buffer = buffer_of(config)
     engine = FakeEngine()
     engine.hold = True
-    house = await house_of(tmp_path, engine, config=config, buffer=buffer, version=0)
-    async with dispatching(house) as running:
-        await until_engine_is_full(house)
-        house.dispatcher.admission.drain()
+    harness = await make_harness(tmp_path, engine, config=config, buffer=buffer, version=0)
+    async with dispatching(harness) as running:
+        await until_engine_is_full(harness)
+        harness.dispatcher.admission.drain()
         async with asyncio.timeout(5):
             await running
     assert len(await buffer.admit_groups(1, holder="rollout-1", timeout_s=1.0)) == 1

@@ -22,7 +22,7 @@ from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
 from rollout_server.http.server import ApiServer
 from rollout_server.workflows import SingleTurn
-from tests.support.http_fakes import Letters, http_config, ready_server, says, scripted
+from tests.support.http_fakes import Letters, http_config, ready_server, script_of, scripted
 from tests.support.rollout_fakes import context_of
 
 HELLO = [*b"hello", 255]
@@ -83,14 +83,14 @@ async def test_an_evaluation_over_http_equals_one_with_the_engine(tmp_path: Path
 
 
 async def test_a_busy_server_is_retried(tmp_path: Path) -> None:
-    engine = await scripted(says("hello" * 5), tokens_per_s=100.0)
+    engine = await scripted(script_of("hello" * 5), tokens_per_s=100.0)
     async with server(tmp_path, engine, max_concurrency=1) as api, sampler(api.address, max_concurrency=3) as live:
         calls = [live.generate(request(request_id=f"r{number}")) for number in range(3)]
         assert len(await asyncio.gather(*calls)) == 3
 
 
 async def test_requests_are_spread_over_servers_and_a_lost_server_is_not_used_again(tmp_path: Path) -> None:
-    engines = [await scripted(says("hello")) for _ in range(2)]
+    engines = [await scripted(script_of("hello")) for _ in range(2)]
     async with (
         server(tmp_path, engines[0]) as first,
         server(tmp_path, engines[1], version=4) as second,
@@ -105,7 +105,7 @@ async def test_requests_are_spread_over_servers_and_a_lost_server_is_not_used_ag
 
 
 async def test_a_run_without_servers_raises_an_error(tmp_path: Path) -> None:
-    async with server(tmp_path, await scripted(says("hello"))) as api:
+    async with server(tmp_path, await scripted(script_of("hello"))) as api:
         address = api.address
     async with sampler(address) as live:
         with pytest.raises(EngineError, match="no rollout server"):
@@ -113,14 +113,14 @@ async def test_a_run_without_servers_raises_an_error(tmp_path: Path) -> None:
 
 
 async def test_a_refusal_is_reported_with_its_message(tmp_path: Path) -> None:
-    async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
+    async with server(tmp_path, await scripted(script_of("hello"))) as api, sampler(api.address) as live:
         with pytest.raises(EngineError, match=r"status 400.*max_model_len"):
             await live.generate(request(max_tokens=1000))
 
 
 async def test_idle_connections_are_closed_before_the_server_closes_them(tmp_path: Path) -> None:
     assert KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S
-    async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
+    async with server(tmp_path, await scripted(script_of("hello"))) as api, sampler(api.address) as live:
         await live.generate(request())
         assert live._session is not None and live._session.connector is not None
         assert live._session.connector._keepalive_timeout == KEEP_ALIVE_S
@@ -128,7 +128,7 @@ async def test_idle_connections_are_closed_before_the_server_closes_them(tmp_pat
 
 async def test_the_key_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_GRPO_HTTP_KEY", "open sesame")
-    async with server(tmp_path, await scripted(says("hello"))) as api:
+    async with server(tmp_path, await scripted(script_of("hello"))) as api:
         async with sampler(api.address, key="open sesame") as live:
             assert (await live.generate(request())).tokens.tolist() == HELLO
         async with sampler(api.address) as stranger:
@@ -137,7 +137,7 @@ async def test_the_key_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_server_that_stays_busy_times_out_by_name(tmp_path: Path) -> None:
-    async with server(tmp_path, await scripted(says("hello"))) as api:
+    async with server(tmp_path, await scripted(script_of("hello"))) as api:
         await api.detach()
         async with sampler(api.address, timeout_s=0.2) as live:
             with pytest.raises(WaitTimeout, match=api.address):

@@ -1,4 +1,4 @@
-"""The evaluator: which versions, by whom, and what stands on the board."""
+"""The evaluator: evaluated versions, claims, and results on the board."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ async def evaluator_at(context: ServerContext, version: int) -> tuple[MilestoneE
 
 
 async def versions_on(board: Any) -> list[int]:
-    return [evaluation.version for evaluation in await board.evaluations()]
+    return [item.version for item in await board.evaluations()]
 
 
-async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
+async def test_the_policy_is_evaluated_before_and_after_training(tmp_path: Path) -> None:
     engine = FakeEngine(lambda request: "yes" if request.temperature == 0 or "-0-0-" in request.request_id else "no")
     context = context_of(tmp_path, config_of(), engine)
     evaluator, watcher, receiver = await evaluator_at(context, 0)
@@ -52,7 +52,7 @@ async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
     figures = before.figures
     assert figures is not None and figures.mean is not None and figures.majority is not None
     assert (figures.mean.value, figures.pass_at["2"].value) == (before.sampled_accuracy, 1 / 4)
-    assert figures.majority.value == 1 / 8  # of the one prompt with a right answer, yes and no have a vote each
+    assert figures.majority.value == 1 / 8  # in the one prompt with a right answer, yes and no have one vote each
     assert figures.mean.low <= figures.mean.value <= figures.mean.high
     assert before.no_majority == ""
 
@@ -64,44 +64,46 @@ async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
     assert await versions_on(context.board) == [0, 4]
 
 
-async def test_without_an_extraction_the_board_says_why_there_is_no_majority(tmp_path: Path) -> None:
+async def test_the_board_has_the_reason_for_a_missing_majority(tmp_path: Path) -> None:
     context = context_of(tmp_path, config_of(rewards={"functions": [{"name": "format"}]}), FakeEngine())
     evaluator, _, _ = await evaluator_at(context, 0)
     await evaluator.evaluate_initial_version()
-    (found,) = await context.board.evaluations()
-    assert found.figures is not None and found.figures.majority is None
-    assert found.no_majority == "format has none"
+    (evaluation,) = await context.board.evaluations()
+    assert evaluation.figures is not None and evaluation.figures.majority is None
+    assert evaluation.no_majority == "format has none"
 
 
-async def test_the_board_says_in_how_many_completions_looking_for_the_answer_failed(tmp_path: Path) -> None:
+async def test_the_board_has_the_number_of_failed_extractions(tmp_path: Path) -> None:
     engine = FakeEngine(lambda request: "!" if "-0-0-" in request.request_id else "yes")
     context = context_of(tmp_path, config_of(), engine)
     evaluator, _, _ = await evaluator_at(context, 0)
     await evaluator.evaluate_initial_version()
-    (found,) = await context.board.evaluations()
-    assert found.figures is not None and found.figures.unextracted == 1  # of the greedy completions nobody asks it
-    assert (found.figures.unjudged, found.no_majority) == (0, "")
+    (evaluation,) = await context.board.evaluations()
+    assert (
+        evaluation.figures is not None and evaluation.figures.unextracted == 1
+    )  # answers of greedy completions are not extracted
+    assert (evaluation.figures.unjudged, evaluation.no_majority) == (0, "")
 
 
-async def test_a_workflow_is_told_which_of_the_samples_of_a_prompt_it_makes(tmp_path: Path) -> None:
-    made: Counter[int] = Counter()
+async def test_a_workflow_gets_the_index_of_its_sample(tmp_path: Path) -> None:
+    calls: Counter[int] = Counter()
 
-    class Noting(SingleTurn):
+    class CountingWorkflow(SingleTurn):
         async def run(self, task: Task, session: SampleSession) -> Sample:
-            made[session.index] += 1
+            calls[session.index] += 1
             return await super().run(task, session)
 
-    runner = EvalRunner(replace(context_of(tmp_path, config_of(), FakeEngine()), workflow=Noting(Bytes())))
+    runner = EvalRunner(replace(context_of(tmp_path, config_of(), FakeEngine()), workflow=CountingWorkflow(Bytes())))
     await runner.grade_prompts(EvalPlan(prompts=4, samples=3))
-    assert made == {0: 4 + 4, 1: 4, 2: 4}  # a greedy one is the first of one
-    made.clear()
+    assert calls == {0: 4 + 4, 1: 4, 2: 4}  # the greedy completion of a prompt has index 0
+    calls.clear()
     await runner.generate_probe(version=0)
-    assert made == dict.fromkeys(range(PROBE_SAMPLES), PROBE_GROUPS)
+    assert calls == dict.fromkeys(range(PROBE_SAMPLES), PROBE_GROUPS)
     assert runner.unfinished == 0
 
 
-class Fails(SingleTurn):
-    """Fails for some held-out prompts: raises for 1, takes no turn for 2."""
+class FailingWorkflow(SingleTurn):
+    """Fails for two held-out prompts: raises for 1, takes no turn for 2."""
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
         if task.index == 1:
@@ -111,19 +113,23 @@ class Fails(SingleTurn):
         return await super().run(task, session)
 
 
-async def test_held_out_samples_whose_workflow_fails_are_counted_and_stop_nothing(tmp_path: Path) -> None:
-    context = replace(context_of(tmp_path, config_of(), FakeEngine()), workflow=Fails(Bytes()))
+async def test_failed_held_out_completions_are_counted_and_left_out(tmp_path: Path) -> None:
+    context = replace(context_of(tmp_path, config_of(), FakeEngine()), workflow=FailingWorkflow(Bytes()))
     evaluator, _, _ = await evaluator_at(context, 4)
     await evaluator.evaluate_milestones()
-    (found,) = await context.board.evaluations()
-    assert found.figures is not None
-    assert (found.figures.prompts, found.figures.completions, found.figures.failed) == (2, 4, 2 * (2 + 1))
-    assert (found.figures.unjudged, found.sampled_accuracy) == (0, 1.0)
+    (evaluation,) = await context.board.evaluations()
+    assert evaluation.figures is not None
+    assert (evaluation.figures.prompts, evaluation.figures.completions, evaluation.figures.failed) == (
+        2,
+        4,
+        2 * (2 + 1),
+    )
+    assert (evaluation.figures.unjudged, evaluation.sampled_accuracy) == (0, 1.0)
     probe = await context.board.wait_for_probe(4, timeout_s=1.0)
     assert {group.task.index for group in probe.groups} == {0, 3}
 
 
-async def test_an_engine_that_fails_in_an_evaluation_ends_it(tmp_path: Path) -> None:
+async def test_an_engine_error_ends_the_evaluation(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.error = EngineError("the engine died")
     context = context_of(tmp_path, config_of(eval={"prompts": 1, "samples": 1, "greedy": False}), engine)
@@ -132,7 +138,7 @@ async def test_an_engine_that_fails_in_an_evaluation_ends_it(tmp_path: Path) -> 
         await evaluator.evaluate_initial_version()
 
 
-async def test_time_in_which_the_engine_sleeps_does_not_count_against_an_evaluation(
+async def test_sleep_of_the_engine_does_not_count_towards_eval_timeouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_s = [0.0]
@@ -147,12 +153,12 @@ async def test_time_in_which_the_engine_sleeps_does_not_count_against_an_evaluat
     assert not evaluating.done()
     clock_s[0] = 0.15  # too late for a completion, in time for the evaluation
     await asyncio.wait_for(evaluating, 5)
-    (found,) = await context.board.evaluations()
-    assert found.figures is not None and found.figures.failed == found.samples + 1
+    (evaluation,) = await context.board.evaluations()
+    assert evaluation.figures is not None and evaluation.figures.failed == evaluation.samples + 1
 
 
 class ClaimOnce(InMemoryBoard):
-    """A board that is lost after the first claim."""
+    """A board that fails after the first claim."""
 
     claims = 0
 
@@ -163,7 +169,7 @@ class ClaimOnce(InMemoryBoard):
         return await super().claim_job(job, holder, ttl_s=ttl_s)
 
 
-async def test_an_evaluation_whose_claim_cannot_be_renewed_ends_with_that_error(
+async def test_an_evaluation_ends_if_its_claim_cannot_be_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout_server.evaluation.milestones.CLAIM_TTL_S", 0.03)
@@ -176,7 +182,7 @@ async def test_an_evaluation_whose_claim_cannot_be_renewed_ends_with_that_error(
     assert engine.held == {}
 
 
-async def test_the_final_probe_holds_groups_of_that_version_with_log_probabilities(tmp_path: Path) -> None:
+async def test_the_final_probe_has_groups_of_the_final_version(tmp_path: Path) -> None:
     context = context_of(tmp_path, config_of(), FakeEngine())
     evaluator, _, _ = await evaluator_at(context, 4)
     await evaluator.evaluate_milestones()
@@ -187,7 +193,7 @@ async def test_the_final_probe_holds_groups_of_that_version_with_log_probabiliti
         assert {span.version for span in sample.spans} == {4}
 
 
-async def test_a_server_without_the_final_weights_leaves_once_another_has_measured_them(
+async def test_a_server_without_the_final_weights_ends_after_the_final_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout_server.evaluation.milestones.BOARD_POLL_S", 0.01)
@@ -231,14 +237,14 @@ async def test_only_one_of_several_servers_evaluates_a_version(tmp_path: Path) -
     assert await versions_on(board) == [0]
 
 
-async def test_a_server_that_joins_late_does_not_measure_a_later_version_as_the_first(tmp_path: Path) -> None:
+async def test_a_late_server_does_not_evaluate_a_later_version_as_the_first(tmp_path: Path) -> None:
     context = context_of(tmp_path, config_of(), FakeEngine())
     evaluator, _, _ = await evaluator_at(context, 2)
     await evaluator.evaluate_initial_version()
     assert await versions_on(context.board) == []
 
 
-async def test_weights_wait_until_the_evaluation_is_over(tmp_path: Path) -> None:
+async def test_updates_wait_for_the_end_of_an_evaluation(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.hold = True
     context = context_of(tmp_path, config_of(), engine)
@@ -255,7 +261,7 @@ async def test_weights_wait_until_the_evaluation_is_over(tmp_path: Path) -> None
     watching.cancel()
 
 
-async def test_an_evaluation_that_takes_too_long_is_an_error_with_the_fix(tmp_path: Path) -> None:
+async def test_a_slow_evaluation_times_out_with_the_fix(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.hold = True
     context = context_of(tmp_path, config_of(eval={"prompts": 1, "timeout_s": 0.05}), engine)
@@ -280,7 +286,7 @@ async def test_tokens_of_an_evaluation_are_not_counted_as_generated_for_training
     assert (beat.name, beat.version, beat.updates) == ("rollout-0", 0, 1)
 
 
-def test_milestones_are_the_start_the_multiples_and_the_end() -> None:
+def test_milestones_are_start_multiples_and_end() -> None:
     walk = [0]
     while walk[-1] < 25:
         walk.append(next_milestone(walk[-1], every_steps=10, final=25))

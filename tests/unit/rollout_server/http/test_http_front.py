@@ -15,7 +15,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.utils.http_server import address_of
 from async_grpo.weights.base import HeldWeights
 from rollout_server.http.server import ApiServer, bind
-from tests.support.http_fakes import http_config, ready_server, says, scripted
+from tests.support.http_fakes import http_config, ready_server, script_of, scripted
 from tests.support.rollout_fakes import buffer_of
 from tests.support.waiting import until
 
@@ -25,7 +25,7 @@ def client_of(api: ApiServer) -> openai.AsyncOpenAI:
 
 
 async def test_the_openai_client_completes_and_chats(tmp_path: Path) -> None:
-    async with ready_server(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
+    async with ready_server(tmp_path, await scripted(script_of("hello"))) as (api, _, _), client_of(api) as client:
         assert [model.id async for model in client.models.list()] == ["test"]
         completion = await client.completions.create(model="test", prompt="hi", n=2, logprobs=0, seed=1, stop=["z"])
         assert [choice.text for choice in completion.choices] == ["hello", "hello"]
@@ -39,7 +39,7 @@ async def test_the_openai_client_completes_and_chats(tmp_path: Path) -> None:
 
 
 async def test_the_openai_client_streams(tmp_path: Path) -> None:
-    async with ready_server(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
+    async with ready_server(tmp_path, await scripted(script_of("hello"))) as (api, _, _), client_of(api) as client:
         pieces = [piece async for piece in await client.completions.create(model="test", prompt="hi", stream=True, n=2)]
         texts = ["".join(p.choices[0].text for p in pieces if p.choices[0].index == index) for index in (0, 1)]
         assert texts == ["hello", "hello"]
@@ -57,7 +57,7 @@ async def test_the_openai_client_streams(tmp_path: Path) -> None:
 
 
 async def test_the_openai_client_understands_refusals(tmp_path: Path) -> None:
-    async with ready_server(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
+    async with ready_server(tmp_path, await scripted(script_of("hello"))) as (api, _, _), client_of(api) as client:
         with pytest.raises(openai.BadRequestError, match="top_p"):
             await client.completions.create(model="test", prompt="hi", top_p=0.5)
         with pytest.raises(openai.NotFoundError, match="'test'"):
@@ -65,7 +65,7 @@ async def test_the_openai_client_understands_refusals(tmp_path: Path) -> None:
 
 
 async def test_fingerprints_in_a_stream_follow_policy_updates(tmp_path: Path) -> None:
-    engine = await scripted(says("a" * 40), tokens_per_s=200)
+    engine = await scripted(script_of("a" * 40), tokens_per_s=200)
     async with ready_server(tmp_path, engine) as (api, _, _), client_of(api) as client:
         stream = await client.completions.create(model="test", prompt="hi", max_tokens=40, stream=True)
         seen = [(await anext(stream)).system_fingerprint]
@@ -76,7 +76,7 @@ async def test_fingerprints_in_a_stream_follow_policy_updates(tmp_path: Path) ->
 
 
 async def test_an_engine_that_dies_ends_a_stream_with_an_error(tmp_path: Path) -> None:
-    engine = await scripted(says("a" * 40), tokens_per_s=100)
+    engine = await scripted(script_of("a" * 40), tokens_per_s=100)
     async with ready_server(tmp_path, engine) as (api, _, _), client_of(api) as client:
         stream = await client.completions.create(model="test", prompt="hi", max_tokens=40, stream=True)
         await anext(stream)
@@ -87,7 +87,7 @@ async def test_an_engine_that_dies_ends_a_stream_with_an_error(tmp_path: Path) -
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_disconnected_client_frees_the_engine(tmp_path: Path, stream: bool) -> None:
-    engine = await scripted(says("a" * 50), tokens_per_s=2)
+    engine = await scripted(script_of("a" * 50), tokens_per_s=2)
     async with ready_server(tmp_path, engine) as (api, _, _):
         async with httpx.AsyncClient(base_url=api.address, timeout=10) as client:
             body = {"prompt": "hi", "max_tokens": 50, "stream": stream}
@@ -101,7 +101,7 @@ async def test_a_disconnected_client_frees_the_engine(tmp_path: Path, stream: bo
 
 
 async def test_a_client_that_does_not_read_delays_no_update(tmp_path: Path) -> None:
-    engine = await scripted(says("a" * 40))
+    engine = await scripted(script_of("a" * 40))
     async with ready_server(tmp_path, engine) as (api, _, _), httpx.AsyncClient(base_url=api.address) as client:
         body = {"prompt": "hi", "max_tokens": 40, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body):
@@ -111,7 +111,7 @@ async def test_a_client_that_does_not_read_delays_no_update(tmp_path: Path) -> N
 
 
 async def test_tokens_for_http_are_not_counted_as_tokens_of_the_run(tmp_path: Path) -> None:
-    engine = await scripted(says("yes"))
+    engine = await scripted(script_of("yes"))
     changes: dict[str, Any] = {"steps": 1, "eval": {"prompts": 1, "greedy": False, "samples": 1}}
     buffer = buffer_of(http_config(**changes))
     async with ready_server(tmp_path, engine, http_config(**changes), buffer=buffer) as (api, server, receiver):
@@ -132,7 +132,7 @@ async def test_tokens_for_http_are_not_counted_as_tokens_of_the_run(tmp_path: Pa
 
 
 async def test_the_board_has_the_http_address_of_a_server(tmp_path: Path) -> None:
-    async with ready_server(tmp_path, await scripted(says("yes"))) as (api, server, _):
+    async with ready_server(tmp_path, await scripted(script_of("yes"))) as (api, server, _):
         await server._heartbeat.send_heartbeat()
         (beat,) = await server._context.board.live_servers()
         assert beat.http == api.address
@@ -142,7 +142,7 @@ async def test_the_board_has_the_http_address_of_a_server(tmp_path: Path) -> Non
 
 async def test_a_server_drained_over_http_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_GRPO_ADMIN_TOKEN", "token")
-    engine = await scripted(says("yes"), tokens_per_s=100)
+    engine = await scripted(script_of("yes"), tokens_per_s=100)
     async with ready_server(tmp_path, engine) as (api, server, _), client_of(api) as client:
         serve = asyncio.create_task(server.serve())
         posting = asyncio.create_task(client.completions.create(model="test", prompt="hi"))
@@ -155,7 +155,7 @@ async def test_a_server_drained_over_http_ends_by_itself(tmp_path: Path, monkeyp
 
 
 async def test_an_urgent_drain_waits_for_no_client(tmp_path: Path) -> None:
-    engine = await scripted(says("a" * 50), tokens_per_s=2)
+    engine = await scripted(script_of("a" * 50), tokens_per_s=2)
     async with ready_server(tmp_path, engine) as (api, server, _), client_of(api) as client:
         posting = asyncio.create_task(client.completions.create(model="test", prompt="hi", max_tokens=50))
         await until(lambda: engine.load().streamed_tokens > 0)

@@ -30,8 +30,8 @@ from async_grpo.rewards.base import RewardInput, RewardResult
 from rollout_server.context import EvalContext
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
 from rollout_server.workflows import SingleTurn
-from tests.support.http_fakes import Letters, says, scripted
-from tests.support.rollout_fakes import FakePool, Yes, config_of, leave_run_folder
+from tests.support.http_fakes import Letters, script_of, scripted
+from tests.support.rollout_fakes import FakePool, YesSource, config_of, leave_run_folder
 
 CONFIG = config_of()
 SOMEWHERE = Checkpoint(Path("hf"), 4)
@@ -54,7 +54,7 @@ def test_more_prompts_are_held_out_only_where_they_were_not_trained_on(tmp_path:
     assert hold_out_prompts(config_of(data={**data, "eval_path": data["path"]}), 5).eval.prompts == 5
 
 
-class Numbered(Yes):
+class Numbered(YesSource):
     """Prompts of the sources a and b."""
 
     def held_out(self) -> list[Any]:
@@ -147,7 +147,7 @@ class Evaluating:
         @asynccontextmanager
         async def context(config: RunConfig, sampler: Any, *_: object, kept: int) -> Any:
             self.kept = kept
-            yield EvalContext(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or Yes())
+            yield EvalContext(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or YesSource())
 
         module = "async_grpo.lab.evaluate.evaluate"
         monkeypatch.setattr(f"{module}.open_policy", policy)
@@ -161,7 +161,7 @@ class Evaluating:
 
 
 async def test_a_policy_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluating = Evaluating(monkeypatch, await scripted(says("never"), tokens_per_s=0.001))
+    evaluating = Evaluating(monkeypatch, await scripted(script_of("never"), tokens_per_s=0.001))
     with pytest.raises(WaitTimeout, match=r"completion \(0 of 12 .*--patience"):
         await evaluating(patience_s=0.05)
 
@@ -169,7 +169,7 @@ async def test_a_policy_that_never_answers_is_given_up(monkeypatch: pytest.Monke
 async def test_reward_functions_that_never_judge_are_given_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = FakePool()
     pool.gate = asyncio.Event()
-    evaluating = Evaluating(monkeypatch, await scripted(says("yes")), pool)
+    evaluating = Evaluating(monkeypatch, await scripted(script_of("yes")), pool)
     with pytest.raises(WaitTimeout, match=r"rewards of completions .*\(12 .* 0 .*rewards\.deadline_s"):
         await evaluating(patience_s=0.2)
 
@@ -183,17 +183,17 @@ async def test_grades_that_come_slowly_one_after_the_other_are_waited_for(monkey
                 await asyncio.sleep(0.15)
                 return await super().judge(items)
 
-    report = await Evaluating(monkeypatch, await scripted(says("yes")), Slow())(patience_s=0.5)  # four take longer
+    report = await Evaluating(monkeypatch, await scripted(script_of("yes")), Slow())(patience_s=0.5)  # four take longer
     assert report.grades.sampled_accuracy == 1.0
 
 
 async def test_prompts_beyond_those_that_the_run_kept_are_asked_unless_it_trains_on_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Fewer(Yes):
+    class Fewer(YesSource):
         dropped = {"also trained on": 2, "prompt too long": 1}
 
-    evaluating = Evaluating(monkeypatch, await scripted(says("yes")), source=Fewer())
+    evaluating = Evaluating(monkeypatch, await scripted(script_of("yes")), source=Fewer())
     report = await evaluating(EvalPlan(6, 1))
     assert (evaluating.kept, report.trained_on, report.config.eval.prompts) == (4, 2, 6)
 
