@@ -155,7 +155,7 @@ def test_the_deadline_is_derived_from_lengths_and_speed_unless_it_is_set() -> No
 
 
 async def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aio, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(aio, "PING_EVERY_S", 0.02)
 
     async def waits_for_a_page_without_await() -> None:
         time.sleep(0.5)  # noqa: ASYNC251  (the mistake under test)

@@ -139,7 +139,7 @@ def type_in(*words: object) -> Result:
         ([CONFIG, "--checkpoint", "/nowhere"], "no folder /nowhere"),
         ([CONFIG, "--live"], "holds no run"),
         ([CONFIG, "--live", "--checkpoint", "x"], "two policies"),
-        ([CONFIG, "--run-dir", "x"], "--run-dir names the run already"),
+        ([CONFIG, "--run-dir", "x"], "the run is named twice"),
         (["--run-dir", "/nowhere"], "not the folder of a run"),
         ([CONFIG, "-o", "max_stalenes=1"], "max_staleness?"),
     ],
