@@ -214,13 +214,20 @@ def _check_disk(config: RunConfig) -> Finding:
 
 
 def _check_ports_of(config: RunConfig) -> Finding:
-    """Check that the ports which the configuration fixes are free on this machine."""
-    fixed = {"rollout.http.port": config.rollout.http, "telemetry.http.port": config.telemetry.http}
-    taken = [key for key, at in fixed.items() if at.is_on and at.port and not _can_bind(at.port, at.host)]
-    if config.rollout.http.is_on and config.rollout.http.port and config.rollout.servers > 1:
-        taken.append(f"rollout.http.port, which {config.rollout.servers} servers share,")
-    found = f"{' and '.join(taken)} cannot be bound" if taken else "free, or chosen by the system"
-    return Finding("Ports of the run", not taken, found, "choose other ports, or 0 for any free one")
+    """Check that the configured ports are free on this machine, and that servers do not share one."""
+    problems = []
+    for key, endpoint in (("rollout.http.port", config.rollout.http), ("telemetry.http.port", config.telemetry.http)):
+        if not endpoint.is_on or not endpoint.port:
+            continue  # off, or any free port
+        reasons = []
+        if not _can_bind(endpoint.port, endpoint.host):
+            reasons.append(f"cannot be bound on {endpoint.host}")
+        if key == "rollout.http.port" and config.rollout.servers > 1:
+            reasons.append(f"cannot be shared by {config.rollout.servers} servers")
+        if reasons:
+            problems.append(f"{key} {endpoint.port} {' and '.join(reasons)}")
+    found = "; ".join(problems) or "free, or chosen by the system"
+    return Finding("Ports of the run", not problems, found, "choose other ports, or 0 for any free one")
 
 
 def _check_first_row(config: RunConfig) -> Finding:

@@ -68,8 +68,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare runs: the settings that differ, and the figures. The ratio is that of the last run to the first."""
-    from async_grpo.app.runs.compare import compare as compare_runs
-    from async_grpo.app.runs.compare import plot_rewards
+    from async_grpo.app.runs.compare import compare_runs, plot_rewards
     from async_grpo.app.runs.format import comparison_facts, comparison_table, table_console
     from async_grpo.app.runs.run import Run
 

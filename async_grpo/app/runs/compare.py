@@ -1,6 +1,6 @@
-"""Compares runs: the settings in which they differ, and their figures.
+"""Comparison of runs: settings that differ, and results.
 
-Run, Run, ... --compare--> Comparison --> `async-grpo runs compare`: a table, JSON, or a picture
+Run, Run, ... --compare_runs--> Comparison --> `async-grpo runs compare`: a table, JSON, or a picture
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from async_grpo.app.runs.run import Run
 from async_grpo.config.load import differing_keys
 from async_grpo.errors import ConfigError
+from async_grpo.telemetry.charts import METRIC_CHARTS, REWARD
 from async_grpo.telemetry.rows import Facts
 from async_grpo.utils.dotted import look_up
 
@@ -40,35 +41,40 @@ _PLACE = ("name", "runs_dir")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The settings that differ and the figures of several runs, one column for each run."""
+    """Differing settings and results of several runs, one column per run."""
 
     names: list[str]
     settings: dict[str, list[Any]]
-    """Dotted key -> its value in each run, of the keys whose values differ; None where a run does not have it."""
+    """Dotted key with differing values -> value in each run; None for a run without the key."""
     figures: dict[str, list[float | None]]
-    """Key of FIGURES -> its value in each run."""
+    """Key of FIGURES -> value in each run."""
 
     def ratio(self, key: str) -> float | None:
-        """The figure of the last run divided by that of the first; None where either is missing or 0."""
-        first, last = self.figures[key][0], self.figures[key][-1]
+        """Return the value of the last run divided by that of the first; None if either is missing or 0."""
+        first = self.figures[key][0]
+        last = self.figures[key][-1]
         return last / first if first and last else None
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
-    """Compare two runs or more. Raises ConfigError for fewer."""
+def compare_runs(runs: Sequence[Run]) -> Comparison:
+    """Compare two or more runs. Raises ConfigError for fewer."""
     if len(runs) < 2:
-        raise ConfigError(f"a comparison needs two runs or more, and this is {len(runs)}. Name another run folder")
-    settings, summaries = [run.settings() for run in runs], [run.summary() for run in runs]
-    keys = sorted({key for other in settings[1:] for key in differing_keys(settings[0], other, ignored=_PLACE)})
+        raise ConfigError(f"a comparison needs at least two runs, but got {len(runs)}. Name another run folder")
+    settings = [run.settings() for run in runs]
+    summaries = [run.summary() for run in runs]
+
+    keys: set[str] = set()
+    for other in settings[1:]:
+        keys.update(differing_keys(settings[0], other, ignored=_PLACE))
     return Comparison(
         names=_short_names([run.path for run in runs]),
-        settings={key: [look_up(one, key) for one in settings] for key in keys},
+        settings={key: [look_up(values, key) for values in settings] for key in sorted(keys)},
         figures={key: [_number(summary, key) for summary in summaries] for key in FIGURES},
     )
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
-    """The names of the folders, or their paths if two folders have the same name."""
+    """Return the names of the folders; their paths if two folders have the same name."""
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
@@ -79,13 +85,15 @@ def _number(summary: Facts, key: str) -> float | None:
 
 
 def plot_rewards(runs: Sequence[Run], file: Path) -> None:
-    """Draw the training reward of each run, and below it its throughput, over the steps, into `file` (PNG)."""
+    """Draw training reward and throughput of each run over the steps into `file` (PNG)."""
     from async_grpo.app.report.drawing import draw_series, legend_above, panels_over_steps, save_figures
 
-    figure, panels = panels_over_steps(["training reward", "tokens trained per second"])
-    for number, (run, name) in enumerate(zip(runs, _short_names([run.path for run in runs]), strict=True)):
-        steps, color = run.steps(), f"C{number % 10}"
-        for axes, key in zip(panels, ("reward_mean", "tokens_per_s"), strict=True):
-            draw_series(axes, steps, key, label=name, color=color)
+    charts = {"reward_mean": REWARD, "tokens_per_s": METRIC_CHARTS["tokens_per_s"]}
+    figure, panels = panels_over_steps([chart.title for chart in charts.values()])
+    names = _short_names([run.path for run in runs])
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+        steps = run.steps()
+        for axes, key in zip(panels, charts, strict=True):
+            draw_series(axes, steps, key, label=name, color=f"C{number % 10}")
     legend_above(panels[0])
     save_figures(file.parent, {file.stem: figure})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from async_grpo.app.runs.compare import FIGURES, Comparison
 from async_grpo.app.runs.run import Run, RunStatus
 from async_grpo.app.runs.samples import mean_reward
 from async_grpo.app.runs.upkeep import Removal
+from async_grpo.telemetry.rows import Facts, Row
 from async_grpo.utils.text import escape_controls, figure
 
 STYLES = {
@@ -30,7 +31,7 @@ NEXT_COMMANDS = {
     RunStatus.FAILED: "see {0}/logs; fix the cause, then: async-grpo resume {0}",
     RunStatus.INTERRUPTED: "async-grpo resume {0}",
 }
-"""State of a run -> what to do next; {0} is its folder."""
+"""State of a run -> next command; {0} is its folder."""
 WIDTH = 160
 """Width in characters of a table that is written to a file."""
 
@@ -42,28 +43,35 @@ def table_console() -> Console:
 
 
 def list_facts(run: Run) -> dict[str, Any]:
-    """Fields of a run in the list, as in its JSON."""
-    summary, settings = run.summary(), run.settings()
+    """Return the fields of a run in the list, as in its JSON."""
+    rows = run.rows()
+    return _list_facts(run, rows, run.summary(rows))
+
+
+def _list_facts(run: Run, rows: Sequence[Row], summary: Facts) -> dict[str, Any]:
     keys = ("accuracy_before", "accuracy_after", "reward_last", "tokens_per_s", "wall_s")
     return {
         "run": str(run.path),
         "name": run.name,
         "state": str(run.status()),
         "reason": run.reason,
-        "steps": len(run.steps()),
-        "of_steps": settings.get("steps"),
+        "steps": len(run.steps(rows)),
+        "of_steps": run.settings().get("steps"),
         **{key: summary.get(key) for key in keys},
         "written_s": run.written_s,
     }
 
 
 def run_facts(run: Run) -> dict[str, Any]:
-    """Fields of `async-grpo runs show`, as in its JSON: those of the list, figures, warnings, files, next command."""
-    facts, summary = list_facts(run), run.summary()
+    """Return the fields of `async-grpo runs show`, as in its JSON: those of the list, results, warnings, files and next
+    command."""
+    rows = run.rows()
+    summary = run.summary(rows)
+    facts = _list_facts(run, rows, summary)
     return {
         **facts,
         "figures": {key: summary.get(key) for key in FIGURES},
-        "warnings": len(run.warnings()),
+        "warnings": len(run.warnings(rows)),
         "files": _files(run),
         "next": NEXT_COMMANDS[RunStatus(facts["state"])].format(run.path),
     }

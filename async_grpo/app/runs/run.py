@@ -1,18 +1,18 @@
-"""Run: reads the folder of a run. `list_runs` finds the runs below a folder.
+"""Run: read access to the folder of a run. `list_runs` finds the runs in a folder.
 
     config.yaml  run.json  run.lock     -->  config, state
     metrics.jsonl                       -->  steps, probes, warnings
     evaluations/*.jsonl, summary.json   -->  evaluations, summary
     samples/  timeline/  logs/          -->  their files
 
-This module only reads files and never asks the run's server. Files may be truncated, missing or of an older release;
-what cannot be read is left out.
+This module only reads files and never connects to the run's server. Files may be truncated, missing or from an older
+release; unreadable parts are omitted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -26,19 +26,19 @@ from async_grpo.app.report.summary import summarize
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import RESTARTS_PREFIX, Facts, Row, latest_rows, number, rows_of_kind
+from async_grpo.telemetry.rows import RESTARTS_PREFIX, Facts, Row, latest_rows, numbers, rows_of_kind
 from async_grpo.wire.board import Evaluation
 
 SUMMARY = "summary.json"
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Ten times as fast if PyYAML was built with libyaml, which matters for lists of many runs."""
+"""The loader of libyaml, if PyYAML has it: ten times as fast, which matters for lists of many runs."""
 
 
 class RunStatus(StrEnum):
     """State of a run."""
 
     LIVE = "live"
-    """A process is at work in its folder."""
+    """A process runs in its folder."""
     FINISHED = "finished"
     FAILED = "failed"
     """It stopped with an error; `Run.reason` is the message."""
@@ -48,53 +48,57 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The folder of a run, for reading. Every method reads the files again, so that a live run may be followed."""
+    """Folder of a run, for reading.
+
+    Every method reads the files again, so that a live run can be followed. Methods with a parameter `rows` accept the
+    rows of metrics.jsonl, so that a caller with several queries reads this file, which may be large, only once.
+    """
 
     path: Path
 
     @classmethod
     def open(cls, path: Path) -> Run:
-        """Raises ConfigError if `path` is not the folder of a run."""
+        """Open the run in `path`. Raises ConfigError if it is not the folder of a run."""
         if not is_run(path):
             raise ConfigError(
-                f"{path} is not the folder of a run: it has no config.yaml. Runs lie in runs/ unless runs_dir says "
-                "otherwise; `async-grpo runs list` shows them"
+                f"{path} is not the folder of a run: it has no config.yaml. Runs are in runs/ unless runs_dir is set; "
+                "`async-grpo runs list` shows them"
             )
         return cls(path)
 
     @property
     def name(self) -> str:
-        """The run's name from its configuration, or else its folder's name."""
+        """Name of the run in its configuration; the folder's name if that is unreadable."""
         name = self.settings().get("name")
         return name if isinstance(name, str) else self.path.name
 
     @property
     def folder(self) -> RunFolder:
-        """The folder as the launcher's RunFolder."""
+        """The launcher's view of the folder."""
         return RunFolder(self.path)
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration. Raises ConfigError if this release refuses it; see `settings`."""
+        """Resolved configuration. Raises ConfigError if this release rejects it; see `settings`."""
         return self.folder.read_config()
 
     def settings(self) -> dict[str, Any]:
-        """config.yaml as plain data, also that of another release; {} if it cannot be read."""
+        """Return config.yaml as plain data, for any release; {} if it cannot be read."""
         try:
-            found = yaml.load(self.folder.config_file.read_text(), Loader=_FAST_LOADER)
+            settings = yaml.load(self.folder.config_file.read_text(), Loader=_FAST_LOADER)
         except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return settings if isinstance(settings, dict) else {}
 
     def state(self) -> RunState:
-        """run.json, or a new state if there is none that can be read."""
+        """Return run.json; an empty state if it is missing or unreadable."""
         try:
             return self.folder.read_state()
         except (OSError, ValueError, TypeError):
             return RunState()
 
     def status(self) -> RunStatus:
-        """State of the run. A held lock means that it is live, so the answer is right however the run ended."""
+        """Return the state of the run. A run is live while a process has its lock, which ends even with SIGKILL."""
         if self.folder.has_live_process():
             return RunStatus.LIVE
         state = self.state()
@@ -108,65 +112,80 @@ class Run:
         return self.state().failure
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows of metrics.jsonl (`telemetry.rows`), in the order in which they were written."""
+        """Return all rows of metrics.jsonl (`telemetry.rows`) in file order."""
         return read_rows(self.path / "metrics.jsonl")
 
-    def steps(self) -> list[Row]:
-        """One row for each optimizer step; of a step that was repeated after a restart, the last."""
-        return latest_rows(rows_of_kind(self.rows(), "step"), "step")
+    def steps(self, rows: Sequence[Row] | None = None) -> list[Row]:
+        """Return one row per optimizer step; the last one of a step that was repeated after a restart."""
+        rows = self.rows() if rows is None else rows
+        return latest_rows(rows_of_kind(rows, "step"), "step")
 
-    def warnings(self) -> list[Row]:
-        """The warnings, oldest first."""
-        return rows_of_kind(self.rows(), "warning")
+    def warnings(self, rows: Sequence[Row] | None = None) -> list[Row]:
+        """Return the warnings, oldest first."""
+        rows = self.rows() if rows is None else rows
+        return rows_of_kind(rows, "warning")
 
     def evaluations(self) -> list[Facts]:
-        """The evaluations by version: fields of `wire.board.Evaluation`, and `time_s` where it is known."""
-        files = sorted((self.path / "evaluations").glob("*.jsonl"))
-        rows: Iterable[Row] = [row for file in files for row in read_rows(file)]
-        known: dict[int, Facts] = {
-            row["version"]: dict(row)
-            for row in [*(self.written_summary().get("evaluations") or []), *rows]
-            if isinstance(row.get("version"), int)
-        }
-        return [known[version] for version in sorted(known)]
+        """Return the evaluations by version: fields of `wire.board.Evaluation`, and `time_s` if known."""
+        rows: list[Row] = list(self.written_summary().get("evaluations") or [])
+        for file in sorted((self.path / "evaluations").glob("*.jsonl")):
+            rows += read_rows(file)
+        # Rows of the files come last, so that they replace those of an older summary.
+        by_version: dict[int, Facts] = {}
+        for row in rows:
+            if isinstance(row.get("version"), int):
+                by_version[row["version"]] = dict(row)
+        return [by_version[version] for version in sorted(by_version)]
 
-    def summary(self) -> Facts:
-        """summary.json if it covers all steps; otherwise the same figures computed from the other files, without the
-        accounting of groups."""
+    def summary(self, rows: Sequence[Row] | None = None) -> Facts:
+        """Return summary.json if it covers all steps; otherwise the same values computed from the other files, without
+        the accounting of groups."""
+        rows = self.rows() if rows is None else rows
         written = self.written_summary()
-        is_whole = written and int(written.get("steps") or 0) >= len(self.steps())
-        return written if is_whole else self.computed_summary()
+        if written and int(written.get("steps") or 0) >= len(self.steps(rows)):
+            return written
+        return self.computed_summary(rows=rows)
 
     def written_summary(self) -> Facts:
-        """summary.json; {} if it is missing or torn."""
+        """Return summary.json; {} if it is missing or torn."""
         try:
-            found = json.loads((self.path / SUMMARY).read_text())
+            summary = json.loads((self.path / SUMMARY).read_text())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return summary if isinstance(summary, dict) else {}
 
-    def computed_summary(self, stats: Facts | None = None, counters: Mapping[str, int] | None = None) -> Facts:
-        """The summary from the other files. `stats` (fields of BufferStats) and `counters` are those of the server;
-        without them, the groups' account and the generated tokens are missing."""
-        rows, state = self.rows(), self.state()
+    def computed_summary(
+        self,
+        stats: Facts | None = None,
+        counters: Mapping[str, int] | None = None,
+        *,
+        rows: Sequence[Row] | None = None,
+    ) -> Facts:
+        """Compute the summary from the other files.
+
+        `stats` (fields of BufferStats) and `counters` are from the run's server. Without them, the accounting of groups
+        and the generated tokens are missing.
+        """
+        rows = self.rows() if rows is None else rows
+        state = self.state()
         steps = rows_of_kind(rows, "step")
-        times = [time_s for row in steps if (time_s := number(row, "time_s")) is not None]
-        restarts = {f"{RESTARTS_PREFIX}{role}": count for role, count in state.restarts.items()}
-        evaluations = [_evaluation(row) for row in self.evaluations()]
+        times = numbers(steps, "time_s")
         wall_s = state.wall_s or (max(times) - min(times) if times else 0.0)
+        evaluations = [_evaluation(row) for row in self.evaluations()]
         try:
             config = self.config
         except (ConfigError, OSError):
             return {"name": self.name, "steps": len(latest_rows(steps, "step")), "wall_s": wall_s}
+
         servers = [read_rows(path) for path in self.files("timeline") if path.name.startswith("rollout-")]
-        probes, counters = rows_of_kind(rows, "probe"), {**(counters or {}), **restarts}
+        restarts = {f"{RESTARTS_PREFIX}{role}": count for role, count in state.restarts.items()}
         return summarize(
             config,
             steps,
-            probes,
+            rows_of_kind(rows, "probe"),
             evaluations,
             stats or {},
-            counters,
+            {**(counters or {}), **restarts},
             wall_s,
             prepare_s=state.prepare_s,
             servers=servers,
@@ -174,22 +193,25 @@ class Run:
         )
 
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
-        """The groups in samples/*.jsonl (`telemetry.rows`), or those among them that the optimizer step `step` trained,
-        once trained.jsonl has it."""
+        """Return the groups in samples/*.jsonl (`telemetry.rows`); with `step`, only those that this optimizer step
+        trained, according to trained.jsonl."""
         rows = [row for file in self.files("samples") for row in read_rows(file) if row.get("completions")]
         if step is None:
             return rows
         trained = [row for row in read_rows(self.path / "trained.jsonl") if row.get("step") == step]
-        return [row for row in rows if trained and str(row.get("seq")) in trained[-1].get("groups", {})]
+        if not trained:
+            return []
+        groups = trained[-1].get("groups", {})
+        return [row for row in rows if str(row.get("seq")) in groups]
 
     @property
     def written_s(self) -> float:
-        """Time of the last write of a step or of its state, in seconds since the epoch."""
+        """Time of the last write of a step or of the state, in seconds since the epoch."""
         files = [self.path / name for name in ("metrics.jsonl", "run.json", "config.yaml")]
         return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
     def files(self, kind: str) -> list[Path]:
-        """The files in one of the folders `samples`, `timeline`, `evaluations`, `logs` and `plots`, by name."""
+        """Return the files in one of the folders `samples`, `timeline`, `evaluations`, `logs` and `plots`, by name."""
         return sorted(path for path in (self.path / kind).glob("*") if path.is_file())
 
 
@@ -203,7 +225,7 @@ def is_run(path: Path) -> bool:
 
 
 def list_runs(root: Path) -> list[Run]:
-    """The runs in `root` and, of sweeps, in its folders; the one that was at work last comes first.
+    """Return the runs in `root` and in the folders of its sweeps, most recently written first.
 
     `root` may also be the folder of a run. Raises ConfigError if `root` is not a folder.
     """
@@ -211,5 +233,5 @@ def list_runs(root: Path) -> list[Run]:
         raise ConfigError(f"{root} is not a folder. Name the folder that holds the runs, such as runs/")
     if is_run(root):
         return [Run(root)]
-    found = {path for pattern in ("*", "*/*", "*/*/*") for path in root.glob(pattern) if is_run(path)}
-    return sorted(map(Run, found), key=lambda run: run.written_s, reverse=True)
+    paths = {path for pattern in ("*", "*/*", "*/*/*") for path in root.glob(pattern) if is_run(path)}
+    return sorted(map(Run, paths), key=lambda run: run.written_s, reverse=True)

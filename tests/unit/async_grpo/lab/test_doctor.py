@@ -320,7 +320,7 @@ def test_the_first_row_goes_through_the_template_and_the_reward_functions(tmp_pa
 
 def test_what_the_run_lacks_is_named_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "model_bytes", lambda _config: 15 << 30)
-    monkeypatch.setattr(doctor, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(doctor, "FIND_TIMEOUT_S", 0.2)
     monkeypatch.setattr(doctor, "_check_first_row", lambda _config: Finding("First row", True, ""))
     monkeypatch.setattr("shutil.disk_usage", lambda _place: type("Usage", (), {"free": 1 << 30}))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -332,7 +332,8 @@ def test_what_the_run_lacks_is_named_with_what_to_type(tmp_path: Path, monkeypat
     assert "4 * 15.0 = 60.0 GiB" in wrong["Shared memory"].found
     for remedy in ("mount -o remount,size=61G /dev/shm", "docker run --shm-size=61g", "weights.receiver_slots: 1"):
         assert remedy in wrong["Shared memory"].fix
-    assert "rollout.http.port, which 2 servers share" in wrong["Ports of the run"].found
+    ports = wrong["Ports of the run"].found
+    assert ports == f"rollout.http.port {port} cannot be bound on 127.0.0.1 and cannot be shared by 2 servers"
     assert "127.0.0.1:1 " in wrong["Redis"].found
 
 

@@ -75,7 +75,7 @@ def test_compare_shows_the_settings_that_differ_and_the_ratio(tmp_path: Path) ->
     assert (found["figures"]["steps"], found["ratios"]["steps"]) == ([2, 1], 0.5)
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert "max_staleness" in type_in("compare", first, second).output
-    assert "two runs or more" in type_in("compare", first).output
+    assert "at least two runs" in type_in("compare", first).output
 
 
 def test_samples_are_chosen_sorted_and_cannot_control_the_terminal(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from async_grpo.app.launch.run_folder import RunFolder, RunState
+from async_grpo.app.runs.format import list_facts
 from async_grpo.app.runs.run import Run, RunStatus, list_runs
 from async_grpo.config import dump, validate
 from async_grpo.errors import ConfigError
+from async_grpo.telemetry.jsonl import read_rows
 
 SETTINGS = {"name": "small", "steps": 3, "data": {"kind": "arithmetic"}, "model": {"random": {}}}
 
@@ -30,6 +32,19 @@ def write_rows(path: Path, *rows: dict[str, object] | str) -> None:
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
 
 
+def test_a_row_of_the_list_reads_the_metrics_once(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(folder.path / "metrics.jsonl", {"kind": "step", "step": 1, "time_s": 1.0})
+    read: list[str] = []
+
+    def count_reads(path: Path) -> list[dict[str, object]]:
+        read.append(path.name)
+        return read_rows(path)
+
+    monkeypatch.setattr("async_grpo.app.runs.run.read_rows", count_reads)
+    assert list_facts(Run(folder.path))["steps"] == 1
+    assert read.count("metrics.jsonl") == 1
+
+
 def test_a_run_is_live_while_a_process_holds_its_lock(folder: RunFolder) -> None:
     run = Run.open(folder.path)
     assert run.status() is RunStatus.INTERRUPTED
@@ -38,7 +53,7 @@ def test_a_run_is_live_while_a_process_holds_its_lock(folder: RunFolder) -> None
     assert run.status() is RunStatus.INTERRUPTED
 
 
-def test_a_run_is_live_while_a_role_that_was_started_alone_is(folder: RunFolder) -> None:
+def test_a_run_is_live_while_a_separately_started_role_runs(folder: RunFolder) -> None:
     (folder.path / "roles").mkdir()
     role = os.fork()
     if role == 0:
@@ -55,7 +70,7 @@ def test_a_run_is_live_while_a_role_that_was_started_alone_is(folder: RunFolder)
     assert Run(folder.path).status() is RunStatus.INTERRUPTED
 
 
-def test_a_look_does_not_refuse_a_run_that_starts(folder: RunFolder) -> None:
+def test_reading_the_status_does_not_block_a_start(folder: RunFolder) -> None:
     for _ in range(20):
         Run(folder.path).status()
         with folder.locked():
