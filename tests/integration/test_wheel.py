@@ -133,7 +133,7 @@ def test_a_whole_run_works_from_an_empty_folder(installed: Path, tmp_path: Path)
     [
         ("--version", 0, "async-grpo "),
         ("--help", 0, "import-config"),
-        ("run quickstart --dry-run", 0, "a start would be refused: a run computes with torch, megatron, vllm"),
+        ("run quickstart --dry-run", 0, "a start would be refused: a run needs torch, megatron, vllm"),
         ("run quickstart", 1, "Run: async-grpo install cpu"),
         ("doctor", 1, "PyTorch, Megatron-core, vLLM:\n  async-grpo install cpu\n"),
         ("install cpu --print", 0, "torch: pip install --no-deps --require-hashes torch=="),

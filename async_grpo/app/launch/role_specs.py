@@ -1,11 +1,11 @@
-"""RoleSpecs of a run: the command, environment, cores and accelerators of each role.
+"""RoleSpecs of a run: command, environment, cores and accelerators of each role.
 
     trainer     the first trainer.processes devices
-    rollout-i   the next ones, as many as its engine shares a model over, server after server; with launch.share_devices
-                they are counted from the first again, so that a device belongs to the trainer and to one server
+    rollout-i   the next devices, as many per server as its engine spans; with launch.share_devices the servers start
+                at the first device again, so that a device belongs to the trainer and to one server
 
-The devices are those of CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES, if set; else they are numbered from 0. A
-role that computes on the CPU sees none. A server that dies and is started again gets the same devices.
+The devices are those of CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES, if set; otherwise they are numbered from 0.
+A role on the CPU sees no devices. A server that is restarted gets the same devices.
 """
 
 from __future__ import annotations
@@ -39,46 +39,50 @@ while true; do wait $role; code=$?; kill -0 $role 2>/dev/null || break; done
 exit $code"""
 
 Environments = dict[str, dict[str, str]]
-"""Environment variables by role, and by name."""
+"""Role -> environment variable -> value."""
 
 
-def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int | None = None) -> Environments:
-    """Role -> the environment that shows it its devices and no others.
+def assign_devices(config: RunConfig, environment: Mapping[str, str], available: int | None = None) -> Environments:
+    """Return role -> environment variable that makes only its devices visible.
 
-    `there` is the number of devices of this machine, None if unknown. Raises ConfigError if they are too few or the two
-    sides need different kinds.
+    `available`: number of devices of this machine; None if unknown. Raises ConfigError if there are too few, or if the
+    two sides need different kinds.
     """
-    wanted, limits = devices_by_role(config), config.rollout.limits
-    kinds = {platform.name: platform for platform, count in wanted.values() if count}
+    devices = devices_by_role(config)
+    limits = config.rollout.limits
+    kinds = {platform.name: platform for platform, count in devices.values() if count}
     if len(kinds) > 1:
         raise ConfigError(
-            f"trainer.platform is {config.trainer.platform} and {limits.platform_key} {limits.platform}: "
-            "one machine has accelerators of one kind. Start the roles on different ones (async-grpo trainer, rollout)"
+            f"trainer.platform is {config.trainer.platform} and {limits.platform_key} {limits.platform}, but a machine "
+            "has accelerators of one kind. Start the roles on different machines (async-grpo trainer, rollout)"
         )
     if not kinds:
-        return {role: {} for role in wanted}
+        return {role: {} for role in devices}
+
     (platform,) = kinds.values()
-    ranks, *servers = (count for _, count in wanted.values())
+    ranks, *servers = (count for _, count in devices.values())
     first = 0 if config.launch.share_devices != "off" else ranks
-    pool = _pool(config, platform, count_needed_devices(config), environment, there)
-    starts = (0, *accumulate(servers, initial=first))
-    return {
-        role: {platform.visible_variable: ",".join(pool[start : start + count])}
-        for (role, (_, count)), start in zip(wanted.items(), starts, strict=False)
-    }
+    pool = _list_devices(config, platform, count_needed_devices(config), environment, available)
+    starts = (0, *accumulate(servers, initial=first))  # one more than roles: the end of the last server
+    environments = {}
+    for (role, (_, count)), start in zip(devices.items(), starts, strict=False):
+        environments[role] = {platform.visible_variable: ",".join(pool[start : start + count])}
+    return environments
 
 
 def check_machine(config: RunConfig) -> None:
-    """Raise ConfigError unless this machine has the devices of all roles, and DependencyError unless it has their
-    packages. Looks for both without importing anything; the roles look again, more closely."""
+    """Raise ConfigError unless this machine has the devices of all roles, DependencyError unless it has their packages.
+
+    This check imports nothing heavy, so that it is fast. The roles check again in detail.
+    """
     needed = {platform.name: platform for platform, count in devices_by_role(config).values() if count}
     for platform in needed.values():
         if not platform.has_devices():
             key = "trainer.platform" if platform.name == config.trainer.platform else config.rollout.limits.platform_key
             raise ConfigError(
                 f"{key} is {platform.name}, but this machine has no such device: {platform.tool} lists none, and there "
-                f"is no /dev/{platform.device_files[0]}. If there should be one, async-grpo doctor --platform "
-                f"{platform.name} says how to mend it. Else start the run where devices are (--dry-run plans it "
+                f"is no /dev/{platform.device_files[0]}. If it should have one, run async-grpo doctor --platform "
+                f"{platform.name} for advice. Otherwise start the run on a machine with devices (--dry-run plans it "
                 f"here), or set trainer.platform and {config.rollout.limits.platform_key} to cpu"
             )
     assign_devices(config, os.environ, count_local_devices(config))
@@ -89,11 +93,11 @@ def _check_packages(platform: str) -> None:
     missing = [name for name in ("torch", "megatron", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise DependencyError(
-            f"a run computes with {', '.join(missing)}, not installed for {sys.executable}. Run: {INSTALL[platform]}"
+            f"a run needs {', '.join(missing)}, not installed for {sys.executable}. Run: {INSTALL[platform]}"
         )
     if platform == "cpu" and not (finding := check_torchvision()).ok:
         raise DependencyError(
-            f"torchvision is {finding.found}, a build for CUDA, beside a build of torch for CPUs: vLLM and "
+            f"torchvision is {finding.found}, a build for CUDA, but torch is a build for CPUs, so vLLM and "
             f"transformers could not be imported. Run: {finding.fix}"
         )
 
@@ -108,70 +112,79 @@ def devices_by_role(config: RunConfig) -> dict[str, tuple[Platform, int]]:
 
 
 def count_needed_devices(config: RunConfig) -> int:
-    """Devices of all roles together; those that both sides share count once."""
+    """Return the number of devices of all roles. Devices that both sides share count once."""
     ranks, *servers = (count for _, count in devices_by_role(config).values())
-    return ranks + sum(servers) if config.launch.share_devices == "off" else max(ranks, sum(servers))
+    if config.launch.share_devices == "off":
+        return ranks + sum(servers)
+    return max(ranks, sum(servers))
 
 
 def count_local_devices(config: RunConfig) -> int | None:
-    """Number of devices that the vendor's tool lists; None if it lists none: then the roles find out."""
-    wanted = {platform.name: platform for platform, _ in devices_by_role(config).values()}
-    return sum(len(platform.devices()) for platform in wanted.values()) or None
+    """Return the number of devices that the vendor's tool lists; None if it lists none, so that the roles decide."""
+    platforms = {platform.name: platform for platform, _ in devices_by_role(config).values()}
+    return sum(len(platform.devices()) for platform in platforms.values()) or None
 
 
-def _pool(
-    config: RunConfig, platform: Platform, needed: int, environment: Mapping[str, str], there: int | None
+def _list_devices(
+    config: RunConfig, platform: Platform, needed: int, environment: Mapping[str, str], available: int | None
 ) -> list[str]:
-    named = visible(platform, environment)
-    pool = named if named is not None else [str(index) for index in range(needed if there is None else there)]
+    """Return the devices that the run may use. Raises ConfigError if there are fewer than `needed`."""
+    configured = visible(platform, environment)
+    if configured is not None:
+        source = f"{platform.visible_variable} names"
+        pool = configured
+    else:
+        source = "this machine has"
+        pool = [str(index) for index in range(needed if available is None else available)]
     if len(pool) < needed:
-        source = f"{platform.visible_variable} names" if named is not None else "this machine has"
         raise ConfigError(
             f"trainer.processes and rollout.servers * {config.rollout.limits.devices_key} make {needed} devices, but "
-            f"{source} {len(pool)}. Lower them, give more, or start the roles on several machines "
+            f"{source} {len(pool)}. Lower them, make more devices visible, or start the roles on several machines "
             "(async-grpo trainer, rollout)"
         )
     return pool
 
 
 def rollout_argv(config_file: Path, model: Path, name: str) -> list[str]:
-    """The command of one rollout server."""
+    """Return the command of one rollout server."""
     return [sys.executable, "-m", "rollout_server.main", *_files(config_file, model), "--name", name]
 
 
 def trainer_argv(config_file: Path, model: Path, node_rank: int = 0) -> list[str]:
-    """The command of the trainer on this machine; it starts the ranks once all machines have met."""
+    """Return the command of the trainer on this machine. It starts the ranks when all nodes have joined."""
     rank = ["--node-rank", str(node_rank)]
     return [sys.executable, "-m", "trainer.node_main", *rank, *_files(config_file, model)]
 
 
 def rank_argv(config_file: Path, model: Path) -> list[str]:
-    """The command of one rank of the trainer, which finds its number in the environment."""
+    """Return the command of one rank of the trainer. The rank's number is in its environment."""
     return [sys.executable, "-m", "trainer.main", *_files(config_file, model)]
 
 
-def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables of the ranks, beside the environment that is given, which comes first."""
+def trainer_environment(config: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of the ranks. Values in `environment` take precedence over the platform's
+    defaults."""
     defaults = select_platform(config.trainer.platform).rank_environment(config.trainer)
-    return {"OMP_NUM_THREADS": str(config.trainer.threads)} | {
-        name: given.get(name, defaults[name]) for name in defaults
-    }
+    variables = {"OMP_NUM_THREADS": str(config.trainer.threads)}
+    for name, default in defaults.items():
+        variables[name] = environment.get(name, default)
+    return variables
 
 
 def make_stoppable(command: str) -> str:
-    """A line for bash that runs a role and passes SIGTERM on; it ends with EXIT_STOPPED after SIGTERM, unless the
-    configuration was at fault.
+    """Return a bash script that runs a role and forwards SIGTERM to it. After SIGTERM it exits with EXIT_STOPPED,
+    unless the configuration was at fault.
 
-    Without it a role that was preempted, and has saved its work, would look to a scheduler like one that is done. Slurm
-    signals all processes of the role at once, its engine too, which may then end before the role has: it does not count
-    as a failure, and what the engine has handed over is stored.
+    Without it, a role that was preempted and has saved its work would exit with 0, and the scheduler would take it for
+    finished. Slurm signals all processes of the role at the same time, so the engine may end before the role does; the
+    role then fails, but its finished work is stored, and EXIT_STOPPED hides the failure.
     """
     return _STOPPABLE.format(command=command, stopped=EXIT_STOPPED, fault=EXIT_CONFIG)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpecs:
-    """The roles of a run on one machine."""
+    """Roles of a run on one machine."""
 
     trainer: RoleSpec
     servers: list[RoleSpec]
@@ -179,12 +192,12 @@ class RoleSpecs:
     """Rollout servers that the autoscaler may add."""
 
     def without_servers(self) -> RoleSpecs:
-        """The trainer alone."""
+        """Return a copy with the trainer only."""
         return RoleSpecs(self.trainer, [], [])
 
 
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> RoleSpecs:
-    """Every role of a run on this machine, each with its own devices. Raises ConfigError."""
+    """Return all roles of a run on this machine, each with its devices. Raises ConfigError."""
     devices = assign_devices(config, os.environ, count_local_devices(config))
     trainer_cores, rollout_cores = assign_cores(config, available_cores())
     restarts = config.launch.restarts

@@ -1,4 +1,4 @@
-"""Checks of the data: rows that cannot be used, and prompts that are too long in tokens of the policy."""
+"""Checks of the data: rejected rows, and prompts with too many tokens of the policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from async_grpo.errors import ConfigError, DataError
 
 
 def list_data_files(data: DataConfig) -> dict[str, Path]:
-    """Configuration key -> data file that the run reads."""
+    """Return configuration key -> data file that the run reads."""
     if data.kind != "jsonl":
         return {}
     paths = {"data.path": data.path, "data.eval_path": data.eval_path}
@@ -22,7 +22,7 @@ def list_data_files(data: DataConfig) -> dict[str, Path]:
 
 
 def find_rejected_rows(config: RunConfig) -> Rejections:
-    """Return the rows that the run will reject. Raises DataError for data that the run cannot start with."""
+    """Return the rows that the run will reject. Raises DataError for data that cannot be used at all."""
     if config.data.kind != "jsonl" or config.data.path is None:
         return Rejections()
     if not config.data.path.is_dir():
@@ -43,7 +43,7 @@ def count_prompt_lengths(config: RunConfig, policy: Path) -> PromptLengths | Non
 
 
 def check_data(config: RunConfig) -> None:
-    """Raise ConfigError for data that the run cannot start with."""
+    """Raise ConfigError for data that cannot be used at all."""
     try:
         find_rejected_rows(config)
     except DataError as error:
@@ -51,7 +51,7 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_prompts(config: RunConfig, policy: Path) -> str:
-    """Return the lengths of the prompts, in words. Raises ConfigError if every prompt is too long."""
+    """Return a description of the prompt lengths. Raises ConfigError if every prompt is too long."""
     try:
         return str(count_prompt_lengths(config, policy) or "not counted: they are not JSON lines")
     except DataError as error:

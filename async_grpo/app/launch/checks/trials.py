@@ -37,16 +37,16 @@ from rollout_server.workflows.session import SampleSession
 
 ROWS = 3
 WORKFLOW_S = 30.0
-"""Seconds that a workflow may take for the trial. One that takes longer is not refused: its tools may be slow."""
+"""Maximum seconds of the workflow's trial. A longer trial is aborted without an error, because tools may be slow."""
 _MISTAKES = (TypeError, NameError, AttributeError, ImportError)
-"""Errors of code that can never work. Others may come from the policy's odd answer, or from a tool that is away."""
+"""Errors of code that can never work. Others may come from the scripted answer or from an unavailable tool."""
 _NEED_NO_TRIAL = BUILTIN.keys() - ALGEBRA_VERIFIERS
-"""Reward functions that work wherever this package does."""
+"""Reward functions without optional dependencies, which work wherever this package does."""
 
 
 def check_rewards(rewards: RewardsConfig, rows: Sequence[RewardInput] = ()) -> None:
-    """Raise ConfigError for an unknown name, a verifier that cannot be imported or called, or that raises for every
-    completion of `rows`, or an environment variable that is not set.
+    """Raise ConfigError for an unknown name, a missing environment variable, or a verifier that cannot be imported,
+    cannot be called, or raises for every completion of `rows`.
 
     Must not be called in a running event loop.
     """
@@ -59,8 +59,9 @@ def check_rewards(rewards: RewardsConfig, rows: Sequence[RewardInput] = ()) -> N
 
 async def _try_verifiers(pool: RewardPool, names: Sequence[str], rows: Sequence[RewardInput]) -> None:
     items = [TRIAL_INPUT]
-    for row in rows:  # a right answer and a wrong one
-        items += [row, row._replace(completion="I do not know.")]
+    for row in rows:
+        items.append(row)  # its completion is the right answer
+        items.append(row._replace(completion="I do not know."))
     async with pool:
         if not rows:
             return
@@ -71,15 +72,15 @@ async def _try_verifiers(pool: RewardPool, names: Sequence[str], rows: Sequence[
             _, first, *_ = failures
             assert isinstance(first, RewardFailure)
             raise ConfigError(
-                f"rewards.functions: {name!r} raised for each of the {len(items)} completions that it was tried on, "
+                f"rewards.functions: {name!r} raised for all {len(items)} trial completions, "
                 f"such as {rows[0].completion[:80]!r} for the answer {rows[0].answer[:80]!r} of the first row: "
-                f"{first.reason}. No completion would be judged, so nothing could be trained. Fix the function"
+                f"{first.reason}. No completion could be judged, so nothing could be trained. Fix the function"
             )
 
 
 def read_first_rows(config: RunConfig, count: int) -> list[RewardInput]:
-    """The first rows of the training data, each with its answer as completion; [] if the data are not here or cannot be
-    read, which other checks report."""
+    """Return the first rows of the training data, each with its answer as completion; [] if the data are missing or
+    unreadable, which other checks report."""
     with contextlib.suppress(DataError, OSError):
         return list(islice(_rows(config), count))
     return []
@@ -109,7 +110,7 @@ def _rows(config: RunConfig) -> Iterator[RewardInput]:
 def check_workflow(config: RunConfig, model: Path | None) -> None:
     """Raise ConfigError for a workflow that cannot be imported or constructed, or whose code fails on the first row.
 
-    `model`: the folder of the first policy, for its tokenizer; without it the workflow is only imported. Must not be
+    `model`: folder of the first policy, for its tokenizer. Without it, the workflow is only imported. Must not be
     called in a running event loop.
     """
     name = config.rollout.workflow
@@ -126,8 +127,9 @@ def check_workflow(config: RunConfig, model: Path | None) -> None:
 
 async def _try_workflow(config: RunConfig, workflow: Workflow, tokenizer: Tokenizer, row: RewardInput) -> None:
     try:
-        prompt, turn = tokenizer.encode(row.prompt), tokenizer.encode(row.answer)
-    except Exception:  # a tokenizer may raise anything for an unknown text; the check of the prompts says so
+        prompt = tokenizer.encode(row.prompt)
+        turn = tokenizer.encode(row.answer)
+    except Exception:  # a tokenizer may raise anything; `check_prompts` reports it
         return
     task = make_task(0, row.prompt, prompt, row.answer, dict(row.metadata))
     stop = getattr(tokenizer, "eos_token_id", None) or 0
@@ -144,13 +146,14 @@ async def _try_workflow(config: RunConfig, workflow: Workflow, tokenizer: Tokeni
         if isinstance(error, _MISTAKES):
             raise ConfigError(
                 f"rollout.workflow: {config.rollout.workflow!r} was tried on the first row of the data, with a policy "
-                f"that always answers {row.answer[:80]!r}, and failed{_place(error)}: {type(error).__name__}: {error}. "
-                "Every group would fail in the same way. Fix the workflow (docs/workflows.md)"
+                f"that always answers {row.answer[:80]!r}, and failed{_locate_error(error)}: "
+                f"{type(error).__name__}: {error}. "
+                "Every group would fail the same way. Fix the workflow (docs/workflows.md)"
             ) from error
 
 
 async def _play(config: RunConfig, workflow: Workflow, task: Task, prompt: list[int], turn: list[int]) -> object:
-    """What the workflow returns for a policy that writes `turn` (token ids) whenever it is asked."""
+    """Return the result of the workflow with a policy that answers `turn` (token ids) to every request."""
 
     def script(request: GenerationRequest) -> list[int]:
         return [*request.prefix, *turn]
@@ -172,12 +175,12 @@ async def _play(config: RunConfig, workflow: Workflow, task: Task, prompt: list[
         await engine.aclose()
 
 
-def _place(error: BaseException) -> str:
-    """` at wf.py, line 12`: the last line of code that is neither ours nor Python's; "" if unknown."""
-    ours = Path(__file__).parents[4]
-    foreign = (ours / "async_grpo", ours / "rollout_server", Path(asyncio.__file__).parents[1])
+def _locate_error(error: BaseException) -> str:
+    """Return for example ` at wf.py, line 12`: the innermost line of user code; "" if there is none."""
+    root = Path(__file__).parents[4]
+    not_user_code = (root / "async_grpo", root / "rollout_server", Path(asyncio.__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
-        if not any(file.is_relative_to(folder) for folder in foreign):
+        if not any(file.is_relative_to(folder) for folder in not_user_code):
             return f" at {file.name}, line {frame.lineno}"
     return ""

@@ -62,14 +62,14 @@ def test_too_few_devices_are_refused_before_anything_starts(
 def test_trainer_and_servers_that_share_see_the_same_devices_and_no_two_servers_do() -> None:
     one = {"CUDA_VISIBLE_DEVICES": "5"}
     assert assign_devices(shared(1, 1), one) == {"trainer": one, "rollout-0": one}
-    seen = assign_devices(shared(4, 2, tensor_parallel=2), {}, there=4)
+    seen = assign_devices(shared(4, 2, tensor_parallel=2), {}, available=4)
     assert {role: variables["CUDA_VISIBLE_DEVICES"] for role, variables in seen.items()} == {
         "trainer": "0,1,2,3",
         "rollout-0": "0,1",
         "rollout-1": "2,3",
     }
     with pytest.raises(ConfigError, match=r"3 devices.*has 2"):
-        assign_devices(shared(1, 3), {}, there=2)
+        assign_devices(shared(1, 3), {}, available=2)
 
 
 def test_a_role_on_the_cpu_sees_no_device_and_a_run_on_the_cpu_is_dealt_nothing() -> None:
