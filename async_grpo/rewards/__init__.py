@@ -1,9 +1,9 @@
-"""Rewards: pure verifiers, the pool of killable processes that runs them, judges behind HTTP.
+"""Rewards: pure verifiers, the pool of killable processes that runs them, and HTTP judges.
 
 - `verifiers`   the built-in verifiers: pure functions from completion and reference answer to a score
-- `base`        what a reward sees (RewardInput) and gives (RewardResult, RewardFailure); the overlong rule
-- `registry`    from the name of a reward function to a callable
-- `pool`        RewardPool: completions in, results out
+- `base`        input (RewardInput) and results (RewardResult, RewardFailure) of reward functions; the overlong rule
+- `registry`    loads reward functions by name
+- `pool`        RewardPool: judges completions with all reward functions
 - `workers`     the verifier processes and their supervisor
-- `http_judge`  a judge behind HTTP
+- `http_judge`  HTTP judges
 """

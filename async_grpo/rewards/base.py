@@ -1,12 +1,12 @@
-"""Inputs and results of reward functions, and the one number that is trained on.
+"""Inputs and results of reward functions, and their combination into the reward that is trained on.
 
 - RewardInput         one completion with its task
 - RewardResult        scores by reward function, failures, and their weighted sum; made by `combine_outcomes`
 - apply_overlong_rule the rule for overlong samples (DAPO, arXiv 2503.14476, section 3.4)
 - parse_score         conversion of a verifier's result to a score
 
-A completion that was cut at `max_tokens` may be wrong only because it ran out of room. `rewards.overlong: filter` keeps
-it out of the loss. `soft` penalises length before that point: with L = soft_overlong_tokens,
+A completion that was cut at `max_tokens` may be wrong only because it ran out of tokens. `rewards.overlong: filter`
+masks it. `soft` penalises length before that point: with L = soft_overlong_tokens,
 
     penalty(n) = 0                                            n <= max_tokens - L
                   = factor * ((max_tokens - L) - n) / L       above, down to -factor at max_tokens
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CUT = "length"
 """Finish reason of a completion that reached max_tokens."""
 MAX_SCORE = 1e6
-"""Largest absolute score: beyond it, float32 losses lose every other sample of the batch to rounding."""
+"""Maximum absolute score. A larger one would make the other samples of the batch vanish in the rounding of float32."""
 
 
 class RewardInput(NamedTuple):
@@ -43,13 +43,13 @@ class RewardInput(NamedTuple):
 
     @classmethod
     def from_sample(cls, sample: Sample, task: Task) -> Self:
-        """The input for one sample of a task."""
+        """Return the input for one sample of a task."""
         tool_calls = sum(not turn.by_policy for turn in sample.turns)
         return cls(sample.text, task.answer, task.prompt, task.metadata, tool_calls)
 
 
 TRIAL_INPUT = RewardInput("<think>0 + 1 = 1</think><answer>1</answer>", "1", "0 + 1 = ?")
-"""Input with which every user-defined reward function is tried before a run starts."""
+"""Input on which custom reward functions are tried before a run starts."""
 FailureKind = Literal[
     "timeout",
     "raised",
@@ -163,7 +163,7 @@ def apply_overlong_rule(
 
 
 def soft_length_penalty(length: int, *, max_tokens: int, last_tokens: int, factor: float) -> float:
-    """0 up to max_tokens - last_tokens, then falling linearly to -factor at max_tokens.
+    """Return 0 up to max_tokens - last_tokens, and then a penalty that falls linearly to -factor at max_tokens.
 
     >>> [soft_length_penalty(n, max_tokens=100, last_tokens=20, factor=1.0) for n in (80, 90, 100, 120)]
     [0.0, -0.5, -1.0, -1.0]
@@ -175,7 +175,7 @@ def soft_length_penalty(length: int, *, max_tokens: int, last_tokens: int, facto
 def parse_score(value: object) -> float:
     """Convert a number, or a scalar of numpy or torch, to a float. Raises ValueError for anything else.
 
-    Strings are refused, even "1": a function that returns its answer instead of a score must not go unnoticed.
+    Strings are rejected, even "1", to detect functions that return an answer instead of a score.
     """
     is_text = isinstance(value, (str, bytes))
     if is_text or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:

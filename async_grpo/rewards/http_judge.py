@@ -1,4 +1,4 @@
-"""A judge behind HTTP: one POST per completion, JSON in both directions.
+"""HTTP judges: one POST per completion, JSON in both directions.
 
     item --POST {completion, answer, prompt, metadata, tool_calls, ...extra}--> judge
     item <-- {"score": 0.5}, or wherever `score_pointer` points ---- judge
@@ -6,8 +6,8 @@
 At most `concurrency` requests run at a time; the others wait. Each attempt waits at most `timeout_s` for the reply. The
 event loop is never blocked.
 
-Redirects are not followed, proxies and passwords of the environment are ignored, at most `max_reply_bytes` of a reply
-are read, and no error message contains the token.
+Because the token and the completions must not leak, redirects are not followed, proxies and passwords from the
+environment are ignored, and no error message contains the token. At most `max_reply_bytes` of a reply are read.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class HttpJudge:
     """One reward function of kind `http`. Use it on one event loop."""
 
     def __init__(self, name: str, config: HttpRewardConfig, environment: Mapping[str, str]) -> None:
-        """Raises ConfigError if the variable that should hold the token is empty or not set."""
+        """Raises ConfigError if the environment variable of the token is empty or not set."""
         self._name = name
         self._config = config
         self._headers = {**config.headers, "Accept-Encoding": "identity", **_token_header(name, config, environment)}
-        self._room = asyncio.Semaphore(config.concurrency)
+        self._capacity = asyncio.Semaphore(config.concurrency)
         self._random = random.Random()
         self._session: aiohttp.ClientSession | None = None
 
     async def judge(self, item: RewardInput) -> dict[str, Outcome]:
         """Return the score, or the failure of the last attempt, under the name of this reward function."""
-        async with self._room:
+        async with self._capacity:
             for attempt in range(self._config.retries + 1):
                 if attempt > 0:
                     await asyncio.sleep(retry_delay_s(self._config, attempt, self._random.random()))
@@ -103,7 +103,7 @@ def retry_delay_s(config: HttpRewardConfig, attempt: int, jitter: float) -> floa
 
 
 def read_score(reply: bytes, pointer: str) -> Outcome:
-    """Read the number at `pointer` in a JSON document. null means that the judge cannot judge: a failure `none`."""
+    """Return the score at `pointer` in a JSON reply, or a failure. null means that the judge cannot judge (`none`)."""
     try:
         value = look_up(msgspec.json.decode(reply), pointer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The reward pool: verifiers in processes that can be killed, judges behind HTTP.
+"""The reward pool: runs verifiers in processes that can be killed, and queries HTTP judges.
 
     dispatcher --judge(group)--> RewardPool --> WorkerSlot 1 .. N --> worker processes   (below one supervisor)
                                             --> HttpJudge --> an HTTP server
@@ -50,7 +50,7 @@ _PROGRAMMING_ERRORS = (
     "ModuleNotFoundError",
 )
 _ACCEPTABLE_IN_TRIAL = ("none", "raised")
-"""A user's verifier may refuse the trial input, which looks like no data of theirs."""
+"""A custom verifier may reject the trial input, which is unlike its own data."""
 
 log = structlog.get_logger()
 
@@ -64,13 +64,13 @@ class RewardPool:
         for name in self._names:
             check_name(name)
         environment = worker_environment(os.environ, rewards.environment)
-        self._http_judges = {
-            f.name: HttpJudge(f.name, f.http, os.environ) for f in rewards.functions if f.http is not None
-        }
+        self._http_judges: dict[str, HttpJudge] = {}
+        for function in rewards.functions:
+            if function.http is not None:
+                self._http_judges[function.name] = HttpJudge(function.name, function.http, os.environ)
         self.supervisor = SupervisorClient(self._names, rewards.memory_bytes, environment)
-        self._slots = [
-            WorkerSlot(self.supervisor, self._names, rewards) for _ in range(rewards.workers if self._names else 0)
-        ]
+        slot_count = rewards.workers if self._names else 0
+        self._slots = [WorkerSlot(self.supervisor, self._names, rewards) for _ in range(slot_count)]
         self._free: asyncio.LifoQueue[WorkerSlot] = asyncio.LifoQueue()
         self.failures: Counter[tuple[str, str]] = Counter()
         """Number of failures, by (name of the reward function, kind of failure)."""
@@ -108,16 +108,16 @@ class RewardPool:
             results.append(result)
         return results
 
-    def reason_without_extraction(self, name: str) -> str:
-        """Reason why the reward function `name` cannot extract answers; "" if it can."""
+    def explain_missing_extraction(self, name: str) -> str | None:
+        """Return why the reward function `name` cannot extract answers; None if it can."""
         if name in self._extractors:
-            return ""
+            return None
         if name in self._http_judges:
-            return f"{name} is a judge behind HTTP, which returns a score and no answer"
+            return f"{name} is an HTTP judge, which returns a score and no answer"
         return f"the reward function {name} does not extract answers (it has no attribute `extract`)"
 
     async def try_verifiers(self, item: RewardInput) -> dict[str, Outcome]:
-        """Run every verifier that is not behind HTTP on one item. Returns outcomes by name, and counts no failure."""
+        """Run all verifiers, but no HTTP judges, on one item. Returns outcomes by name and does not count failures."""
         (outcomes,) = await self._run_verifiers([item])
         return outcomes
 
@@ -132,7 +132,7 @@ class RewardPool:
         return await _gather_all([self._extract_answer(name, completion) for completion in completions])
 
     async def aclose(self) -> None:
-        """End all workers and close all connections."""
+        """Stop all workers and close all connections."""
         self._closed = True
         await self.supervisor.aclose()
         for judge in self._http_judges.values():
@@ -146,8 +146,8 @@ class RewardPool:
         await self.aclose()
 
     async def _check_verifiers(self, slot: WorkerSlot) -> None:
-        """Try every verifier on TRIAL_INPUT. A user's verifier may raise (it cannot judge this input), but it must be
-        importable, callable, and return a score."""
+        """Try every verifier on TRIAL_INPUT. A custom verifier may raise (it cannot judge this input), but it must be
+        importable and callable, and may not return anything but a score or None."""
         (outcomes,) = await slot.judge([TRIAL_INPUT])
         for name, outcome in outcomes.items():
             if not isinstance(outcome, RewardFailure):

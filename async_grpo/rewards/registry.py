@@ -1,4 +1,4 @@
-"""Finds reward functions by name.
+"""Loads reward functions by name.
 
 A reward function is a function, an object with `__call__`, or a class of such objects (instantiated once per verifier
 process, without arguments); it may be `async`. It takes the completion and the reference answer by position, and the
@@ -19,9 +19,9 @@ from async_grpo.plugins import load_plugin
 from async_grpo.rewards.base import RewardInput
 
 Judge = Callable[[RewardInput], Any]
-"""input -> its score, or an awaitable of it."""
+"""RewardInput -> score, or an awaitable of the score."""
 Extract = Callable[[str], Any]
-"""completion -> its answer as text, or None."""
+"""Completion -> its answer as text, or None."""
 
 BUILTIN = {
     "answer_tag": "async_grpo.rewards.verifiers.answers:answer_tag",
@@ -52,10 +52,10 @@ _KEYWORDS = ("prompt", "metadata", "tool_calls")
 
 
 def load_verifier(name: str) -> tuple[Judge, Extract | None]:
-    """Load a built-in verifier or a user's `module:attribute` (from the Python path or the working folder). Returns it
-    with its attribute `extract`, the function that extracts an answer, or None.
+    """Load a built-in verifier, or `module:attribute` from the Python path or the working folder.
 
-    Raises ConfigError.
+    Returns the verifier and its attribute `extract`, the function that extracts an answer; None if it has none. Raises
+    ConfigError.
     """
     loaded = _load(name)
     if not callable(loaded):

@@ -202,16 +202,16 @@ class EvalRunner:
         lengths = [
             completion.sample.length for completions in sampled for completion in completions if not completion.failure
         ]
-        no_majority = self._context.pool.reason_without_extraction(self._reward_name)
+        no_majority = self._context.pool.explain_missing_extraction(self._reward_name)
         # The bootstrap takes seconds: in a thread it does not block the event loop.
         metrics, by_source = await asyncio.to_thread(
-            self._compute_metrics, prompts, plan.samples, votes=not no_majority
+            self._compute_metrics, prompts, plan.samples, votes=no_majority is None
         )
         return EvalResult(
             prompts=prompts,
             metrics=metrics,
             by_source=by_source,
-            no_majority=no_majority,
+            no_majority=no_majority or "",
             completion_tokens_mean=sum(lengths) / len(lengths) if lengths else math.nan,
         )
 
@@ -269,7 +269,7 @@ class EvalRunner:
 
         # Only maj@k needs the answers, and it is a metric of sampled completions.
         answers: list[str | RewardFailure | None] = [None] * len(samples)
-        if temperature and not pool.reason_without_extraction(name):
+        if temperature and pool.explain_missing_extraction(name) is None:
             answers = await pool.extract_answers(name, [sample.text for sample in samples])
         self._on_prompt_graded(count)
 

@@ -179,8 +179,8 @@ class FakePool:
             await self.gate.wait()
         return [self._verdict(item.completion, item.answer) for item in items]
 
-    def reason_without_extraction(self, name: str) -> str:
-        return "" if name == "answer_tag" else f"{name} has none"
+    def explain_missing_extraction(self, name: str) -> str | None:
+        return None if name == "answer_tag" else f"{name} has none"
 
     async def extract_answers(self, name: str, completions: Sequence[str]) -> list[str | RewardFailure | None]:
         special = {"?": None, "!": RewardFailure("extraction", "ValueError: no")}

@@ -1,18 +1,19 @@
 """The built-in verifiers: `(completion, reference answer) -> score`, pure functions without state or I/O.
 
 - `answers`   answer tags, GSM8K
-- `text`      answers compared as texts
-- `symbolic`  mathematics, by math-verify
-- `prm800k`   short answers, by the rules of OpenAI's grader
-- `logic`     knights and knaves
-- `boxed`     `\\boxed{..}`, and rules for the form of a completion
-- `latex`     LaTeX as plain text
+- `text`      answers compared as text
+- `symbolic`  mathematics, compared with math-verify
+- `prm800k`   short answers, compared by the rules of OpenAI's PRM800K grader
+- `logic`     knights-and-knaves puzzles
+- `boxed`     `\\boxed{..}`, and format rules
+- `latex`     conversion of LaTeX to plain text
 
-A verifier scores; it never guesses. Where it cannot judge (for example a reference that is not a number), it raises
-ValueError, and the sample becomes `unverifiable`, which is not a score of 0.
+A verifier never guesses. If it cannot judge (for example, because the reference is not a number), it raises ValueError
+and the sample becomes `unverifiable`, which is different from a score of 0.
 
-`@extracts(function)` names the function that finds the answer of a completion, as one text for all spellings. Verifiers
-that only look at the form have none, nor has kk_reward, whose answer may begin in the prompt.
+`@extracts(function)` attaches the function that extracts the answer of a completion, with equal answers as equal text
+where possible; maj@k needs it. Verifiers that only check the format have none. kk_reward has none either, because its
+answer may start in the prompt.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def extracts(extract: Callable[[str], str | None]) -> Callable[[F], F]:
-    """A decorator: `extract` becomes an attribute of the verifier, as a user's function has it."""
+    """Return a decorator that sets `extract` as the attribute `extract` of a verifier. Users set theirs directly."""
 
-    def mark(verifier: F) -> F:
+    def attach(verifier: F) -> F:
         vars(verifier)["extract"] = extract
         return verifier
 
-    return mark
+    return attach

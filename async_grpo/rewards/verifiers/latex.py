@@ -1,7 +1,7 @@
-r"""The LaTeX of a short answer as plain text: `\frac{\pi}{2}` is "π/2".
+r"""Conversion of the LaTeX of a short answer to plain text: `\frac{\pi}{2}` is "π/2".
 
-The text is what pylatexenc's LatexNodes2Text writes with its defaults, because the grader that reads it was made for
-that. So the index of a root and what surrounds an argument are lost. An unknown macro stays as it is.
+The output is that of pylatexenc's LatexNodes2Text with its defaults, because the PRM800K grader expects it. The index
+of a root and the braces around an argument are therefore lost. Unknown macros stay as they are.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _WITHOUT_TEXT = """
     left right big Big bigg Bigg text textbf textit textrm mathrm operatorname overline boxed binom ne implies degree
     triangle pmod mod bmod land bf displaystyle large cfrac limits underline mathop lor iff lt gt
 """
-"""Macros that write nothing themselves; their arguments are plain groups."""
+"""Macros without output of their own. Their arguments are ordinary groups."""
 _SILENT = frozenset(_WITHOUT_TEXT.split())
 _BLACKBOARD = dict(zip("RZQNC", "ℝℤℚℕℂ", strict=True))
 
 
 def plain_text(source: str) -> str:
-    r"""The text of `source`. Raises ValueError for a macro without argument, RecursionError for deeply nested groups.
+    r"""Convert `source`. Raises ValueError for a macro without argument, RecursionError for deeply nested groups.
 
     >>> [plain_text(text) for text in (r"2\sqrt{3}", r"\frac12", r"x \le 5", r"\begin{pmatrix}1\\x\end{pmatrix}")]
     ['2√(3)', '1/2', 'x ≤5', '[ 1; x ]']
@@ -48,32 +48,36 @@ def plain_text(source: str) -> str:
 
 
 class _Reader:
-    """Reads the tokens of one text from the left."""
+    """Recursive-descent converter of one text."""
 
     def __init__(self, source: str) -> None:
         self._tokens = _TOKEN.findall(source)
         self._next = 0
         self._macros: dict[str, Callable[[], str]] = {
-            "frac": lambda: f"{self._argument()}/{self._argument()}",
+            "frac": self._fraction,
             "sqrt": self._root,
             "mathbb": self._blackboard,
-            "mbox": lambda: self._argument() and "",
+            "mbox": self._discard_argument,
             "begin": self._environment,
         }
 
     def text(self, end: str = "", *, row: str = "\n") -> str:
-        """The text up to the token `end`, which is consumed, or up to the end. `row` is written where a row ends."""
-        written: list[str] = []
-        while self._next < len(self._tokens) and (token := self._take()) != end:
-            written.append(row if token == "\\\\" else self._written(token))
-        return "".join(written)
+        """Convert the tokens before `end`, which is consumed, or else all tokens. `row` replaces the end of a row."""
+        parts: list[str] = []
+        while self._next < len(self._tokens):
+            token = self._take()
+            if token == end:
+                break
+            parts.append(row if token == "\\\\" else self._convert(token))
+        return "".join(parts)
 
     def _take(self) -> str:
         self._next += 1
         token: str = self._tokens[self._next - 1]
+        # TeX skips the spaces after a macro of letters.
         return token.rstrip() if token[1:2].isalpha() else token
 
-    def _written(self, token: str) -> str:
+    def _convert(self, token: str) -> str:
         if token == "{":
             return self.text("}")
         if token in ("}", "\\"):
@@ -90,11 +94,20 @@ class _Reader:
         return "" if name in _SILENT else _SYMBOLS.get(name, token)
 
     def _argument(self) -> str:
-        """The text of the next argument: a group, a macro or one character. Raises ValueError if there is none."""
+        """Convert the next argument: a group, a macro or one character. Raises ValueError if there is none."""
         self._skip_spaces()
         if self._next == len(self._tokens):
             raise ValueError("a macro has no argument")
-        return self._written(self._take())
+        return self._convert(self._take())
+
+    def _discard_argument(self) -> str:
+        self._argument()
+        return ""
+
+    def _fraction(self) -> str:
+        numerator = self._argument()
+        denominator = self._argument()
+        return f"{numerator}/{denominator}"
 
     def _root(self) -> str:
         self._skip_spaces()
@@ -111,14 +124,14 @@ class _Reader:
         if name == "array":
             self._argument()
         if name != "array" and not name.endswith("matrix"):
-            return self._inside()
-        rows = (" ".join(line.split()) for line in self._inside(row=";").split(";"))
-        return f"[ {'; '.join(line for line in rows if line)} ]"
+            return self._environment_body()
+        rows = [" ".join(row.split()) for row in self._environment_body(row=";").split(";")]
+        return f"[ {'; '.join(row for row in rows if row)} ]"
 
-    def _inside(self, row: str = "\n") -> str:
-        inside = self.text("\\end", row=row)
-        self._argument()
-        return inside
+    def _environment_body(self, row: str = "\n") -> str:
+        body = self.text("\\end", row=row)
+        self._argument()  # the name in \end{name}
+        return body
 
     def _skip_spaces(self) -> None:
         while self._next < len(self._tokens) and self._tokens[self._next].isspace():

@@ -1,7 +1,7 @@
-"""Symbolic equality of mathematical answers, by the package math-verify, and the verifiers that rest on it.
+"""Symbolic comparison of mathematical answers with the package math-verify, and the verifiers based on it.
 
-The package's own time limits are switched off: they use SIGALRM, and a process that hangs is killed anyway.
-`acc` alone has a limit of its own, because its rule has one.
+The package's own time limits are disabled: they use SIGALRM, and the pool kills a worker that hangs anyway. Only `acc`
+sets a limit, because its rule includes one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from async_grpo.errors import DependencyError
 from async_grpo.rewards.verifiers import extracts
-from async_grpo.rewards.verifiers.boxed import behind_last_boxed, is_whole
+from async_grpo.rewards.verifiers.boxed import find_text_after_boxed, has_boxed_answer_format
 
 try:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -32,143 +32,148 @@ _LATEX = (LatexExtractionConfig(),)
 _ANYTHING = (*_LATEX, ExprExtractionConfig())
 ACC_TIMEOUT_S = 1.0
 _INTEGER = re.compile(r"[-+]?(?:[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,12})")
-"""Most answers are integers, which are compared without algebra."""
+"""Most answers are integers. They are compared without computer algebra."""
 _MARKED = re.compile(r"\\boxed|(?<!\\)\$")
-"""LaTeX with a mark where it begins. An escaped dollar is a sum of money."""
+"""LaTeX with a delimiter that math-verify recognises. An escaped dollar is a currency sign."""
 
 
-def final_expression(completion: str) -> str | None:
-    """The expression that `math_verify` compares, as sympy writes it; None if there is none."""
-    found = _parse(completion)
-    return str(found[0]) if found else None
+def extract_final_expression(completion: str) -> str | None:
+    """Return the expression that `math_verify` compares, as sympy prints it; None if there is none."""
+    expressions = _parse(completion)
+    return str(expressions[0]) if expressions else None
 
 
-@extracts(final_expression)
+@extracts(extract_final_expression)
 def math_verify(completion: str, answer: str) -> float:
-    """1 if the final expression of the completion equals the reference (after `####`, where it has that), else 0.
+    """Return 1 if the final expression of the completion equals the reference (after `####`, if any), else 0.
 
-    What is final is the package's decision: what "final answer is X. I hope" names, or else the later of the last
-    `\\boxed{..}` and the last "final answer is X"; several boxes that follow each other are one set (`\\boxed{1} and
-    \\boxed{2}` is {1, 2}, and so is a box that is corrected by a second one).
+    math-verify decides which expression is final: X in "final answer is X. I hope", or else the later of the last
+    `\\boxed{..}` and the last "final answer is X". Consecutive boxes form a set: `\\boxed{1} and \\boxed{2}` is {1, 2},
+    even if the second box corrects the first.
+
     Raises ValueError if the reference is not an expression.
-
-    `verify` is not symmetric: the reference comes first. A bare LaTeX reference is boxed before it is parsed,
-    because outside of any environment `3\\sqrt{2}` would be read as 3.
 
     >>> math_verify("so it is $0.5$", r"\\frac{1}{2}")
     1.0
     """
-    return float(verify(_expected(answer), _parse(completion), timeout_seconds=None))
+    # `verify` is not symmetric: the reference must come first.
+    return float(verify(_parse_reference(answer), _parse(completion), timeout_seconds=None))
 
 
-def formatted_expression(completion: str) -> str | None:
-    """`final_expression` for `math_verify_reward`: None for a completion without its form."""
-    return final_expression(completion) if is_whole(completion) else None
+def extract_formatted_expression(completion: str) -> str | None:
+    """Return the expression that `math_verify_reward` compares; None for a completion without its format."""
+    return extract_final_expression(completion) if has_boxed_answer_format(completion) else None
 
 
-@extracts(formatted_expression)
+@extracts(extract_formatted_expression)
 def math_verify_reward(completion: str, answer: str) -> float:
-    """`math_verify` for a completion that is `<think>..</think>..<answer>..\\boxed{..}..</answer>`, else 0. The
-    reference is always boxed, and read as LaTeX only."""
-    if not is_whole(completion):
+    """Return `math_verify` for a completion of the form `<think>..</think>..<answer>..\\boxed{..}..</answer>`, else 0.
+
+    The reference is always parsed as LaTeX in a box.
+    """
+    if not has_boxed_answer_format(completion):
         return 0.0
-    expected = _parse(f"\\boxed{{{_gold(answer)}}}", _LATEX)
-    return float(verify(_some(expected, answer), _parse(completion), timeout_seconds=None))
+    expected = _parse(f"\\boxed{{{_reference_value(answer)}}}", _LATEX)
+    return float(verify(_require_expression(expected, answer), _parse(completion), timeout_seconds=None))
 
 
-def behind_box(completion: str) -> str | None:
-    """What `acc` compares, as one text for all spellings of an integer; None if there is nothing."""
-    return canonical(behind_last_boxed(completion).strip()) or None
+def extract_text_after_boxed(completion: str) -> str | None:
+    """Return the text that `acc` compares, with one spelling per integer; None if there is none."""
+    return normalize_answer(find_text_after_boxed(completion).strip()) or None
 
 
-@extracts(behind_box)
+@extracts(extract_text_after_boxed)
 def acc(completion: str, answer: str) -> float | None:
-    """1 if what stands in (or behind) the last "boxed" equals the reference, -0.5 if it does not, -1 if there is no
-    "boxed" or nothing in it; None, which cannot be judged, if comparing takes longer than a second.
-
-    MindSpeed-RL scores 0 then. That is more than a wrong answer gets, so a policy learns to write what cannot be worked
-    out (`9^{9^{9^{9}}}`).
+    """Return 1 if the text in (or after) the last "boxed" equals the reference, -0.5 if it does not, -1 without such a
+    text; None (unverifiable) if the comparison takes longer than a second.
 
     Raises ValueError if the reference is not an expression.
 
     >>> [acc(text, "18") for text in (r"\\boxed{18}", r"\\boxed{17}", "18")]
     [1.0, -0.5, -1.0]
     """
-    given = behind_last_boxed(completion).strip()
-    if not given:
+    answer_text = find_text_after_boxed(completion).strip()
+    if not answer_text:
         return -1.0
     try:
-        with _at_most(ACC_TIMEOUT_S):
-            return 1.0 if equal(given, answer) else -0.5
-    except _TimeIsUp:
+        with _time_limit(ACC_TIMEOUT_S):
+            return 1.0 if are_equal_expressions(answer_text, answer) else -0.5
+    except _TimeLimitReached:
+        # MindSpeed-RL returns 0 here. That is more than a wrong answer gets, so a policy would learn to write
+        # expressions that cannot be evaluated (`9^{9^{9^{9}}}`).
         return None
 
 
-def canonical(given: str) -> str:
-    """An answer as `equal` first looks at it: in lower case, without whitespace, integers without commas and sign +.
+def normalize_answer(text: str) -> str:
+    """Return an answer in lower case, without whitespace, and integers without commas and sign +.
 
-    >>> [canonical(text) for text in ("1,800", "+18", r"\\frac{1}{2} X")]
+    >>> [normalize_answer(text) for text in ("1,800", "+18", r"\\frac{1}{2} X")]
     ['1800', '18', '\\\\frac{1}{2}x']
     """
-    text = _squeezed(given)
-    return str(int(text.replace(",", ""))) if _INTEGER.fullmatch(text) else text
+    squeezed = _squeeze(text)
+    if not _INTEGER.fullmatch(squeezed):
+        return squeezed
+    return str(int(squeezed.replace(",", "")))
 
 
-def equal(given: str, answer: str) -> bool:
-    """Whether an answer equals the reference (after `####`, where it has that).
+def are_equal_expressions(text: str, answer: str) -> bool:
+    """True if `text` equals the reference (after `####`, if any).
 
-    They are compared as texts without whitespace and in lower case, then symbolically. Raises ValueError if the texts
-    differ and the reference is not an expression.
+    They are compared as text in lower case without whitespace, then symbolically. Raises ValueError if the texts differ
+    and the reference is not an expression.
     """
-    one, other = _squeezed(given), _squeezed(_gold(answer))
-    if one == other:
+    squeezed = _squeeze(text)
+    reference = _squeeze(_reference_value(answer))
+    if squeezed == reference:
         return True
-    if _INTEGER.fullmatch(one) and _INTEGER.fullmatch(other):
-        return int(one.replace(",", "")) == int(other.replace(",", ""))
-    expected = _expected(answer)
-    return bool(verify(expected, _parse(f"\\boxed{{{given}}}"), timeout_seconds=None))
+    if _INTEGER.fullmatch(squeezed) and _INTEGER.fullmatch(reference):
+        return int(squeezed.replace(",", "")) == int(reference.replace(",", ""))
+    expected = _parse_reference(answer)
+    return bool(verify(expected, _parse(f"\\boxed{{{text}}}"), timeout_seconds=None))
 
 
-def _gold(answer: str) -> str:
+def _reference_value(answer: str) -> str:
     return answer.rpartition("####")[2].strip()
 
 
-def _squeezed(text: str) -> str:
+def _squeeze(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def _expected(answer: str) -> list[Any]:
-    gold = _gold(answer)
-    marked = gold if _MARKED.search(gold) else f"\\boxed{{{gold}}}"
-    return _some(_parse(marked), answer)
+def _parse_reference(answer: str) -> list[Any]:
+    reference = _reference_value(answer)
+    if not _MARKED.search(reference):
+        # Without a delimiter, math-verify would read only the 3 of `3\sqrt{2}`.
+        reference = f"\\boxed{{{reference}}}"
+    return _require_expression(_parse(reference), answer)
 
 
-def _some(expected: list[Any], answer: str) -> list[Any]:
-    if not expected:
+def _require_expression(expressions: list[Any], answer: str) -> list[Any]:
+    if not expressions:
         raise ValueError(f"the reference answer {answer[:80]!r} is not a mathematical expression")
-    return expected
+    return expressions
 
 
 def _parse(text: str, targets: Sequence[object] = _ANYTHING) -> list[Any]:
-    found: list[Any] = parse(text, targets, parsing_timeout=None)
-    return found
+    expressions: list[Any] = parse(text, targets, parsing_timeout=None)
+    return expressions
 
 
-class _TimeIsUp(BaseException):
-    """A BaseException, so that no `except Exception` on the way can swallow it."""
+class _TimeLimitReached(BaseException):
+    """Not an Exception, because sympy and math-verify catch those."""
 
 
 @contextlib.contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _TimeIsUp after so many seconds.
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TimeLimitReached in the body after `seconds`.
 
-    Signals only reach Python code in the main thread. In another thread, or in a loop written in C, only the deadline
-    of the pool limits the time.
+    Python runs signal handlers only in the main thread and between byte codes. In another thread, or during a long call
+    into C, only the pool's deadline limits the time.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, _end)
+    before = signal.signal(signal.SIGALRM, _raise_time_limit)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -177,5 +182,5 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    raise _TimeIsUp
+def _raise_time_limit(number: int, frame: FrameType | None) -> None:
+    raise _TimeLimitReached

@@ -1,11 +1,11 @@
-"""Verifiers that compare texts: the last number of a completion, a number or text in a box, DAPO's `Answer:` line."""
+"""Verifiers that compare text: the last number of a completion, a number or text in a box, DAPO's `Answer:` line."""
 
 from __future__ import annotations
 
 import re
 
 from async_grpo.rewards.verifiers import extracts
-from async_grpo.rewards.verifiers.boxed import in_last_box
+from async_grpo.rewards.verifiers.boxed import find_last_box
 
 _DIGIT_COMMA = re.compile(r"(\d),(\d)")
 _NUMBER = re.compile(r"[-+]?\d++\.?\d*+")
@@ -17,7 +17,7 @@ _NO_ANSWER = "[INVALID]"
 _BOX_CHARACTERS = 100
 _TOOL_CALL_BONUS = 0.1
 _LONGEST_REFERENCE = 4096
-"""Most characters of a reference of `acc_for_dapo`: some rewriting below takes time quadratic in its length."""
+"""Maximum length of a reference for `acc_for_dapo`: some substitutions below take quadratic time."""
 
 _REWRITTEN = (
     ("an ", ""),
@@ -48,69 +48,77 @@ _UNWRAPPED = (
 )
 
 
-def last_number(completion: str) -> str:
-    """What `accuracy_reward` compares: the last number, or the whole text in lower case if it has none."""
-    numbers = _NUMBER.findall(given := _without_commas(completion))
-    return (numbers[-1] if numbers else given).lower()
+def extract_last_number(completion: str) -> str:
+    """Return the text that `accuracy_reward` compares: the last number, or else the whole text in lower case."""
+    text = _remove_digit_commas(completion)
+    numbers = _NUMBER.findall(text)
+    return (numbers[-1] if numbers else text).lower()
 
 
-@extracts(last_number)
+@extracts(extract_last_number)
 def accuracy_reward(completion: str, answer: str) -> float:
-    """1 if the last number of the completion is the first number of the reference, as texts, else 0.
+    """Return 1 if the last number of the completion equals the first number of the reference, as text, else 0.
 
-    A comma between two digits goes first. A number is `[-+]?\\d+\\.?\\d*`, so "18." and "18.0" are not "18". A text
-    without a number is compared as a whole, in lower case.
+    Commas between two digits are removed first. A number is `[-+]?\\d+\\.?\\d*`, so "18." and "18.0" are not "18". A
+    text without numbers is compared as a whole, in lower case.
 
     >>> [accuracy_reward(text, "1,800 eggs, 3 a day") for text in ("3 * 600 = 1,800", "so 1800.")]
     [1.0, 0.0]
     """
-    return _same(last_number(completion), answer)
+    return _compare_with_first_number(extract_last_number(completion), answer)
 
 
-def last_boxed_number(completion: str) -> str:
-    """What `qwen_accuracy_reward` compares: the last number in a box, or the whole text in lower case."""
-    boxes = _BOXED_NUMBER.findall(given := _without_commas(completion))
-    numbers = [sign + digits for sign, digits in boxes if _is_number(digits)]
-    return (numbers[-1] if numbers else given).lower()
+def extract_last_boxed_number(completion: str) -> str:
+    """Return the text that `qwen_accuracy_reward` compares: the last number in a box, or else the whole text in lower
+    case."""
+    text = _remove_digit_commas(completion)
+    numbers = [sign + digits for sign, digits in _BOXED_NUMBER.findall(text) if _is_number(digits)]
+    return (numbers[-1] if numbers else text).lower()
 
 
-@extracts(last_boxed_number)
+@extracts(extract_last_boxed_number)
 def qwen_accuracy_reward(completion: str, answer: str) -> float:
-    r"""Like `accuracy_reward`, with the number from the last `boxed{..}` that holds nothing but `[-+]?\d*\.?\d+`.
+    r"""Like `accuracy_reward`, with the number from the last `boxed{..}` whose whole content is `[-+]?\d*\.?\d+`.
 
     >>> [qwen_accuracy_reward(text, "18") for text in (r"\boxed{18}, not 17", "it is 18", r"\boxed{18 eggs}")]
     [1.0, 0.0, 0.0]
     """
-    return _same(last_boxed_number(completion), answer)
+    return _compare_with_first_number(extract_last_boxed_number(completion), answer)
 
 
-def dapo_answer(completion: str) -> str | None:
-    """What `acc_for_dapo` compares, in Minerva's normal form; None without an `Answer:` line."""
+def extract_answer_line(completion: str) -> str | None:
+    """Return the text that `acc_for_dapo` compares, in Minerva's normal form; None without an `Answer:` line."""
     lines = _ANSWER_LINE.findall(completion[-_TAIL_CHARACTERS:])
-    return minerva(lines[-1]) if lines else None
+    return normalize_minerva(lines[-1]) if lines else None
 
 
-@extracts(dapo_answer)
+@extracts(extract_answer_line)
 def acc_for_dapo(completion: str, answer: str) -> float:
-    """1 if the last `Answer: ...` line in the final 300 characters equals the reference, else -1.
+    """Return 1 if the last `Answer: ...` line of the final 300 characters equals the reference, else -1.
 
-    Both are normalised as by Minerva (arXiv 2206.14858, appendix D): what follows the last `=`, without articles,
-    units and spaces, with the content of `$..$`, `\\text{..}`, `\\boxed{..}`, and fractions and roots in braces.
-    Raises ValueError for a reference above 4,096 characters.
+    Both are normalised as in Minerva (arXiv 2206.14858, appendix D): only the text after the last `=`, without
+    articles, units and spaces; `$..$`, `\\text{..}` and `\\boxed{..}` are replaced by their content; arguments of
+    fractions and roots get braces.
+
+    Raises ValueError for a reference longer than 4,096 characters.
 
     >>> [acc_for_dapo(text, "1/2") for text in ("Answer: $x = 1/2$", "it is 1/2")]
     [1.0, -1.0]
     """
     if len(answer) > _LONGEST_REFERENCE:
-        raise ValueError(f"a reference answer of {len(answer)} characters is above {_LONGEST_REFERENCE}")
-    given = dapo_answer(completion)
-    return 1.0 if (minerva(_NO_ANSWER) if given is None else given) == minerva(answer) else -1.0
+        raise ValueError(f"the reference answer has {len(answer)} characters, above the limit of {_LONGEST_REFERENCE}")
+    extracted = extract_answer_line(completion)
+    if extracted is None:
+        # As in DAPO: a completion without an answer is right if the reference is this text.
+        extracted = normalize_minerva(_NO_ANSWER)
+    return 1.0 if extracted == normalize_minerva(answer) else -1.0
 
 
-def minerva(text: str) -> str:
-    r"""A final answer in Minerva's normal form.
+def normalize_minerva(text: str) -> str:
+    r"""Return a final answer in Minerva's normal form.
 
-    >>> [minerva(text) for text in (r"x = 1,800 dollars", r"$\frac12$", r"\text{even}", "the answer is a sqrt2")]
+    >>> texts = (r"x = 1,800 dollars", r"$\frac12$", r"\text{even}", "the answer is a sqrt2")
+    >>> [normalize_minerva(text) for text in texts]
     ['1800', '\\frac{1}{2}', 'even', 'theanswerissqrt{2}']
     """
     text = text.rpartition("=")[2]
@@ -125,35 +133,37 @@ def minerva(text: str) -> str:
     return (plain if plain.isdigit() else text).strip()
 
 
-def tail_box(completion: str) -> str | None:
-    """The text that `retool_reward` compares; None without a box in the final 100 characters."""
-    return in_last_box(completion[-_BOX_CHARACTERS:])
+def extract_tail_box(completion: str) -> str | None:
+    """Return the text that `retool_reward` compares; None without a box in the final 100 characters."""
+    return find_last_box(completion[-_BOX_CHARACTERS:])
 
 
-@extracts(tail_box)
+@extracts(extract_tail_box)
 def retool_reward(completion: str, answer: str, *, tool_calls: int = 0) -> float:
-    r"""1 if the last `\boxed{..}` of the final 100 characters, `\boxed{` included, is exactly the reference. Else -1
-    plus 0.1 for every tool call, 0 at most.
+    r"""Return 1 if the last `\boxed{..}` of the final 100 characters contains exactly the reference; else -1 plus 0.1
+    per tool call, at most 0. The `\boxed{` itself must be within the 100 characters.
 
     >>> [retool_reward(text, "18", tool_calls=2) for text in (r"\boxed{18}", r"\boxed{18.}", "18")]
     [1.0, -0.8, -0.8]
     """
-    return 1.0 if tail_box(completion) == answer else min(0.0, _TOOL_CALL_BONUS * tool_calls - 1.0)
+    if extract_tail_box(completion) == answer:
+        return 1.0
+    return min(0.0, _TOOL_CALL_BONUS * tool_calls - 1.0)
 
 
-def _same(given: str, answer: str) -> float:
-    """1 if `given`, in lower case, is the first number of the reference (or all of it, if it has none), else 0."""
-    reference = _without_commas(answer)
+def _compare_with_first_number(extracted: str, answer: str) -> float:
+    """Return 1 if `extracted` is the first number of the reference, or all of it if it has none; else 0."""
+    reference = _remove_digit_commas(answer)
     number = _NUMBER.search(reference)
-    return float(given == (number[0] if number else reference).lower())
+    return float(extracted == (number[0] if number else reference).lower())
 
 
-def _without_commas(text: str) -> str:
-    """The text without commas between two digits. A digit belongs to one pair only: "1,2,3" becomes "12,3"."""
+def _remove_digit_commas(text: str) -> str:
+    """Remove commas between two digits. Matches do not overlap, so "1,2,3" becomes "12,3"."""
     return _DIGIT_COMMA.sub(r"\1\2", text)
 
 
 def _is_number(digits: str) -> bool:
-    r"""Whether all of it is `\d*\.?\d+`; it consists of digits and points."""
+    r"""True if `digits`, which consists of digits and points, matches `\d*\.?\d+`."""
     whole, _, decimals = digits.rpartition(".")
     return decimals.isdecimal() and (not whole or whole.isdecimal())

@@ -1,12 +1,13 @@
-"""The pool's side of the worker supervisor: start it, send it commands, learn which workers have exited.
+"""The pool's client of the worker supervisor: starts it, sends commands, and records which workers have exited.
 
     SupervisorClient --SpawnWorker, KillWorker--> supervisor (one process)
     SupervisorClient <-------WorkerExited-------- supervisor
 
-A command is sent at once and never waited for. The event loop calls `_receive_exit` when a message arrives. Only
-`aclose` waits: for the supervisor to exit, at most CLOSE_TIMEOUT_S; then the supervisor is killed.
+Commands are sent immediately, without a reply. The event loop calls `_receive_exit` when a message arrives. Only
+`aclose` waits: at most CLOSE_TIMEOUT_S for the supervisor to exit; after that it kills the supervisor.
 
-`worker_environment` says which variables verifiers see: what a Python program needs, and no secret unless it is named.
+`worker_environment` selects the variables of verifiers: those that a Python program needs, and no secret unless
+`rewards.environment` names it.
 """
 
 from __future__ import annotations
@@ -43,25 +44,36 @@ PASSED_VARIABLES = (
     MARK_VARIABLE,
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Set to 1 where they are not set: `rewards.workers` says how much runs at the same time."""
+"""1 unless set: parallelism comes from `rewards.workers`, so a verifier must not start a thread per core."""
 CLOSE_TIMEOUT_S = 10.0
 
 
 def worker_environment(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """PASSED_VARIABLES, LC_*, THREAD_VARIABLES and the `named`. Raises ConfigError if a named one is not set."""
-    if missing := [name for name in named if name not in environment]:
+    """Return PASSED_VARIABLES, LC_*, THREAD_VARIABLES and the `named` variables.
+
+    Raises ConfigError if a named variable is not set.
+    """
+    missing = [name for name in named if name not in environment]
+    if missing:
         raise ConfigError(
-            f"rewards.environment names {', '.join(missing)}, which is not set here. "
-            "Set it where the rollout server starts, or take it off the list"
+            f"rewards.environment names {', '.join(missing)}, which is not set. "
+            "Set it in the environment of the rollout server, or remove it from rewards.environment"
         )
-    kept = {name: value for name, value in environment.items() if name in PASSED_VARIABLES or name.startswith("LC_")}
-    threads = {name: environment.get(name, "1") for name in THREAD_VARIABLES}
-    return {**kept, **threads, **{name: environment[name] for name in named}}
+
+    selected = {}
+    for name, value in environment.items():
+        if name in PASSED_VARIABLES or name.startswith("LC_"):
+            selected[name] = value
+    for name in THREAD_VARIABLES:
+        selected[name] = environment.get(name, "1")
+    for name in named:
+        selected[name] = environment[name]
+    return selected
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerHandle:
-    """A worker that was requested. `exited` is set once the worker and all that it started are gone."""
+    """A requested worker. `exited` is set when the worker and all its descendants are gone."""
 
     number: int
     channel: socket.socket
@@ -69,9 +81,10 @@ class WorkerHandle:
 
 
 class SupervisorClient:
-    """Has one supervisor process at a time.
+    """Client of at most one supervisor process at a time.
 
-    If the supervisor dies, all its workers count as exited with the cause "lost". The next `spawn` starts a new one.
+    If the supervisor dies, all its workers count as exited with the cause "lost". The next `spawn` starts a new
+    supervisor.
     """
 
     def __init__(self, names: Sequence[str], memory_bytes: int, environment: Mapping[str, str]) -> None:
@@ -86,14 +99,15 @@ class SupervisorClient:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the supervisor; None if none runs."""
+        """Process id of the supervisor; None while none is running."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start the supervisor if none runs. Raises AsyncGrpoError once this client is closed."""
+        """Start the supervisor if none is running. Raises AsyncGrpoError if this client is closed."""
+        # The lock keeps two slots that start workers at the same time from starting two supervisors.
         async with self._starting:
             if self._closed:
-                raise AsyncGrpoError("the reward pool is closed: nothing can be judged any more")
+                raise AsyncGrpoError("the reward pool is closed and cannot judge any more completions")
             if self._socket is not None:
                 return
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -110,7 +124,7 @@ class SupervisorClient:
             asyncio.get_running_loop().add_reader(ours.fileno(), self._receive_exit)
 
     async def spawn(self) -> WorkerHandle:
-        """Request a worker. Whether it starts shows on its channel: WorkerReady, or the end of the stream."""
+        """Request a worker. Its channel then delivers WorkerReady, or ends if the worker could not start."""
         await self.start()
         self._spawned += 1
         ours, theirs = socket.socketpair()
@@ -122,12 +136,12 @@ class SupervisorClient:
         return handle
 
     def kill(self, handle: WorkerHandle) -> None:
-        """Kill the worker and everything that it started; `handle.exited` is set when that is done."""
+        """Kill the worker and all its descendants. `handle.exited` is set when they are gone."""
         if not handle.exited.done():
             self._send(KillWorker(handle.number))
 
     async def aclose(self) -> None:
-        """End the supervisor, and with it all workers."""
+        """Stop the supervisor, which kills all workers."""
         self._closed = True
         process = self._process
         self._lose_supervisor()
@@ -142,7 +156,7 @@ class SupervisorClient:
             await process.wait()
 
     def _send(self, command: SpawnWorker | KillWorker, *descriptors: int) -> None:
-        """Send a command. Its socket holds hundreds of them, so a supervisor that cannot take one counts as lost."""
+        """Send a command. The socket buffers hundreds of them, so a supervisor whose buffer is full counts as lost."""
         if self._socket is None:
             return
         try:
@@ -165,12 +179,16 @@ class SupervisorClient:
         _set_exited(self._handles.pop(exited.worker, None), exited)
 
     def _lose_supervisor(self) -> None:
-        """Forget the supervisor. It kills its workers as it exits."""
-        channel, self._socket, self._process = self._socket, None, None
+        """Disconnect from the supervisor. It kills its workers when its socket closes, or has died."""
+        channel = self._socket
+        self._socket = None
+        self._process = None
         if channel is not None:
             asyncio.get_running_loop().remove_reader(channel.fileno())
             channel.close()
-        handles, self._handles = self._handles, {}
+
+        handles = self._handles
+        self._handles = {}
         for handle in handles.values():
             _set_exited(handle, WorkerExited(handle.number, code=-1, cause="lost"))
 

@@ -1,7 +1,7 @@
 """Messages of the reward pool: frames between a slot and its worker, packets between the pool and its supervisor.
 
 slot --VerifierRequest--> worker                                4 bytes of length, then MessagePack,
-slot <--WorkerReady, then Outcome or ExtractedAnswer-- worker   on a private stream
+slot <--WorkerReady, then Outcome or ExtractedAnswer-- worker   on a private stream socket
 
 pool --SpawnWorker (with the worker's end of that stream), KillWorker--> supervisor    one message per packet
 pool <--WorkerExited-- supervisor
@@ -23,17 +23,18 @@ MAX_MESSAGE_BYTES = 64 << 10
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
-    """A worker has loaded its verifiers. `broken`: those that it could not load, by name, and why."""
+    """Sent by a worker when it has loaded its verifiers."""
 
     broken: dict[str, str] = {}
+    """Reasons by name of the verifiers that could not be loaded."""
     extracting: list[str] = []
     """Names of the verifiers that can extract the answer from a completion."""
 
 
 class VerifierRequest(msgspec.Struct, frozen=True):
-    """One completion for the verifiers `names`, in this order: to judge, or to extract its answer with `extract`.
+    """One completion for the verifiers `names`, in this order. Each of them sends one reply.
 
-    Each verifier gives one reply: an Outcome, or an ExtractedAnswer.
+    The replies are Outcomes, or with `extract` ExtractedAnswers.
     """
 
     names: list[str]
@@ -42,38 +43,37 @@ class VerifierRequest(msgspec.Struct, frozen=True):
 
 
 class SpawnWorker(msgspec.Struct, frozen=True, tag="spawn"):
-    """Command: start a worker. The descriptor of its channel comes with the packet."""
+    """Command: start a worker. The packet carries the descriptor of its channel."""
 
     worker: int
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag="kill"):
-    """Command: kill a worker and everything that it started."""
+    """Command: kill a worker and all its descendants."""
 
     worker: int
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag="ended"):
-    """A worker has exited, and everything that it started is gone.
-
-    code: its exit code, or minus the signal. cause: "" (it exited by itself), "killed" (by KillWorker), "memory" (the
-    supervisor killed it above its memory limit), "lost" (the supervisor itself has died). output: the end of what it
-    printed.
-    """
+    """Report: a worker has exited, and all its descendants are gone."""
 
     worker: int
     code: int
+    """Exit code, or minus the number of the signal that killed it."""
     cause: str = ""
+    """Empty (exited by itself), "killed" (by KillWorker), "memory" (killed above its memory limit), or "lost" (the
+    supervisor has died)."""
     output: str = ""
+    """End of its output."""
 
 
 def pack(message: object) -> bytes:
-    """The message as a frame. Raises ValueError for one above MAX_FRAME_BYTES."""
+    """Encode a message as a frame. Raises ValueError if it is larger than MAX_FRAME_BYTES."""
     return pack_frame(msgspec.msgpack.encode(message), MAX_FRAME_BYTES)
 
 
 def unpack(payload: bytes, kind: Any) -> Any:
-    """The message of this type in the payload of a frame. Raises WireError if it is not of that type."""
+    """Decode the payload of a frame. Raises WireError if it is not of type `kind`."""
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except msgspec.MsgspecError as error:

@@ -4,13 +4,13 @@
                                           |                   |
                                           +<----- output -----+      the last 4 KiB are kept, the rest is dropped
 
-It waits for a command of the pool, for output of a worker, or for a child to exit. While workers run it also checks
-their memory every 50 ms. It starts as `python -m async_grpo.rewards.workers.supervisor`.
+It waits for a command of the pool, for output of a worker, or for a child to exit. While workers run, it also checks
+their memory every 50 ms. The pool starts it as `python -m async_grpo.rewards.workers.supervisor`.
 
-Why a process of its own: a fork of the rollout server would copy the page tables of a process that maps whole models,
-on its event loop. A fork of this process takes milliseconds, and the built-in verifiers are loaded already. The
-supervisor adopts what verifiers leave behind (it is a subreaper), so even a daemon of a verifier cannot outlive it. And
-it checks memory in time while the server's event loop is busy.
+Why a separate process: forking the rollout server would copy the page tables of a process that maps whole models, on
+its event loop. Forking this process takes milliseconds, and the built-in verifiers are already loaded. The supervisor
+adopts orphans of verifiers (it is a subreaper), so even a daemon that a verifier starts cannot outlive it. And it
+checks memory on time while the server's event loop is busy.
 
 It kills everything below it and exits when the pool closes its end of the socket or the server dies.
 """
@@ -43,7 +43,7 @@ from async_grpo.utils.child_process import adopt_orphans, die_with_parent
 
 CHECK_EVERY_S = 0.05
 TREE_CHECK_EVERY_S = 0.5
-"""Between two reads of the whole process table, which cost more; they take at most a fiftieth of the time."""
+"""Minimum time between two reads of the whole process table. They are slow, and limited to a fiftieth of the time."""
 KEPT_OUTPUT_BYTES = 4096
 _ORPHANS_TIMEOUT_S = 2.0
 _READ_BYTES = 1 << 16
@@ -51,20 +51,21 @@ _READ_BYTES = 1 << 16
 
 @dataclass(eq=False)
 class SupervisedWorker:
-    """A worker process. It leads its own session, and so its own process group."""
+    """A worker process. It leads its own session and process group."""
 
     number: int
     pid: int
     output: int
-    """Descriptor: the reading end of its standard output and error."""
+    """Descriptor of the reading end of its standard output and error."""
     descendants: list[int] = field(default_factory=list)
-    """Its descendants when the process table was last read."""
+    """Its descendants at the last read of the process table."""
     recent_output: bytes = b""
     cause: str = ""
+    """Cause of its death, as in WorkerExited; empty until it is killed."""
 
 
 class WorkerSupervisor:
-    """Serves one pool: forks its workers, watches their memory, reaps them and what they leave behind."""
+    """Serves one pool: forks its workers, limits their memory, and reaps them and their orphans."""
 
     def __init__(self, pool: socket.socket, memory_bytes: int, names: Sequence[str]) -> None:
         self._pool = pool
@@ -74,10 +75,11 @@ class WorkerSupervisor:
         self._selector = selectors.DefaultSelector()
         self._signals, self._wakeup = socket.socketpair()
         self._stopped = False
-        self._next_check_s = self._next_tree_check_s = 0.0
+        self._next_check_s = 0.0
+        self._next_tree_check_s = 0.0
 
     def run(self) -> None:
-        """Serve until the pool closes its end, or the server dies."""
+        """Serve until the pool closes its end or the server dies."""
         self._listen()
         try:
             while not self._stopped:
@@ -92,21 +94,23 @@ class WorkerSupervisor:
     def _listen(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)  # a handler, so that the number is written to the wakeup socket
+            # Python writes a signal to the wakeup socket only if it has a handler.
+            signal.signal(number, lambda *_: None)
         self._signals.setblocking(False)
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        self._selector.register(self._signals, selectors.EVENT_READ, self._take_signals)
-        self._selector.register(self._pool, selectors.EVENT_READ, self._take_command)
+        self._selector.register(self._signals, selectors.EVENT_READ, self._handle_signals)
+        self._selector.register(self._pool, selectors.EVENT_READ, self._handle_command)
 
-    def _take_signals(self) -> None:
+    def _handle_signals(self) -> None:
         if signal.SIGTERM in self._signals.recv(_READ_BYTES):
             self._stopped = True
-        for worker in [worker for worker in self._workers.values() if _has_ended(worker)]:
+        exited = [worker for worker in self._workers.values() if _has_exited(worker)]
+        for worker in exited:
             self._reap(worker)
         self._kill_orphans(keep={worker.pid for worker in self._workers.values()})
 
-    def _take_command(self) -> None:
+    def _handle_command(self) -> None:
         data, descriptors, _, _ = socket.recv_fds(self._pool, MAX_MESSAGE_BYTES, 1)
         if not data:
             self._stopped = True
@@ -118,22 +122,22 @@ class WorkerSupervisor:
             self._kill(worker, "killed")
 
     def _spawn(self, number: int, channel: int) -> None:
-        reading, writing = os.pipe()
+        output_reader, output_writer = os.pipe()
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(supervisor, channel, writing, self._names)
+            _become_worker(supervisor, channel, output_writer, self._names)
         os.close(channel)
-        os.close(writing)
-        os.set_blocking(reading, False)
-        worker = SupervisedWorker(number, pid, reading)
+        os.close(output_writer)
+        os.set_blocking(output_reader, False)
+        worker = SupervisedWorker(number, pid, output_reader)
         self._workers[number] = worker
-        self._selector.register(reading, selectors.EVENT_READ, lambda: self._take_output(worker))
+        self._selector.register(output_reader, selectors.EVENT_READ, lambda: self._read_output(worker))
 
-    def _take_output(self, worker: SupervisedWorker) -> bool:
-        """Read once. Returns whether there may be more."""
+    def _read_output(self, worker: SupervisedWorker) -> bool:
+        """Read output once. Returns True if there may be more."""
         if worker.number not in self._workers:
-            return False  # reaped since the selector saw it
+            return False  # it was reaped after this event was selected
         try:
             data = os.read(worker.output, _READ_BYTES)
         except BlockingIOError:
@@ -145,7 +149,7 @@ class WorkerSupervisor:
         return bool(data)
 
     def _check(self) -> None:
-        """Check the memory of every worker with its known descendants, if it is time to."""
+        """Check the memory of all workers and their known descendants, if the check is due."""
         now_s = time.monotonic()
         if now_s < self._next_check_s or not self._workers:
             return
@@ -165,39 +169,47 @@ class WorkerSupervisor:
         return time.process_time() - before_s
 
     def _check_memory(self, worker: SupervisedWorker, pids: Sequence[int]) -> None:
-        """Kill a worker above the limit. The cheap RSS counts shared pages more than once, so PSS confirms it."""
+        """Kill the worker if it is above the memory limit."""
+        # RSS is cheap, but counts shared pages more than once. PSS is exact and slow, so it only confirms.
         if sum(map(process_tree.rss_bytes, pids)) <= self._memory_bytes:
             return
         if sum(map(process_tree.pss_bytes, pids)) > self._memory_bytes:
             self._kill(worker, "memory")
 
     def _kill(self, worker: SupervisedWorker, cause: str) -> None:
-        """Kill the process group; SIGCHLD tells when it has exited. What left the group is adopted and killed then."""
-        if not _has_ended(worker):
+        """Kill the worker's process group. After its exit (SIGCHLD), `_reap` kills processes that left the group."""
+        if not _has_exited(worker):
             worker.cause = worker.cause or cause
-        for kill in (os.killpg, os.kill):  # a child that was forked just now leads no group yet
+        # Signal the process as well: a child that was forked just now may not lead its group yet.
+        for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 kill(worker.pid, signal.SIGKILL)
 
     def _reap(self, worker: SupervisedWorker) -> None:
-        """Kill its group and all it left behind before the pool is told, so that nothing is left by then."""
-        self._kill(worker, "")  # a zombie still holds the number of its group
+        """Reap an exited worker, kill its descendants, and report the exit to the pool."""
+        # Kill the group before waitpid: only while the worker is a zombie is the number of its group reserved. After
+        # that, another process may have it.
+        self._kill(worker, "")
         _, status = os.waitpid(worker.pid, 0)
         self._kill_orphans(keep={other.pid for other in self._workers.values() if other is not worker})
+
+        # Bounded: a process that escaped may still hold the pipe and write to it.
         for _ in range(KEPT_OUTPUT_BYTES):
-            if not self._take_output(worker):
+            if not self._read_output(worker):
                 break
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.output)
         os.close(worker.output)
         del self._workers[worker.number]
+
+        # Report last: the pool starts the next worker as soon as it has the report.
         output = worker.recent_output.decode(errors="replace")
         exited = WorkerExited(worker.number, os.waitstatus_to_exitcode(status), worker.cause, output)
-        with contextlib.suppress(ConnectionError):  # a pool that is gone shows as the end of its socket
+        with contextlib.suppress(ConnectionError):  # `_handle_command` detects a pool that is gone
             self._pool.sendall(msgspec.msgpack.encode(exited))
 
     def _kill_orphans(self, keep: set[int]) -> None:
-        """Kill and reap every child but `keep`. Their children become ours in turn, so repeat until there is none."""
+        """Kill and reap every child except `keep`. Their children become ours, so repeat until none is left."""
         until_s = time.monotonic() + _ORPHANS_TIMEOUT_S
         while orphans := set(process_tree.own_children()) - keep:
             for pid in orphans:
@@ -206,16 +218,16 @@ class WorkerSupervisor:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
             if time.monotonic() > until_s:
-                return  # the kernel has not ended it yet; the next check finds it again
+                return  # the kernel has not ended it yet; the next check retries
             time.sleep(0.001)
 
 
-def _has_ended(worker: SupervisedWorker) -> bool:
+def _has_exited(worker: SupervisedWorker) -> bool:
     return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _become_worker(supervisor: int, channel: int, output: int, names: Sequence[str]) -> NoReturn:
-    """In the forked child: drop the supervisor's state, serve, and never return to the supervisor's code."""
+    """Run the worker in the forked child. Never returns to the supervisor's code."""
     code = 1
     try:
         die_with_parent(supervisor)
@@ -232,7 +244,7 @@ def _become_worker(supervisor: int, channel: int, output: int, names: Sequence[s
 
 
 def _reset_process_state(channel: int, output: int) -> None:
-    """Undo the supervisor's signals and descriptors. The kernel may kill a worker first; it writes no core file."""
+    """Reset signals, and close the supervisor's descriptors: verifiers must not reach the pool or other workers."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -246,12 +258,13 @@ def _reset_process_state(channel: int, output: int) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # If the machine runs out of memory, the kernel should kill a worker and not the rollout server.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _preload_builtins(names: Sequence[str]) -> None:
-    """Import the built-in verifiers, so that every fork has them. The worker reports those that cannot be loaded."""
+    """Import the built-in verifiers, so that forks do not have to. Workers report those that cannot be loaded."""
     for name in names:
         if name in BUILTIN:
             with contextlib.suppress(ConfigError):

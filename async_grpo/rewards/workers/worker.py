@@ -1,9 +1,9 @@
-"""What runs in a verifier process: load the verifiers, then answer requests until the channel closes.
+"""The worker process: loads the verifiers, then answers requests until its channel closes.
 
-    slot --VerifierRequest--> verifiers --one reply a verifier, in order--> slot
+    slot --VerifierRequest--> verifiers --one reply per verifier, in order--> slot
 
-It waits for the slot's next request. It enforces no limits itself: the slot watches the deadline and the supervisor
-the memory, both from outside, where a verifier cannot block them.
+It waits only for the slot's next request. It enforces no limits: the slot enforces the deadline and the supervisor the
+memory limit, from outside, where a verifier cannot block them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from async_grpo.utils.frames import read_frame
 
 _REASON_CHARACTERS = 500
 _MAX_ANSWER_CHARACTERS = 1000
-"""A longer text counts as no answer: no two completions would share it."""
+"""A longer text counts as no answer. No two completions would share it, and maj@k counts equal answers."""
 
 
 def serve(channel: socket.socket, names: Sequence[str]) -> None:
@@ -44,20 +44,23 @@ def serve(channel: socket.socket, names: Sequence[str]) -> None:
         except ConfigError as error:
             broken[name] = str(error)
         except BaseException as error:  # a module may call sys.exit
-            broken[name] = f"rewards.functions: importing {name!r} ended with {_described(error)}. Fix the module"
-    requests, me = channel.makefile("rb"), os.getpid()
+            broken[name] = f"rewards.functions: importing {name!r} raised {_describe_error(error)}. Fix the module"
     channel.sendall(pack(WorkerReady(broken, list(extractions))))
+
+    requests = channel.makefile("rb")
+    worker_pid = os.getpid()
     with asyncio.Runner() as runner:
         while (payload := read_frame(requests, MAX_FRAME_BYTES)) is not None:
             request: VerifierRequest = unpack(payload, VerifierRequest)
             for name in request.names:
-                reply = (
-                    _extract(extractions[name], request.item.completion)
-                    if request.extract
-                    else _judge(runner, judges[name], request.item)
-                )
-                if os.getpid() != me:
-                    os._exit(0)  # a verifier has forked and its child came back here: only one may answer
+                reply: Outcome | ExtractedAnswer
+                if request.extract:
+                    reply = _extract(extractions[name], request.item.completion)
+                else:
+                    reply = _judge(runner, judges[name], request.item)
+                # A verifier may fork, and its child then returns here too. Only the worker may answer.
+                if os.getpid() != worker_pid:
+                    os._exit(0)
                 channel.sendall(pack(reply))
 
 
@@ -65,11 +68,11 @@ def _judge(runner: asyncio.Runner, judge: Judge, item: RewardInput) -> Outcome:
     try:
         value = judge(item)
         if inspect.isawaitable(value):
-            value = runner.run(_finish(value))
+            value = runner.run(_await(value))
     except MemoryError as error:
-        return RewardFailure("memory", _described(error))
-    except BaseException as error:  # a verifier may raise anything, SystemExit included: it costs only its own item
-        return RewardFailure("raised", _described(error))
+        return RewardFailure("memory", _describe_error(error))
+    except BaseException as error:  # a verifier may raise anything, even SystemExit; other items are not affected
+        return RewardFailure("raised", _describe_error(error))
     if value is None:
         return RewardFailure("none", "it returned None")
     try:
@@ -80,21 +83,23 @@ def _judge(runner: asyncio.Runner, judge: Judge, item: RewardInput) -> Outcome:
 
 def _extract(extract: Extract, completion: str) -> ExtractedAnswer:
     try:
-        found = extract(completion)
+        answer = extract(completion)
     except BaseException as error:  # as in _judge
-        return RewardFailure("extraction", _described(error))
-    if found is not None and not isinstance(found, str):
-        return RewardFailure("extraction", f"it returned a {type(found).__name__}, not a text or None")
-    return found if found and len(found) <= _MAX_ANSWER_CHARACTERS else None
+        return RewardFailure("extraction", _describe_error(error))
+    if answer is not None and not isinstance(answer, str):
+        return RewardFailure("extraction", f"it returned a {type(answer).__name__}, not a string or None")
+    if not answer or len(answer) > _MAX_ANSWER_CHARACTERS:
+        return None
+    return answer
 
 
-async def _finish(value: object) -> object:
+async def _await(value: object) -> object:
     assert inspect.isawaitable(value)
     return await value
 
 
-def _described(error: BaseException) -> str:
-    """Type and text of the exception, bounded. The type alone if its __str__ raises."""
+def _describe_error(error: BaseException) -> str:
+    """Return type and message of an exception, truncated; only the type if its __str__ raises."""
     try:
         return f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
     except Exception:  # from the __str__ of a user's exception

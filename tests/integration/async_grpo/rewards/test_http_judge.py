@@ -19,7 +19,7 @@ from async_grpo.rewards.pool import RewardPool
 TOKEN = "s3cret-t0ken"
 
 
-class Court:
+class FakeJudge:
     """A server whose paths are what it does. It keeps what it was asked."""
 
     def __init__(self) -> None:
@@ -76,15 +76,15 @@ class Court:
 
 
 @pytest.fixture
-async def court() -> AsyncIterator[Court]:
-    court, application = Court(), web.Application()
-    application.router.add_post("/{path}", court.answer)
+async def fake_judge() -> AsyncIterator[FakeJudge]:
+    fake_judge, application = FakeJudge(), web.Application()
+    application.router.add_post("/{path}", fake_judge.answer)
     runner = web.AppRunner(application, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    court.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield court
-    court.released.set()
+    fake_judge.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield fake_judge
+    fake_judge.released.set()
     await runner.cleanup()
 
 
@@ -94,12 +94,12 @@ def pool_of(url: str, *others: RewardConfig, **http: Any) -> RewardPool:
     return RewardPool(RewardsConfig(functions=[judge, *others]))
 
 
-async def test_the_judge_is_asked_with_everything_and_its_number_is_the_score(court: Court) -> None:
-    async with pool_of(f"{court.url}/right", extra={"rubric": "be right"}) as pool:
+async def test_the_judge_gets_the_whole_item_and_returns_the_score(fake_judge: FakeJudge) -> None:
+    async with pool_of(f"{fake_judge.url}/right", extra={"rubric": "be right"}) as pool:
         right, wrong = await pool.judge([RewardInput("a", "a", "which letter?", {"level": "1"}), RewardInput("b", "a")])
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     assert pool.supervisor.pid is None
-    (body,) = [body for body in court.bodies if body["completion"] == "a"]
+    (body,) = [body for body in fake_judge.bodies if body["completion"] == "a"]
     assert body == {
         "completion": "a",
         "answer": "a",
@@ -110,9 +110,9 @@ async def test_the_judge_is_asked_with_everything_and_its_number_is_the_score(co
     }
 
 
-async def test_verifiers_and_judges_make_one_weighted_sum_of_scores_found_by_a_pointer(court: Court) -> None:
+async def test_scores_of_verifiers_and_judges_are_summed(fake_judge: FakeJudge) -> None:
     tag = RewardConfig(name="answer_tag", weight=0.5)
-    async with pool_of(f"{court.url}/nested", tag, score_pointer="/choices/0/a~1b") as pool:
+    async with pool_of(f"{fake_judge.url}/nested", tag, score_pointer="/choices/0/a~1b") as pool:
         (verdict,) = await pool.judge([RewardInput("<answer>a</answer>", "a")])
     assert verdict.scores == {"answer_tag": 1.0, "judge": 0.25}
     assert verdict.reward == 0.75
@@ -132,71 +132,71 @@ async def test_verifiers_and_judges_make_one_weighted_sum_of_scores_found_by_a_p
         ("null", "none", "the judge answered null", 1),
     ],
 )
-async def test_what_gives_no_score_is_unverifiable_and_counted_by_kind(
-    court: Court, path: str, kind: str, reason: str, requests: int
+async def test_failures_are_unverifiable_and_counted_by_kind(
+    fake_judge: FakeJudge, path: str, kind: str, reason: str, requests: int
 ) -> None:
-    async with pool_of(f"{court.url}/{path}") as pool:
+    async with pool_of(f"{fake_judge.url}/{path}") as pool:
         (verdict,) = await pool.judge([RewardInput("a", "a")])
     assert (verdict.reward, verdict.failure) == (None, kind)
     assert reason in verdict.reason
     assert pool.failures == {("judge", kind): 1}
-    assert len(court.bodies) == requests
+    assert len(fake_judge.bodies) == requests
 
 
-async def test_a_judge_that_hangs_times_out_and_the_event_loop_runs_on(court: Court) -> None:
-    async with pool_of(f"{court.url}/hangs", timeout_s=0.3, retries=1) as pool:
+async def test_a_hanging_judge_times_out_without_blocking_the_event_loop(fake_judge: FakeJudge) -> None:
+    async with pool_of(f"{fake_judge.url}/hangs", timeout_s=0.3, retries=1) as pool:
         judging, turns = asyncio.create_task(pool.judge([RewardInput("a", "a")])), 0
         while not judging.done():
             await asyncio.sleep(0.005)
             turns += 1
         (verdict,) = judging.result()
     assert (verdict.failure, verdict.reason) == ("http_timeout", "judge: no reply within 0.3 s")
-    assert len(court.bodies) == 2
+    assert len(fake_judge.bodies) == 2
     assert turns > 20
 
 
-async def test_a_judge_that_fails_once_is_asked_again_and_one_that_is_not_there_is_a_failed_connection(
-    court: Court,
+async def test_a_failed_request_is_retried_and_a_missing_judge_is_a_connection_failure(
+    fake_judge: FakeJudge,
 ) -> None:
-    async with pool_of(f"{court.url}/once-500") as pool, pool_of("http://127.0.0.1:1/") as nobody:
+    async with pool_of(f"{fake_judge.url}/once-500") as pool, pool_of("http://127.0.0.1:1/") as nobody:
         ((verdict,), (none,)) = [await one.judge([RewardInput("a", "a")]) for one in (pool, nobody)]
-    assert (verdict.reward, verdict.failures, len(court.bodies)) == (1.0, {}, 2)
+    assert (verdict.reward, verdict.failures, len(fake_judge.bodies)) == (1.0, {}, 2)
     assert none.failure == "http_connection"
 
 
-async def test_no_more_requests_are_under_way_than_allowed(court: Court) -> None:
-    async with pool_of(f"{court.url}/slow", concurrency=3) as pool:
+async def test_concurrency_is_limited(fake_judge: FakeJudge) -> None:
+    async with pool_of(f"{fake_judge.url}/slow", concurrency=3) as pool:
         verdicts = await pool.judge([RewardInput("a", "a")] * 20)
     assert [verdict.reward for verdict in verdicts] == [1.0] * 20
-    assert court.most_at_once == 3
+    assert fake_judge.most_at_once == 3
 
 
-async def test_the_token_goes_to_the_judge_and_nowhere_else(court: Court, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_token_is_sent_only_to_the_judge(fake_judge: FakeJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", f"{TOKEN}\n")
-    pool = pool_of(f"{court.url}/500", token_env="JUDGE_TOKEN", headers={"X-Run": "7"})
+    pool = pool_of(f"{fake_judge.url}/500", token_env="JUDGE_TOKEN", headers={"X-Run": "7"})
     with structlog.testing.capture_logs() as logs:
         async with pool:
             (verdict,) = await pool.judge([RewardInput("a", "a")])
-    assert court.headers[0]["Authorization"] == f"Bearer {TOKEN}"
-    assert court.headers[0]["X-Run"] == "7"
+    assert fake_judge.headers[0]["Authorization"] == f"Bearer {TOKEN}"
+    assert fake_judge.headers[0]["X-Run"] == "7"
     assert logs and TOKEN not in json.dumps(logs)
     assert TOKEN not in repr(verdict)
 
 
-def test_a_token_that_is_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_token_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", " ")
     with pytest.raises(ConfigError, match=r"'judge'.*JUDGE_TOKEN"):
         pool_of("http://127.0.0.1:1/", token_env="JUDGE_TOKEN")
 
 
-async def test_a_judgement_that_is_cancelled_frees_its_place(court: Court) -> None:
-    async with pool_of(f"{court.url}/hangs", concurrency=1) as pool:
+async def test_a_cancelled_request_frees_its_slot(fake_judge: FakeJudge) -> None:
+    async with pool_of(f"{fake_judge.url}/hangs", concurrency=1) as pool:
         judging = asyncio.create_task(pool.judge([RewardInput("a", "a")]))
         async with asyncio.timeout(20):
-            while not court.bodies:
+            while not fake_judge.bodies:
                 await asyncio.sleep(0.005)
         judging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await judging
-        court.released.set()
+        fake_judge.released.set()
         assert (await pool.judge([RewardInput("b", "b")]))[0].reward == 1.0

@@ -66,7 +66,7 @@ async def judge(names: Sequence[str], completions: Sequence[str], deadline_s: fl
     return trial
 
 
-async def test_rules_for_texts_score_every_bait_without_a_failure() -> None:
+async def test_text_verifiers_score_every_bait_without_failures() -> None:
     completions = list(baits(80, seed=2))
     trial = await judge(TEXT, completions, deadline_s=20.0)
     assert len(trial.verdicts) == len(completions)
@@ -74,7 +74,7 @@ async def test_rules_for_texts_score_every_bait_without_a_failure() -> None:
     assert all(set(verdict.scores) == set(TEXT) for verdict in trial.verdicts)
 
 
-async def test_algebra_that_does_not_end_is_killed_and_everything_else_is_judged() -> None:
+async def test_endless_algebra_is_killed_and_other_items_are_judged() -> None:
     bombs = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{100000!!!}"]
     trial = await judge(["math_verify", "math_17k_acc"], [*bombs, "\\boxed{18}", *bombs, "\\boxed{17}"], deadline_s=2.0)
     by_kind = Counter((verdict.failure, verdict.reward) for verdict in trial.verdicts)
@@ -85,7 +85,7 @@ async def test_algebra_that_does_not_end_is_killed_and_everything_else_is_judged
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("names", [[name] for name in ALGEBRA] + [TEXT], ids=lambda names: names[0])
-async def test_ten_thousand_baits_take_less_than_two_seconds_each_and_hold_nothing_up(names: list[str]) -> None:
+async def test_ten_thousand_baits_take_less_than_two_seconds_each(names: list[str]) -> None:
     """Every completion under every rule for texts, and under one of the symbolic verifiers, in turn."""
     completions = list(baits(10_000, seed=3))
     if names != TEXT:

@@ -69,7 +69,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-async def test_a_child_that_a_verifier_leaves_behind_ends_with_its_worker(tmp_path: Path) -> None:
+async def test_children_of_a_verifier_are_killed_with_its_worker(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     async with pool_of(TRICKY, items_per_worker=2) as pool:
         await pool.judge([RewardInput("fork", "a", "", {"file": str(file)})])  # the trial was the first item
@@ -77,7 +77,7 @@ async def test_a_child_that_a_verifier_leaves_behind_ends_with_its_worker(tmp_pa
         assert not _lives(int(file.read_text()))
 
 
-async def test_a_daemon_that_left_the_group_and_session_of_its_verifier_is_found_and_ended(tmp_path: Path) -> None:
+async def test_a_daemon_of_a_verifier_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     async with pool_of(TRICKY) as pool:
         (verdict,) = await pool.judge([RewardInput("daemon", "a", "", {"file": str(file)})])
@@ -86,13 +86,13 @@ async def test_a_daemon_that_left_the_group_and_session_of_its_verifier_is_found
         assert len([pid for pid in family_of(pool) if _lives(pid)]) == 1
 
 
-async def test_a_child_that_comes_back_into_the_worker_gives_no_second_answer() -> None:
+async def test_a_forked_verifier_sends_only_one_reply() -> None:
     async with pool_of(TRICKY) as pool:
         verdicts = await pool.judge([RewardInput(deed, "a") for deed in ("fork and come back", "a", "b", "a")])
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0, 1.0]
 
 
-async def test_memory_is_that_of_the_verifier_with_all_its_children(tmp_path: Path) -> None:
+async def test_the_memory_limit_includes_children(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     item = RewardInput("family that eats memory", "a", "", {"file": str(file)})
     async with pool_of(TRICKY, memory_bytes=128 << 20) as pool:
@@ -101,7 +101,7 @@ async def test_memory_is_that_of_the_verifier_with_all_its_children(tmp_path: Pa
         assert not _lives(int(file.read_text()))
 
 
-async def test_a_worker_that_dies_between_two_items_costs_neither() -> None:
+async def test_a_worker_that_dies_while_idle_loses_no_item() -> None:
     async with pool_of(TRICKY) as pool:
         (worker,) = family_of(pool)
         os.kill(worker, signal.SIGKILL)
@@ -113,13 +113,13 @@ async def test_a_worker_that_dies_between_two_items_costs_neither() -> None:
     assert (verdict.reward, pool.failures) == (1.0, {})
 
 
-async def test_a_worker_is_replaced_after_so_many_items() -> None:
+async def test_a_worker_is_replaced_after_items_per_worker() -> None:
     async with pool_of("tricky_rewards:counting", items_per_worker=3) as pool:
         counts = [verdict.reward for verdict in await pool.judge([RewardInput("", "")] * 8)]
     assert counts == [2, 3, 1, 2, 3, 1, 2, 3]  # the trial at the start was the first
 
 
-async def test_never_more_workers_run_than_there_are_places() -> None:
+async def test_there_are_never_more_workers_than_slots() -> None:
     deeds = ["crash", "hang", "a", "raise", "segfault", "thread"] * 3
     async with pool_of(TRICKY, workers=2, deadline_s=1.5, items_per_worker=3) as pool:
         judging, most = asyncio.create_task(pool.judge([RewardInput(deed, "a") for deed in deeds])), 0
@@ -131,7 +131,7 @@ async def test_never_more_workers_run_than_there_are_places() -> None:
     assert most == 2
 
 
-async def test_all_processes_end_with_the_pool_and_leave_no_zombie(tmp_path: Path) -> None:
+async def test_closing_the_pool_ends_all_processes_without_zombies(tmp_path: Path) -> None:
     before = {pid for pid, parent in process_tree.parents().items() if parent == os.getpid()}
     async with pool_of(TRICKY, workers=2) as pool:
         await pool.judge([RewardInput("fork", "a", "", {"file": str(tmp_path / "pid")}), RewardInput("thread", "a")])
@@ -143,7 +143,7 @@ async def test_all_processes_end_with_the_pool_and_leave_no_zombie(tmp_path: Pat
     assert {pid for pid, parent in process_tree.parents().items() if parent == os.getpid()} <= before
 
 
-async def test_all_processes_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
+async def test_killing_the_server_ends_all_processes(tmp_path: Path) -> None:
     program = DOOMED_SERVER.format(folder=str(tmp_path))
     server = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
     async with asyncio.timeout(PATIENCE_S):
@@ -156,7 +156,7 @@ async def test_all_processes_end_with_a_server_that_is_killed(tmp_path: Path) ->
     await gone(family)
 
 
-async def test_a_killed_supervisor_costs_the_items_under_way_and_is_replaced(tmp_path: Path) -> None:
+async def test_a_killed_supervisor_loses_items_in_flight_and_is_replaced(tmp_path: Path) -> None:
     async with pool_of(TRICKY) as pool:
         first = pool.supervisor.pid or 0
         family = family_of(pool)
@@ -171,7 +171,7 @@ async def test_a_killed_supervisor_costs_the_items_under_way_and_is_replaced(tmp
         assert pool.supervisor.pid != first
 
 
-async def test_a_verifier_sees_only_the_variables_that_it_needs_or_that_are_named(
+async def test_a_verifier_gets_only_basic_and_named_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("THE_TOKEN", "secret")

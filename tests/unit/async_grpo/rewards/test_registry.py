@@ -40,7 +40,7 @@ COMPLETIONS = [
 ]
 
 
-class Shouting:
+class ScoresInUpperCase:
     def __call__(self, completion: str, answer: str) -> object:
         return (self.__class__.__name__, completion)
 
@@ -52,7 +52,7 @@ class Shouting:
         return completion
 
 
-def two(completion: str, answer: str) -> object:
+def takes_completion_and_answer(completion: str, answer: str) -> object:
     return (completion, answer)
 
 
@@ -64,7 +64,7 @@ def with_metadata(completion: str, answer: str, metadata: Mapping[str, str], mor
     return (completion, answer, metadata)
 
 
-def anything(*arguments: object, **extras: object) -> object:
+def takes_anything(*arguments: object, **extras: object) -> object:
     return (*arguments, extras)
 
 
@@ -76,25 +76,28 @@ def one(completion: str) -> float:
     return 0.0
 
 
-def badly_extracting(completion: str, answer: str) -> float:
+def with_invalid_extract(completion: str, answer: str) -> float:
     return 0.0
 
 
-badly_extracting.extract = 3
+with_invalid_extract.extract = 3
 
 
 @pytest.mark.parametrize(
     ("name", "called_with"),
     [
-        ("two", ("completion", "answer")),
+        ("takes_completion_and_answer", ("completion", "answer")),
         ("named", ("completion", "answer", "prompt")),
         ("with_metadata", ("completion", "answer", {"key": "value"})),
-        ("anything", ("completion", "answer", {"prompt": "prompt", "metadata": {"key": "value"}, "tool_calls": 2})),
-        ("Shouting", ("Shouting", "completion")),
-        ("Shouting.inner", "completion"),
+        (
+            "takes_anything",
+            ("completion", "answer", {"prompt": "prompt", "metadata": {"key": "value"}, "tool_calls": 2}),
+        ),
+        ("ScoresInUpperCase", ("ScoresInUpperCase", "completion")),
+        ("ScoresInUpperCase.inner", "completion"),
     ],
 )
-def test_a_function_is_called_with_what_it_names(name: str, called_with: object) -> None:
+def test_a_function_gets_the_keywords_that_it_accepts(name: str, called_with: object) -> None:
     assert load_verifier(f"{__name__}:{name}")[0](ITEM) == called_with
 
 
@@ -108,27 +111,27 @@ def test_a_function_is_called_with_what_it_names(name: str, called_with: object)
         (f"{__name__}:NOT_A_FUNCTION", "type int"),
         (f"{__name__}:one", r"\(completion: 'str'\)"),
         (f"{__name__}:prompt_first", "multiple values .*'prompt'"),
-        (f"{__name__}:badly_extracting", "`extract`.*int"),
+        (f"{__name__}:with_invalid_extract", "`extract`.*int"),
     ],
 )
-def test_a_verifier_that_cannot_be_had_is_an_error_that_says_why(name: str, message: str) -> None:
+def test_an_unusable_verifier_is_an_error_with_its_reason(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_verifier(name)
 
 
-def test_a_function_of_ones_own_extracts_if_it_has_an_attribute_of_that_name() -> None:
-    _, extract = load_verifier(f"{__name__}:Shouting")
+def test_a_custom_function_extracts_with_its_extract_attribute() -> None:
+    _, extract = load_verifier(f"{__name__}:ScoresInUpperCase")
     assert extract("yes") == "YES"
-    assert load_verifier(f"{__name__}:two")[1] is None
+    assert load_verifier(f"{__name__}:takes_completion_and_answer")[1] is None
 
 
-def test_every_verifier_that_looks_at_the_answer_alone_says_which_it_is() -> None:
+def test_every_verifier_that_compares_answers_can_extract_them() -> None:
     assert [name for name in sorted(BUILTIN) if load_verifier(name)[1] is not None] == EXTRACTING
 
 
 @pytest.mark.parametrize("name", EXTRACTING)
 @pytest.mark.parametrize("reference", ["18", "1800"])
-def test_the_same_answer_has_the_same_score_and_none_is_not_right(name: str, reference: str) -> None:
+def test_equal_extracted_answers_have_equal_scores(name: str, reference: str) -> None:
     judge, extract = load_verifier(name)
     graded = [(extract(text), judge(RewardInput(text, reference))) for text in COMPLETIONS]
     assert reference != "18" or any(score == 1.0 for _, score in graded)
@@ -162,6 +165,6 @@ def test_the_same_answer_has_the_same_score_and_none_is_not_right(name: str, ref
         ("math_verify_reward", "so it is $0.5$", None),
     ],
 )
-def test_the_answer_is_the_one_that_is_compared(name: str, completion: str, answer: str | None) -> None:
+def test_the_extracted_answer_is_the_compared_one(name: str, completion: str, answer: str | None) -> None:
     _, extract = load_verifier(name)
     assert extract(completion) == answer

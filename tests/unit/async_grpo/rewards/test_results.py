@@ -32,22 +32,22 @@ FUNCTIONS = [
 ]
 
 
-def test_the_reward_is_the_weighted_sum() -> None:
+def test_reward_is_the_weighted_sum() -> None:
     assert combine_outcomes({"a": 1.0, "b": 1.0, "c": 0.25}, FUNCTIONS).reward == 1.75
 
 
-def test_a_required_reward_that_fails_makes_the_sample_unverifiable_and_the_first_one_says_why() -> None:
+def test_first_failed_required_reward_makes_the_sample_unverifiable() -> None:
     assert combine_outcomes({"a": 1.0, "b": HUNG, "c": DOWN}, FUNCTIONS) == RewardResult(
         scores={"a": 1.0}, reward=None, failures={"b": HUNG, "c": DOWN}, failure="timeout", reason="b: it hung"
     )
 
 
-def test_a_reward_that_is_not_required_is_left_out_and_still_counted() -> None:
+def test_a_failed_optional_reward_is_omitted_and_counted() -> None:
     verdict = combine_outcomes({"a": 1.0, "b": 0.0, "c": DOWN}, FUNCTIONS)
     assert (verdict.reward, verdict.failure, verdict.failures) == (2.0, "", {"c": DOWN})
 
 
-def test_a_sum_that_overflows_is_no_reward() -> None:
+def test_an_overflowing_sum_is_unverifiable() -> None:
     verdict = combine_outcomes({"a": 1e6}, [RewardConfig(name="a", weight=1e303)])
     assert (verdict.reward, verdict.failure) == (None, "bad_value")
 
@@ -69,15 +69,15 @@ def test_numbers_are_scores(value: object, score: float) -> None:
     assert parse_score(value) == score
 
 
-class Unspeakable:
+class RaisesInRepr:
     def __repr__(self) -> str:
         raise RuntimeError
 
 
 @pytest.mark.parametrize(
-    "value", ["1", b"1", None, [1.0], np.ones(1), np.ones(2), 1j, float("nan"), float("-inf"), 1e6 + 1, Unspeakable()]
+    "value", ["1", b"1", None, [1.0], np.ones(1), np.ones(2), 1j, float("nan"), float("-inf"), 1e6 + 1, RaisesInRepr()]
 )
-def test_anything_else_is_none(value: object) -> None:
+def test_other_values_are_not_scores(value: object) -> None:
     with pytest.raises(ValueError, match=r"not a number|not a finite number"):
         parse_score(value)
 
@@ -87,7 +87,7 @@ SOFT = RewardsConfig(overlong="soft", soft_overlong_tokens=20, soft_overlong_fac
 FILTER = RewardsConfig(overlong="filter")
 
 
-def judged(
+def apply_rule(
     rule: RewardsConfig, verdict: RewardResult = RIGHT, *, length: int, finish_reason: str = "stop"
 ) -> RewardResult:
     return apply_overlong_rule(verdict, rule, length=length, finish_reason=finish_reason, max_tokens=100)
@@ -97,16 +97,16 @@ def judged(
     ("length", "punishment"),
     [(1, 0.0), (80, 0.0), (81, -0.025), (90, -0.25), (99, -0.475), (100, -0.5), (101, -0.5)],
 )
-def test_the_punishment_is_linear_over_the_last_tokens_and_stands_among_the_scores(
-    length: int, punishment: float
-) -> None:
-    verdict = judged(SOFT, length=length)
+def test_length_penalty_is_linear_and_listed_among_the_scores(length: int, punishment: float) -> None:
+    verdict = apply_rule(SOFT, length=length)
     assert verdict.scores == {"gsm8k": 1.0, "overlong": pytest.approx(punishment)}
     assert verdict.reward == pytest.approx(1.0 + punishment)
 
 
 @given(st.integers(1, 5000), st.integers(2, 4000), st.data(), st.floats(0.01, 10))
-def test_the_punishment_is_that_of_the_paper(length: int, max_tokens: int, data: st.DataObject, factor: float) -> None:
+def test_length_penalty_matches_the_dapo_paper(
+    length: int, max_tokens: int, data: st.DataObject, factor: float
+) -> None:
     last = data.draw(st.integers(1, max_tokens - 1))
     expected = max_tokens - last
     paper = 0.0 if length <= expected else max(-1.0, (expected - length) / last)
@@ -115,24 +115,22 @@ def test_the_punishment_is_that_of_the_paper(length: int, max_tokens: int, data:
     )
 
 
-def test_a_sample_that_was_cut_is_masked_and_counted_by_the_filter() -> None:
-    verdict = judged(FILTER, length=100, finish_reason="length")
+def test_filter_masks_and_counts_cut_samples() -> None:
+    verdict = apply_rule(FILTER, length=100, finish_reason="length")
     assert (verdict.reward, verdict.failure, verdict.scores) == (None, "overlong", {"gsm8k": 1.0})
     assert verdict.failures["overlong"].kind == "overlong"
     assert re.search(r"100 tokens\b.*sampling\.max_tokens", verdict.reason)
 
 
 @pytest.mark.parametrize(("rule", "finish_reason"), [(FILTER, "stop"), (RewardsConfig(), "length")])
-def test_a_completion_that_ended_by_itself_passes_and_without_a_rule_every_one(
-    rule: RewardsConfig, finish_reason: str
-) -> None:
-    assert judged(rule, length=100, finish_reason=finish_reason) is RIGHT
+def test_finished_completions_pass_the_filter(rule: RewardsConfig, finish_reason: str) -> None:
+    assert apply_rule(rule, length=100, finish_reason=finish_reason) is RIGHT
 
 
 @pytest.mark.parametrize("rule", [SOFT, FILTER])
-def test_what_is_unverifiable_stays_so_for_its_own_reason(rule: RewardsConfig) -> None:
+def test_an_unverifiable_sample_keeps_its_reason(rule: RewardsConfig) -> None:
     crashed = RewardResult(failure="crashed", reason="its process ended")
-    assert judged(rule, crashed, length=100, finish_reason="length") is crashed
+    assert apply_rule(rule, crashed, length=100, finish_reason="length") is crashed
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,9 @@ def test_what_is_unverifiable_stays_so_for_its_own_reason(rule: RewardsConfig) -
         ({"overlong": "filter"}, None, "overlong: the completion was cut at 8 tokens. Raise sampling.max_tokens"),
     ],
 )
-def test_the_rule_reaches_the_sample(rewards: dict[str, Any], reward: float | None, unverifiable: str) -> None:
+def test_the_overlong_rule_is_applied_to_samples(
+    rewards: dict[str, Any], reward: float | None, unverifiable: str
+) -> None:
     sample = Sample(
         tokens=tokens_to_bytes([1] * 8),
         logprobs=logprobs_to_bytes([-1.0] * 8),

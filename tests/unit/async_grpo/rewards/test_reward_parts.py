@@ -10,7 +10,7 @@ from async_grpo.rewards.http_judge import look_up, read_score, retry_delay_s
 from async_grpo.rewards.workers.client import worker_environment
 
 
-def test_verifiers_see_what_python_needs_and_what_is_named() -> None:
+def test_verifiers_get_basic_and_named_variables() -> None:
     outside = {"PATH": "/bin", "LC_ALL": "C", "AWS_SECRET": "s", "NAMED": "n", "MKL_NUM_THREADS": "4"}
     assert worker_environment(outside, ["NAMED"]) == {
         "PATH": "/bin",
@@ -34,7 +34,7 @@ def test_a_json_pointer_finds_its_value(pointer: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("pointer", ["/none", "/list/2", "/list/-1", "/list/x", "/score/x"])
-def test_a_json_pointer_into_nothing_is_an_error(pointer: str) -> None:
+def test_a_dangling_json_pointer_is_an_error(pointer: str) -> None:
     with pytest.raises(LookupError):
         look_up(DOCUMENT, pointer)
 
@@ -45,7 +45,7 @@ def test_a_reply_without_a_finite_number_is_a_bad_reply(reply: bytes) -> None:
     assert isinstance(outcome, RewardFailure) and outcome.kind == "http_bad_reply"
 
 
-def test_pauses_grow_twofold_with_full_jitter_up_to_their_limit() -> None:
+def test_retry_delays_double_with_full_jitter_up_to_the_limit() -> None:
     config = HttpRewardConfig(url="http://judge/", backoff_s=0.5, backoff_max_s=3.0)
     assert [retry_delay_s(config, attempt, 0.0) for attempt in (1, 2, 3, 4, 5000)] == [1.0, 2.0, 3.0, 3.0, 3.0]
     assert retry_delay_s(config, 1, 0.75) == 0.25

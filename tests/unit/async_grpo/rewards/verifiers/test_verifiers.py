@@ -13,7 +13,7 @@ from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.registry import ALGEBRA_VERIFIERS, BUILTIN, load_verifier
 from async_grpo.rewards.verifiers import boxed
 from async_grpo.rewards.verifiers.answers import answer_tag, format_tags, gsm8k
-from async_grpo.rewards.verifiers.symbolic import equal, math_verify
+from async_grpo.rewards.verifiers.symbolic import are_equal_expressions, math_verify
 from async_grpo.rewards.verifiers.text import acc_for_dapo, accuracy_reward, qwen_accuracy_reward
 
 BOXED = r"<think>3+15</think><answer>\boxed{18}</answer>"
@@ -201,16 +201,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "completion", "answer", "score"), CASES)
-def test_a_completion_has_its_score(name: str, completion: str, answer: str, score: float) -> None:
+def test_verifiers_score_completions(name: str, completion: str, answer: str, score: float) -> None:
     assert load_verifier(name)[0](RewardInput(completion, answer)) == pytest.approx(score)
 
 
-def test_the_table_of_names_has_every_verifier_there_is() -> None:
+def test_every_verifier_is_registered() -> None:
     assert {*SCORES, "kk_reward"} == set(BUILTIN)
 
 
 @pytest.mark.parametrize("completion", ["18", "18.", "18.00", "$18", "$ 18", r"\$18", "18%", "+18", "36/2", "18 eggs"])
-def test_one_number_grades_however_it_is_written(completion: str) -> None:
+def test_gsm8k_accepts_every_spelling_of_a_number(completion: str) -> None:
     assert gsm8k(f"#### {completion}", "18") == 1.0
 
 
@@ -223,12 +223,12 @@ def test_one_number_grades_however_it_is_written(completion: str) -> None:
         ("acc_for_dapo", "Answer: 18", "1" * 5000, "5000 characters"),
     ],
 )
-def test_a_reference_that_is_no_answer_cannot_be_judged(name: str, completion: str, answer: str, message: str) -> None:
+def test_an_invalid_reference_is_an_error(name: str, completion: str, answer: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_verifier(name)[0](RewardInput(completion, answer))
 
 
-def test_math_verify_works_outside_of_the_main_thread_where_signals_do_not() -> None:
+def test_math_verify_works_outside_the_main_thread() -> None:
     scores: list[float] = []
     thread = threading.Thread(target=lambda: scores.append(math_verify(r"\boxed{18}", "18")))
     thread.start()
@@ -253,8 +253,8 @@ def test_math_verify_works_outside_of_the_main_thread_where_signals_do_not() -> 
         ("18", "3 * 6 = 18 #### 18", True),
     ],
 )
-def test_answers_are_equal_as_texts_as_whole_numbers_or_symbolically(given: str, answer: str, same: bool) -> None:
-    assert equal(given, answer) == same
+def test_answers_are_equal_as_text_as_integers_or_symbolically(given: str, answer: str, same: bool) -> None:
+    assert are_equal_expressions(given, answer) == same
 
 
 @pytest.mark.parametrize(
@@ -276,19 +276,19 @@ tag_soup = st.lists(
 
 @settings(max_examples=500, deadline=None)
 @given(tag_soup)
-def test_rules_that_search_agree_with_the_expressions_that_define_them(text: str) -> None:
+def test_search_rules_agree_with_their_regular_expressions(text: str) -> None:
     loose = re.match(r"^<think>.*?</think>\s*<answer>.*?</answer>$", text, re.DOTALL | re.MULTILINE)
     assert format_tags(text, "") == float(loose is not None)
     whole = re.fullmatch(r"<think>.*</think>.*<answer>.*\\boxed\{.*\}.*</answer>", text, re.DOTALL)
-    assert boxed.is_whole(text) == (whole is not None)
+    assert boxed.has_boxed_answer_format(text) == (whole is not None)
     closed = [match.start() for match in re.finditer(r"\\boxed\{.*?\}", text)]
-    assert boxed.closed_boxes(text, most=100) == closed
+    assert boxed.find_one_line_boxes(text, limit=100) == closed
     numbers = re.findall(r"boxed{([-+]?\d*\.?\d+)}", text)
     assert qwen_accuracy_reward(text, "1") == float((numbers[-1] if numbers else text) == "1")
-    assert boxed.last_boxed(text) == last_boxed_slowly(text)
+    assert boxed.find_last_closed_box(text) == find_last_closed_box_slowly(text)
 
 
-def last_boxed_slowly(text: str) -> str | None:
+def find_last_closed_box_slowly(text: str) -> str | None:
     for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
         depth = 1
         for position in range(start, len(text)):
@@ -311,26 +311,26 @@ RANGES = {
 @pytest.mark.parametrize("name", NO_ALGEBRA)
 @settings(max_examples=80, deadline=None)
 @given(completion=st.one_of(st.text(), tag_soup, st.text(alphabet="0123456789.,-+$/\\{}boxedAnswer: #=\n²٣")))
-def test_no_text_makes_a_rule_fail_or_leave_its_range(name: str, completion: str) -> None:
+def test_format_rules_accept_any_text(name: str, completion: str) -> None:
     low, high = RANGES.get(name, (0.0, 1.0))
     assert low <= load_verifier(name)[0](RewardInput(completion, REFERENCES.get(name, "18"))) <= high
 
 
 @settings(max_examples=200, deadline=None)
 @given(reference=st.text(max_size=300))
-def test_no_reference_makes_a_comparison_of_texts_fail(reference: str) -> None:
+def test_text_verifiers_accept_any_reference(reference: str) -> None:
     for verifier in (accuracy_reward, qwen_accuracy_reward, acc_for_dapo, answer_tag):
         assert verifier("<answer>18</answer>", reference) in (-1.0, 0.0, 1.0)
 
 
 @settings(max_examples=200, deadline=None)
 @given(value=st.integers(-(10**12), 10**12), other=st.integers(-(10**12), 10**12))
-def test_gsm8k_tells_any_two_whole_numbers_apart(value: int, other: int) -> None:
+def test_gsm8k_distinguishes_any_two_integers(value: int, other: int) -> None:
     assert gsm8k(f"so it is {value:,}.", str(value)) == 1.0
     assert gsm8k(f"so it is {value:,}.", str(other)) == float(value == other)
 
 
-def test_acc_gives_no_score_for_what_it_cannot_work_out() -> None:
+def test_acc_returns_none_if_the_comparison_takes_too_long() -> None:
     assert load_verifier("acc")[0](RewardInput(r"\boxed{9^{9^{9^{9}}}}", "18")) is None
     with pytest.raises(ValueError, match="mathematical expression"):
         load_verifier("acc")[0](RewardInput(r"\boxed{18}", ""))
@@ -338,14 +338,14 @@ def test_acc_gives_no_score_for_what_it_cannot_work_out() -> None:
 
 @pytest.mark.parametrize("name", ["math_17k_acc", "acc", "math_verify", "gsm8k"])
 @pytest.mark.parametrize("number", [2**53, 12345678901234567890, -(10**30)])
-def test_large_whole_numbers_are_compared_exactly(name: str, number: int) -> None:
+def test_large_integers_are_compared_exactly(name: str, number: int) -> None:
     verifier = load_verifier(name)[0]
     assert verifier(RewardInput(rf"\boxed{{{number}}}", str(number))) == 1.0
     for other in (number + 1, number - 1):
         assert verifier(RewardInput(rf"\boxed{{{other}}}", str(number))) in (0.0, -0.5)
 
 
-def test_a_large_number_with_a_fraction_is_not_a_whole_one() -> None:
+def test_a_large_decimal_is_not_an_integer() -> None:
     assert (
         load_verifier("math_17k_acc")[0](RewardInput(r"\boxed{12345678901234567890.5}", "12345678901234567890")) == 0.0
     )

@@ -6,7 +6,7 @@ import pytest
 
 from async_grpo.rewards.registry import BUILTIN
 from async_grpo.rewards.verifiers.logic import kk_reward
-from async_grpo.rewards.verifiers.prm800k import equal, math_17k_acc, parse
+from async_grpo.rewards.verifiers.prm800k import are_equal_answers, math_17k_acc, parse_expression
 from async_grpo.rewards.verifiers.symbolic import math_verify_reward
 from async_grpo.rewards.verifiers.text import retool_reward
 
@@ -67,8 +67,8 @@ GRADES = [
 
 
 @pytest.mark.parametrize(("given", "answer", "verdict"), GRADES)
-def test_short_answers_are_graded_as_mathruler_grades_them(given: str, answer: str, verdict: bool) -> None:
-    assert equal(given, answer) == verdict
+def test_answers_are_graded_like_mathruler(given: str, answer: str, verdict: bool) -> None:
+    assert are_equal_answers(given, answer) == verdict
     assert math_17k_acc(rf"so \boxed{{{given}}}.", answer) == float(verdict)
 
 
@@ -82,18 +82,18 @@ def test_short_answers_are_graded_as_mathruler_grades_them(given: str, answer: s
         ("18", 0.0),
     ],
 )
-def test_the_last_box_counts_and_only_if_it_closes(completion: str, score: float) -> None:
+def test_only_the_last_box_counts_and_only_if_closed(completion: str, score: float) -> None:
     assert math_17k_acc(completion, "18") == score
 
 
-def test_acc_for_ppo_is_the_same_rule() -> None:
+def test_acc_for_ppo_is_math_17k_acc() -> None:
     assert BUILTIN["acc_for_ppo"] == BUILTIN["math_17k_acc"]
 
 
 @pytest.mark.parametrize("text", ["S('1')", "x.real", "lambda: 1", "[x for x in y]", "eye(2)", "9 if x else y"])
-def test_what_a_policy_writes_is_never_run(text: str) -> None:
+def test_completions_are_never_executed(text: str) -> None:
     with pytest.raises((ValueError, SyntaxError)):
-        parse(text)
+        parse_expression(text)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_a_policy_writes_is_never_run(text: str) -> None:
         (r"\boxed{18}", "18", 0.0),
     ],
 )
-def test_math_verify_reward_wants_a_box_in_the_answer(completion: str, answer: str, score: float) -> None:
+def test_math_verify_reward_requires_a_box_in_the_answer(completion: str, answer: str, score: float) -> None:
     assert math_verify_reward(completion, answer) == score
 
 
@@ -130,7 +130,7 @@ def test_math_verify_reward_wants_a_box_in_the_answer(completion: str, answer: s
         ("18", 12, 0.0),
     ],
 )
-def test_retool_reward_takes_the_box_to_the_letter_and_consoles_for_tool_calls(
+def test_retool_reward_compares_exactly_and_adds_a_tool_call_bonus(
     completion: str, tool_calls: int, score: float
 ) -> None:
     assert retool_reward(completion, "18", tool_calls=tool_calls) == pytest.approx(score)
@@ -158,10 +158,10 @@ THOUGHT = "Assistant: <think>t</think>"
         ("Who? ", f"{THOUGHT}<answer>Zoe is a knight. Jacob is a knave</answer><answer>1</answer>", -3.0),
     ],
 )
-def test_kk_reward_adds_form_and_answer(prompt: str, completion: str, score: float) -> None:
+def test_kk_reward_adds_format_and_answer(prompt: str, completion: str, score: float) -> None:
     assert kk_reward(completion, TWO, prompt=prompt) == score
 
 
-def test_kk_reward_refuses_a_reference_that_names_nobody() -> None:
+def test_kk_reward_rejects_a_reference_without_roles() -> None:
     with pytest.raises(ValueError, match="no knight"):
         kk_reward(THOUGHT, "18")
