@@ -1,4 +1,4 @@
-"""The charts of a run: the curves that are drawn together, with title, unit, labels and colours for every display.
+"""Charts of a run: curves that are drawn together, with title, unit, labels and colours for all displays.
 
     METRICS --> METRIC_CHARTS --+--> app/report      pictures of a run's report
     (a chart for each metric)   |--> lab/sweep       pictures of a sweep's report
@@ -6,8 +6,8 @@
     AGES, IDLE, BUFFER, ... ----+--> deploy/grafana  the dashboard, by make_dashboard.py
     (charts of several curves)  +--> trackers        names of the scalars that METRICS does not have
 
-A display adds what only it knows: smoothing and intervals, PromQL, pointer and keyboard. To add a metric, add a row to
-METRICS; a chart of several curves is a constant here, which a display draws by name.
+Displays add their own parts: smoothing and intervals, PromQL, pointer and keyboard. To add a metric, add a row to
+METRICS. To add a chart with several curves, add a constant here and draw it by name.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Literal
 from async_grpo.telemetry.metrics import METRICS, Unit
 
 Dash = Literal["-", "--", ":", "-."]
-"""Dashes as Matplotlib writes them."""
+"""Line style of Matplotlib."""
 
 
 class Color(StrEnum):
-    """Colours by name. Those of lines are of Okabe and Ito, which colour-blind readers tell apart
+    """Colours by name. Line colours are those of Okabe and Ito, which colour-blind readers can distinguish
     (https://jfly.uni-koeln.de/color/)."""
 
     BLUE = "#0072B2"
-    """The usual value, and the trainer."""
+    """The typical value, and the trainer."""
     RED = "#D55E00"
     """The extreme value, and the rollout servers."""
     GREY = "#6b7079"
@@ -47,14 +47,14 @@ class Kind(StrEnum):
 
     LINES = "lines"
     STACKED = "stacked"
-    """Areas on top of each other: their heights add up."""
+    """Stacked areas."""
     HISTOGRAM = "histogram"
     """Shares by value, over the whole run or by step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One curve of a chart. Curves of a chart differ in their dashes too, so that it can be read without colour."""
+    """One curve. The curves of a chart also differ in line style, so that it is readable without colour."""
 
     key: str
     """Key of a step's row (`buffer_groups.ready`: an entry of a dictionary) or of an evaluation, TRAINER_IDLE,
@@ -66,48 +66,53 @@ class Series:
     hatch: str = ""
     """Hatching of a stacked area."""
     doc: str = ""
-    """One sentence, where the label does not say it all."""
+    """One sentence, if the label is not enough."""
     error: str = ""
-    """Key of the standard error of the value, which is shown as a band."""
+    """Key of the standard error of the value, which is drawn as a band."""
     only_if_varying: bool = False
-    """True if the curve is left out where its value never changes."""
+    """True if the curve is omitted for a constant value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart: its title and unit, and its curves."""
+    """Title, unit and curves of a chart."""
 
     title: str
     """Title without the unit."""
     unit: Unit
     group: str = ""
-    """Section of the page in which the chart is."""
+    """Section of the page with this chart."""
     doc: str = ""
     """One sentence, for the page."""
     series: tuple[Series, ...] = ()
     family: str = ""
-    """Key of a step's row with a dictionary of numbers: each entry is a curve. `series` has those with a label and
-    colour of their own."""
+    """Key of a step's row with a dictionary of numbers, of which each entry is a curve. `series` has the entries with a
+    fixed label and colour."""
     kind: Kind = Kind.LINES
 
     @property
     def heading(self) -> str:
-        """Title with the unit, unless the title names it or the axis shows it as percent.
+        """Title with the unit, unless the title contains the unit or the axis shows percent.
 
         >>> [METRIC_CHARTS[key].heading for key in ("kl", "ess", "tokens_per_s")]
         ['KL from the reference (nats)', 'Effective sample size', 'Tokens trained per second']
         """
         title = f"{self.title[0].upper()}{self.title[1:]}"
-        is_named = self.unit.removesuffix("/s") in title.lower().split()
-        return title if self.unit in ("", "share") or is_named else f"{title} ({self.unit})"
+        has_unit = self.unit.removesuffix("/s") in title.lower().split()
+        if self.unit in ("", "share") or has_unit:
+            return title
+        return f"{title} ({self.unit})"
 
     def label_of(self, name: str) -> str:
-        """Label of an entry of the family.
+        """Return the label of an entry of the family.
 
         >>> [BUFFER.label_of(name) for name in ("inflight", "taken")]
         ['in flight', 'taken']
         """
-        return next((series.label for series in self.series if series.key == f"{self.family}.{name}"), name)
+        for series in self.series:
+            if series.key == f"{self.family}.{name}":
+                return series.label
+        return name
 
 
 TRAINER_IDLE, ROLLOUT_IDLE = "idle.trainer", "idle.rollout"
@@ -127,13 +132,13 @@ METRIC_CHARTS: dict[str, Chart] = {
         if metric.tag
     },
 }
-"""Key -> chart of one curve, for all numbers that a step has."""
+"""Key -> chart with one curve, for all scalar metrics of a step."""
 
 REWARD = Chart(
     title="training reward",
     unit="",
     group="reward",
-    doc="Mean reward of the samples of a step that were judged.",
+    doc="Mean reward of the judged samples of a step.",
     series=(Series(key="reward_mean", label="mean reward", error="reward_error"),),
 )
 
@@ -149,7 +154,7 @@ HELD_OUT = Chart(
     title="held-out score",
     unit="",
     group="evaluation",
-    doc="Mean score of held-out prompts at each evaluation.",
+    doc="Mean score on held-out prompts at each evaluation.",
     series=(
         Series(key="sampled_accuracy", label="sampled"),
         Series(key="greedy_accuracy", label="greedy", color=Color.ORANGE, dash="--"),
@@ -205,7 +210,7 @@ BUFFER = Chart(
     title="groups in the buffer",
     unit="groups",
     group="buffer",
-    doc="After each step, when its groups were released.",
+    doc="After each step, once its groups are released.",
     family="buffer_groups",
     series=(
         Series(key="buffer_groups.inflight", label="in flight"),
@@ -218,7 +223,7 @@ RELEASED = Chart(
     title="groups released, by reason",
     unit="groups",
     group="buffer",
-    doc="Groups that left the buffer since the run began.",
+    doc="Groups that left the buffer since the start of the run.",
     family="released_groups",
 )
 
@@ -296,4 +301,4 @@ STEP_TIME = Chart(
 )
 
 FAMILIES = (REWARD_BY_FUNCTION, BUFFER, RELEASED)
-"""Charts whose curves have names that a run makes."""
+"""Charts whose curves depend on the run's data."""

@@ -1,4 +1,4 @@
-"""METRICS: the table of what a training step measures.
+"""METRICS: the table of step metrics. SERVER_METRICS: those of a rollout server.
 
 A row of the table names the key in metrics.jsonl and summary.json, the tag of TensorBoard and other trackers, the gauge
 of Prometheus, and the statistics that the value is computed from. The trainer adds up `SUMS` and `MAXIMA` over
@@ -17,10 +17,10 @@ from typing import Any, Literal
 from async_grpo.telemetry.timeline import WAIT
 
 PHASES = (WAIT, "pack", "prox", "reference", "train", "optimizer", "publish", "checkpoint")
-"""The parts of a step, in order. A row has the seconds of each as `<phase>_s`."""
+"""Phases of a step, in order. A row has the seconds of each as `<phase>_s`."""
 
 COMPUTE = ("pack", "prox", "reference", "train", "optimizer")
-"""The phases in which the ranks compute."""
+"""Phases in which the ranks compute."""
 
 
 @dataclass(slots=True)
@@ -28,22 +28,22 @@ class StepTotals:
     """Totals of one step, over its micro-batches, ranks and updates; all counts are over the whole batch."""
 
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
-    """Statistic -> sum over the trained tokens, each as often as it was trained."""
+    """Statistic -> sum over the trained tokens; a token counts once per training."""
     maxima: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MAXIMA, 0.0))
-    """Statistic -> largest value of a token; 0 if there is none."""
+    """Statistic -> maximum over the trained tokens; 0 without tokens."""
     norms: list[float] = field(default_factory=list)
     """Gradient norm of each update."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each sequence read, prompt included, as often as it was read."""
+    """Tokens of each sequence, including the prompt, once per forward pass of the training."""
     slots: int = 0
-    """Tokens that the micro-batches had room for."""
+    """Token capacity of all micro-batches."""
     micro_batches: int = 0
     balances: list[float] = field(default_factory=list)
-    """For each packing: mean work of a data-parallel rank / work of the busiest."""
+    """For each packing, mean work of the data-parallel ranks / work of the busiest rank."""
     advantages: list[float] = field(default_factory=list)
-    """Advantage of each sample that a verifier could judge."""
+    """Advantage of each judged sample."""
     overlong: int = 0
-    """Samples truncated or dropped because they fit no micro-batch."""
+    """Samples truncated or dropped because they exceed a micro-batch."""
     lr_scale: float = 1.0
     flops: float = 0.0
     """Useful floating-point operations of the forward and backward passes, all ranks."""
@@ -58,11 +58,11 @@ class StepTotals:
         self.maxima = {name: max(self.maxima[name], value) for name, value in maxima.items()}
 
     def per_token(self, name: str) -> float:
-        """A sum divided by the number of trained tokens; 0 if there are none."""
+        """Return a sum divided by the number of trained tokens; 0 without tokens."""
         return self.sums[name] / max(1.0, self.sums["tokens"])
 
     def values(self) -> dict[str, Any]:
-        """Key -> value of every metric that is computed from totals; None where there is nothing to measure."""
+        """Return key -> value of all metrics that are computed from totals; None if there is nothing to measure."""
         return {metric.key: metric.reduce(self) for metric in METRICS if metric.reduce is not None}
 
 
@@ -77,20 +77,20 @@ class Metric:
     key: str
     """Key in metrics.jsonl."""
     tag: str
-    """Tag of TensorBoard and other trackers; "": no scalar, or one that is not shown as a curve."""
+    """Tag of TensorBoard and other trackers; "" for a metric that is not a scalar or not shown as a curve."""
     unit: Unit
     label: str
     """Name for titles and legends, without the unit."""
     doc: str
     """One sentence, for docs/reference.md and the gauge's help."""
     gauge: str = ""
-    """Name of the Prometheus gauge, without `async_grpo_trainer_`; empty: not shown."""
+    """Name of the Prometheus gauge, without `async_grpo_trainer_`; "" for a metric without a gauge."""
     sums: tuple[str, ...] = ()
-    """Statistics that are added up over tokens, micro-batches and ranks."""
+    """Statistics that are summed over tokens, micro-batches and ranks."""
     maxima: tuple[str, ...] = ()
-    """Statistics of which the largest is kept."""
+    """Statistics whose maximum over tokens, micro-batches and ranks is used."""
     reduce: Callable[[StepTotals], float | None] | None = None
-    """Totals of a step -> value. None: the value comes from the batch or the clock (trainer/step/results.py)."""
+    """Totals of a step -> value. None if the value comes from the batch or the clock (trainer/step/results.py)."""
 
     @property
     def group(self) -> str:
@@ -119,7 +119,7 @@ METRICS: tuple[Metric, ...] = (
         tag="",
         unit="",
         label="optimizer step",
-        doc="Version that the step made.",
+        doc="Version that the step produced.",
     ),
     Metric(
         key="version",
@@ -161,21 +161,21 @@ METRICS: tuple[Metric, ...] = (
         tag="",
         unit="groups",
         label="buffer groups",
-        doc="State -> groups: tasks waiting, and groups inflight, ready and taken, after the step.",
+        doc="State -> number of groups after the step: waiting tasks, and groups inflight, ready and taken.",
     ),
     Metric(
         key="released_groups",
         tag="",
         unit="groups",
         label="released groups",
-        doc="Reason -> groups released since the run began.",
+        doc="Reason -> number of groups released since the start of the run.",
     ),
     Metric(
         key="reward_mean",
         tag="reward/mean",
         unit="",
         label="reward, mean",
-        doc="Mean reward of the samples that were judged.",
+        doc="Mean reward of the judged samples.",
         gauge="reward_mean",
     ),
     Metric(
@@ -183,7 +183,7 @@ METRICS: tuple[Metric, ...] = (
         tag="reward/std",
         unit="",
         label="reward, std",
-        doc="Standard deviation of the rewards of the samples that were judged.",
+        doc="Standard deviation of the rewards of the judged samples.",
         gauge="reward_std",
     ),
     Metric(
@@ -198,7 +198,7 @@ METRICS: tuple[Metric, ...] = (
         tag="",
         unit="",
         label="reward by function",
-        doc="Reward function -> mean of its scores, before weights.",
+        doc="Reward function -> mean score, before weights.",
     ),
     Metric(
         key="unverifiable_samples",
@@ -212,7 +212,7 @@ METRICS: tuple[Metric, ...] = (
         tag="other/informative_groups",
         unit="share",
         label="groups whose rewards differ",
-        doc="Share of the groups whose rewards differ.",
+        doc="Share of the groups whose rewards are not all equal.",
         gauge="informative_groups",
     ),
     Metric(
@@ -235,7 +235,7 @@ METRICS: tuple[Metric, ...] = (
         tag="rollout/truncated_fraction",
         unit="share",
         label="truncated completions",
-        doc="Share of the completions that ran into a limit.",
+        doc="Share of the completions that reached a length limit.",
         gauge="truncated_fraction",
     ),
     Metric(
@@ -289,7 +289,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/clip_low_fraction",
         unit="share",
         label="clipped below",
-        doc="Share of the trained tokens that left the trust region below: their ratio fell.",
+        doc="Share of the trained tokens whose ratio fell below the trust region.",
         sums=("clipped_low",),
         reduce=lambda totals: totals.per_token("clipped_low"),
     ),
@@ -298,7 +298,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/clip_high_fraction",
         unit="share",
         label="clipped above",
-        doc="Share of the trained tokens that left the trust region above.",
+        doc="Share of the trained tokens whose ratio rose above the trust region.",
         sums=("clipped_high",),
         reduce=lambda totals: totals.per_token("clipped_high"),
     ),
@@ -307,7 +307,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/rejected_fraction",
         unit="share",
         label="rejected tokens",
-        doc="Share of the trained tokens that a correction multiplies by 0.",
+        doc="Share of the trained tokens whose weight a correction sets to 0.",
         sums=("rejected",),
         reduce=lambda totals: totals.per_token("rejected"),
     ),
@@ -344,7 +344,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/kl",
         unit="nats",
         label="KL from the reference",
-        doc="Mean divergence from the reference model by objective.kl_estimator; only with a reference model.",
+        doc="Mean KL divergence from the reference model (objective.kl_estimator); only with a reference model.",
         gauge="kl",
         sums=("kl",),
         reduce=lambda totals: totals.per_token("kl") if totals.with_reference else None,
@@ -354,7 +354,7 @@ METRICS: tuple[Metric, ...] = (
         tag="other/entropy_estimate",
         unit="nats",
         label="entropy, estimated",
-        doc="-mean log-probability of the sampled tokens: unbiased for the entropy only if on-policy.",
+        doc="Negative mean log-probability of the sampled tokens; an unbiased estimate of the entropy only on-policy.",
         gauge="entropy_estimate",
         sums=("logprob",),
         reduce=lambda totals: -totals.per_token("logprob"),
@@ -364,7 +364,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/entropy",
         unit="nats",
         label="entropy",
-        doc="Mean entropy of the distributions; only with an entropy bonus.",
+        doc="Mean entropy of the token distributions; only with an entropy bonus.",
         sums=("entropy",),
         reduce=lambda totals: totals.per_token("entropy") if totals.with_entropy else None,
     ),
@@ -373,7 +373,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/advantage_mean",
         unit="",
         label="advantage, mean",
-        doc="Mean advantage of the samples that a verifier could judge.",
+        doc="Mean advantage of the judged samples.",
         reduce=lambda totals: _mean(totals.advantages),
     ),
     Metric(
@@ -381,7 +381,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/advantage_std",
         unit="",
         label="advantage, std",
-        doc="Standard deviation of the advantages of the samples that a verifier could judge.",
+        doc="Standard deviation of the advantages of the judged samples.",
         reduce=lambda totals: _deviation(totals.advantages),
     ),
     Metric(
@@ -389,7 +389,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/tokens",
         unit="tokens",
         label="trained tokens",
-        doc="Tokens that got a gradient, each as often as it did.",
+        doc="Tokens with a gradient, counted once per training.",
         reduce=lambda totals: int(totals.sums["tokens"]),
     ),
     Metric(
@@ -397,7 +397,7 @@ METRICS: tuple[Metric, ...] = (
         tag="other/masked_tokens",
         unit="tokens",
         label="masked tokens",
-        doc="Tokens too old to get a gradient.",
+        doc="Tokens without a gradient because they are too old.",
     ),
     Metric(
         key="age_mean",
@@ -435,7 +435,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/overlong_samples",
         unit="",
         label="overlong samples",
-        doc="Samples truncated or dropped because they fit no micro-batch.",
+        doc="Samples truncated or dropped because they exceed a micro-batch.",
         reduce=lambda totals: totals.overlong,
     ),
     Metric(
@@ -443,7 +443,7 @@ METRICS: tuple[Metric, ...] = (
         tag="logprob_gap/mean",
         unit="nats",
         label="log-probability gap, mean",
-        doc="Mean |trainer - engine| log-probability over completions that this very version sampled whole.",
+        doc="Mean |trainer - engine| log-probability over completions that this version sampled completely.",
         gauge="logprob_gap_mean",
         sums=("gap", "gap_tokens"),
         reduce=lambda totals: totals.sums["gap"] / totals.sums["gap_tokens"] if totals.sums["gap_tokens"] else None,
@@ -453,7 +453,7 @@ METRICS: tuple[Metric, ...] = (
         tag="logprob_gap/max",
         unit="nats",
         label="log-probability gap, max",
-        doc="Largest of those differences.",
+        doc="Maximum |trainer - engine| log-probability over the same completions.",
         gauge="logprob_gap_max",
         maxima=("gap",),
         reduce=lambda totals: totals.maxima["gap"] if totals.sums["gap_tokens"] else None,
@@ -463,7 +463,7 @@ METRICS: tuple[Metric, ...] = (
         tag="logprob_gap/tokens",
         unit="tokens",
         label="gap tokens",
-        doc="Tokens that the gap was measured on.",
+        doc="Number of tokens in the measurement of the log-probability gap.",
         reduce=lambda totals: int(totals.sums["gap_tokens"]),
     ),
     Metric(
@@ -486,7 +486,7 @@ METRICS: tuple[Metric, ...] = (
         tag="other/micro_batches",
         unit="",
         label="micro batches",
-        doc="Micro-batches on each data-parallel rank.",
+        doc="Micro-batches per data-parallel rank.",
         reduce=lambda totals: totals.micro_batches,
     ),
     Metric(
@@ -494,7 +494,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/packing_efficiency",
         unit="share",
         label="packing efficiency",
-        doc="Tokens read / (micro-batches * micro_batch_tokens).",
+        doc="read_tokens / (micro-batches * micro_batch_tokens).",
         reduce=lambda totals: sum(totals.lengths) / totals.slots,
     ),
     Metric(
@@ -502,7 +502,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/rank_balance",
         unit="share",
         label="rank balance",
-        doc="Mean work of a data-parallel rank / work of the busiest.",
+        doc="Mean work of the data-parallel ranks / work of the busiest rank.",
         reduce=lambda totals: _mean(totals.balances),
     ),
     Metric(
@@ -510,7 +510,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/read_tokens",
         unit="tokens",
         label="read tokens",
-        doc="Positions that were trained through, with prompts and all other context.",
+        doc="Tokens in the forward and backward passes, including prompts and other context.",
         reduce=lambda totals: sum(totals.lengths),
     ),
     Metric(
@@ -526,7 +526,7 @@ METRICS: tuple[Metric, ...] = (
         tag="speed/tokens_per_s",
         unit="tokens/s",
         label="tokens trained per second",
-        doc="trained_tokens over step_s, waits included.",
+        doc="trained_tokens / step_s; waits are included.",
         gauge="tokens_per_s",
     ),
     Metric(
@@ -534,14 +534,14 @@ METRICS: tuple[Metric, ...] = (
         tag="speed/read_tokens_per_s",
         unit="tokens/s",
         label="tokens read per second of computing",
-        doc="read_tokens over the seconds in which the ranks compute.",
+        doc="read_tokens / seconds in which the ranks compute.",
     ),
     Metric(
         key="mfu",
         tag="speed/mfu",
         unit="share",
         label="model FLOPs utilization",
-        doc="model_flops over those seconds and the peak of all devices, where it is known.",
+        doc="model_flops / (seconds in which the ranks compute * peak FLOP/s of all devices), if the peak is known.",
     ),
     Metric(
         key="wait_s",
@@ -562,7 +562,7 @@ METRICS: tuple[Metric, ...] = (
         tag="time/pack_s",
         unit="s",
         label="pack",
-        doc="Seconds of making sequences and packing them.",
+        doc="Seconds of building sequences and packing them.",
     ),
     Metric(
         key="prox_s",
@@ -597,14 +597,14 @@ METRICS: tuple[Metric, ...] = (
         tag="time/publish_s",
         unit="s",
         label="publish",
-        doc="Seconds of handing over the weights.",
+        doc="Seconds of publishing the weights, in which the trainer waits.",
     ),
     Metric(
         key="checkpoint_s",
         tag="time/checkpoint_s",
         unit="s",
         label="checkpoint",
-        doc="Seconds of starting the checkpoint before this row.",
+        doc="Seconds for which the previous step's checkpoint held up the trainer.",
     ),
     Metric(
         key="step_s",
@@ -618,7 +618,7 @@ METRICS: tuple[Metric, ...] = (
         tag="cpu/wait_s",
         unit="s",
         label="cpu wait",
-        doc="Seconds of the step for which a busy thread of a rank waited for a processor.",
+        doc="Seconds of the step in which a busy thread of a rank waited for a processor.",
     ),
 )
 
@@ -629,46 +629,46 @@ MAXIMA: tuple[str, ...] = tuple(dict.fromkeys(name for metric in METRICS for nam
 
 @dataclass(frozen=True, slots=True)
 class ServerMetric:
-    """One row of what a rollout server shows to Prometheus."""
+    """One Prometheus metric of a rollout server."""
 
     key: str
-    """Name without `async_grpo_`. A name that ends in `_total` is a counter, any other a gauge."""
+    """Name without `async_grpo_`. Names that end in `_total` are counters, all others are gauges."""
     doc: str
-    """One sentence, for docs/reference.md and the help on /metrics."""
+    """One sentence, for docs/reference.md and the help text on /metrics."""
     labels: tuple[str, ...] = ()
 
 
 SERVER_METRICS: tuple[ServerMetric, ...] = (
     ServerMetric("server_info", "This server, always 1.", ("run", "server")),
-    ServerMetric("ready", "1: ready for completions and training."),
-    ServerMetric("http_responses_total", "Answers over HTTP.", ("route", "status")),
+    ServerMetric("ready", "1 if the server is ready for completions and training."),
+    ServerMetric("http_responses_total", "HTTP responses.", ("route", "status")),
     ServerMetric("generated_tokens_total", "Tokens generated for training and evaluation."),
-    ServerMetric("evaluation_tokens_total", "Tokens of those for evaluation, counted when a sample is finished."),
-    ServerMetric("http_tokens_total", "Tokens generated for HTTP; they are in neither of the other two."),
-    ServerMetric("requests_running", "Requests in the engine that have a first token, of any origin."),
-    ServerMetric("requests_waiting", "Requests in the engine that have no token yet."),
-    ServerMetric("kv_cache_use_ratio", "Share of the KV cache that requests in flight need; 0 if unknown."),
-    ServerMetric("http_completions_running", "Completions under way for HTTP."),
-    ServerMetric("logprob_proof_gap", "Largest gap in the proof of the engine's log-probabilities, made at its start."),
+    ServerMetric("evaluation_tokens_total", "Tokens generated for evaluation, counted when a sample is finished."),
+    ServerMetric("http_tokens_total", "Tokens generated for HTTP, which the other two token counters exclude."),
+    ServerMetric("requests_running", "Requests in the engine with at least one token, from any source."),
+    ServerMetric("requests_waiting", "Requests in the engine without a token yet."),
+    ServerMetric("kv_cache_use_ratio", "Share of the KV cache in use by requests in flight; 0 if unknown."),
+    ServerMetric("http_completions_running", "HTTP completions in progress."),
+    ServerMetric("logprob_proof_gap", "Maximum gap in the check of the engine's log-probabilities at its start."),
     ServerMetric("policy_version", "Version of the weights that generate the next token."),
     ServerMetric("policy_epoch", "Epoch of those weights."),
-    ServerMetric("policy_versions_behind", "Newest published version minus this server's."),
-    ServerMetric("weight_updates_total", "Weight updates applied."),
-    ServerMetric("weight_transfer_seconds", "Time from the last version's manifest until all of it was received."),
-    ServerMetric("weight_pause_seconds", "Time without a token during the last update."),
-    ServerMetric("weight_load_seconds", "The part of that time in which the weights were copied into the engine."),
-    ServerMetric("disputed_spans_total", "Completions with other versions by vLLM than by this server; should stay 0."),
-    ServerMetric("concurrency_limit_samples", "Most training samples that may run at once."),
-    ServerMetric("samples_running", "Training samples that run."),
-    ServerMetric("admission_open", "1: takes up new groups; 0: paused or draining."),
+    ServerMetric("policy_versions_behind", "Newest published version minus this server's version."),
+    ServerMetric("weight_updates_total", "Applied weight updates."),
+    ServerMetric("weight_transfer_seconds", "Time from the last version's manifest until it was received completely."),
+    ServerMetric("weight_pause_seconds", "Pause of generation during the last update."),
+    ServerMetric("weight_load_seconds", "Part of the last pause in which the weights were copied into the engine."),
+    ServerMetric("disputed_spans_total", "Completions for which vLLM and this server report other versions; expect 0."),
+    ServerMetric("concurrency_limit_samples", "Maximum number of concurrent training samples."),
+    ServerMetric("samples_running", "Training samples in progress."),
+    ServerMetric("admission_open", "1 if the server admits new groups; 0 if paused or draining."),
     ServerMetric("leases", "Groups that this server is generating."),
-    ServerMetric("leases_lost_total", "Groups dropped because another server holds them."),
-    ServerMetric("groups_total", "Groups that ended here; a discarded one by its reason.", ("outcome",)),
+    ServerMetric("leases_lost_total", "Groups dropped because their lease was lost to another server."),
+    ServerMetric("groups_total", "Groups that ended here, by outcome or reason for discarding.", ("outcome",)),
     ServerMetric("samples_total", "Samples of inserted groups.", ("finish_reason",)),
     ServerMetric("reward_failures_total", "Completions that could not be judged.", ("kind",)),
-    ServerMetric("buffer_up", "1: the buffer answered; it is asked at most once a second."),
+    ServerMetric("buffer_up", "1 if the buffer responded; it is queried at most once per second."),
     ServerMetric("buffer_groups", "Groups of the whole run: waiting, inflight, ready or taken.", ("state",)),
     ServerMetric("window_groups", "Groups of the whole run in the staleness window."),
     ServerMetric("window_capacity_groups", "Size of the staleness window, (effective S + 1) * P."),
-    ServerMetric("window_fill_ratio", "Share of the window in use, groups in generation included."),
+    ServerMetric("window_fill_ratio", "Share of the window in use, including groups in generation."),
 )

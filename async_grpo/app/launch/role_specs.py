@@ -103,12 +103,13 @@ def _check_packages(platform: str) -> None:
 
 
 def devices_by_role(config: RunConfig) -> dict[str, tuple[Platform, int]]:
-    """Role -> platform and number of its devices, which is 0 on the CPU; the trainer first, its nodes together."""
-    trains, generates = select_platform(config.trainer.platform), select_platform(config.rollout.limits.platform)
-    ranks = config.trainer.processes if trains.visible_variable else 0
-    workers = config.rollout.limits.devices if generates.visible_variable else 0
-    servers = {f"rollout-{index}": (generates, workers) for index in range(config.max_servers_at_once)}
-    return {"trainer": (trains, ranks), **servers}
+    """Return role -> platform and number of devices (0 on the CPU). The trainer comes first, with all of its nodes."""
+    trainer_platform = select_platform(config.trainer.platform)
+    rollout_platform = select_platform(config.rollout.limits.platform)
+    ranks = config.trainer.processes if trainer_platform.visible_variable else 0
+    workers = config.rollout.limits.devices if rollout_platform.visible_variable else 0
+    servers = {f"rollout-{index}": (rollout_platform, workers) for index in range(config.max_servers_at_once)}
+    return {"trainer": (trainer_platform, ranks), **servers}
 
 
 def count_needed_devices(config: RunConfig) -> int:

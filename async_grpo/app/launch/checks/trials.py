@@ -1,9 +1,10 @@
-"""Tries what users have written on the first rows of their data, before a run starts.
+"""Trial of the user's reward functions and workflow on the first rows of the data, before a run starts.
 
-    read_first_rows --answers, and a wrong one--> every reward function: one that raises for all of them judges nothing
-    first row  --scripted policy-----------> workflow: mistakes in its code show here, not after the engine's start
+    first rows --right and wrong answers--> reward functions: one that raises for all of them cannot judge anything
+    first row  --scripted policy----------> workflow: errors in its code appear here instead of after the engine's start
 
-A verifier may raise to say that it cannot judge, and a tool may be away for a moment: neither refuses a run by itself.
+A verifier may raise for a completion that it cannot judge, and a tool may be temporarily unavailable, so neither alone
+refuses a run.
 """
 
 from __future__ import annotations
