@@ -197,14 +197,14 @@ def clean(
     """
     from async_grpo.app.runs.format import removal_text
     from async_grpo.app.runs.run import list_runs
-    from async_grpo.app.runs.upkeep import Part, Wanted, choose
+    from async_grpo.app.runs.upkeep import Part, Wanted, choose_removals
 
     if checkpoints and redis:
         raise ConfigError("--checkpoints and --redis are two things to delete. Give one of them")
     part = Part.CHECKPOINTS if checkpoints else Part.KEYS if redis else Part.FOLDER
     wanted = Wanted(part, older_than_days, keep_last, failed)
     _check_chosen(root, wanted)
-    removals = choose(list_runs(root), wanted, time.time())
+    removals = choose_removals(list_runs(root), wanted, time.time())
     if yes and removals:
         return _delete(removals)
     for removal in removals:
@@ -228,12 +228,12 @@ def _check_chosen(root: Path, wanted: Wanted) -> None:
 def _delete(removals: list[Removal]) -> int:
     """Carry out all removals. If one fails, the others are still carried out."""
     from async_grpo.app.runs.format import removal_text
-    from async_grpo.app.runs.upkeep import carry_out
+    from async_grpo.app.runs.upkeep import delete_part
 
     failures = 0
     for removal in removals:
         try:
-            keys = asyncio.run(carry_out(removal))
+            keys = asyncio.run(delete_part(removal))
             print_line(f"deleted {removal_text(removal)}" + (f": {keys} keys" if removal.redis is not None else ""))
         except AsyncGrpoError as error:
             failures += 1

@@ -12,17 +12,17 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """Conditions that a group must meet, all of them; None is no condition."""
+    """Conditions on a group, which must meet all of them; None is no condition."""
 
     seq: int | None = None
     pattern: re.Pattern[str] | None = None
-    """Must be found in the prompt or in a completion."""
+    """Pattern that must match in the prompt or in a completion."""
     reward_min: float | None = None
     reward_max: float | None = None
-    """One completion must have a reward within both limits. One that could not be judged has none."""
+    """At least one judged completion must have a reward within both limits."""
 
     def select(self, groups: Iterable[Group]) -> list[Group]:
-        """The groups that meet the conditions, in the same order."""
+        """Return the groups that meet the conditions, in the same order."""
         return [group for group in groups if self._accepts(group)]
 
     def _accepts(self, group: Group) -> bool:
@@ -39,13 +39,13 @@ class GroupFilter:
 
 
 def mean_reward(group: Group) -> float:
-    """Mean reward of the completions; one that could not be judged counts as 0."""
+    """Return the mean reward of the completions. Completions that could not be judged count as 0."""
     rewards = [float(sample.get("reward") or 0.0) for sample in group["completions"]]
     return sum(rewards) / max(1, len(rewards))
 
 
 def written_s(group: Group) -> float:
-    """Time at which the group was written, in seconds since the epoch; 0 if unknown."""
+    """Return the time at which the group was written, in seconds since the epoch; 0 if unknown."""
     return float(group.get("time_s") or 0.0)
 
 

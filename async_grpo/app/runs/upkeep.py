@@ -1,9 +1,9 @@
-"""Upkeep of run folders: write the report again, and delete what is no longer needed.
+"""Upkeep of run folders: write the report again, and delete parts that are no longer needed.
 
-    Run --rewrite_report--> summary.json, report.md, plots   (with the groups' account, if the server can be asked)
-    Runs, Wanted --choose--> Removal, ... --carry_out-->     folders, checkpoints or keys of a shared server are gone
+    Run --rewrite_report--> summary.json, report.md, plots   (with the accounting of groups, if the server is reachable)
+    Runs, Wanted --choose_removals--> Removals --delete_part--> folders, checkpoints or keys on a shared server
 
-Nothing is ever deleted of a run that is live: `choose` leaves it out, and `carry_out` locks the run.
+Parts of a live run are never deleted: `choose_removals` skips it, and `delete_part` locks the run.
 """
 
 from __future__ import annotations
@@ -24,32 +24,38 @@ from async_grpo.telemetry.timeline import merge_timelines
 from buffer import attach, connect_board, run_exists, wipe_run
 
 DAY_S = 86400.0
-_OF_THE_SERVER = ("groups", "balanced", "generated_tokens", "generated_tokens_per_s", "reward_failures")
-"""Keys of the summary that only the run's server knows."""
+_SERVER_KEYS = ("groups", "balanced", "generated_tokens", "generated_tokens_per_s", "reward_failures")
+"""Keys of the summary that come from the run's server only."""
 
 
 async def rewrite_report(run: Run) -> Path:
-    """Write summary.json, report.md with its plots and timeline.json from the run's files; returns report.md.
+    """Write summary.json, report.md with its plots and timeline.json from the run's files. Returns report.md.
 
-    Counts that only the run's server has come from there while it is up, and else from the summary that is there. The
-    run may be live, killed or run in containers. Raises ConfigError if this release refuses its configuration.
+    Counts that only the run's server has are read from it, or from the existing summary if it is down. The run may be
+    live, killed or in containers. Raises ConfigError if this release rejects its configuration.
     """
-    counted = await _ask_server(run)
-    known = run.written_summary()
-    summary = run.computed_summary(*counted) if counted else run.computed_summary()
-    if not counted and known.get("steps") == summary.get("steps"):
-        summary |= {key: known[key] for key in _OF_THE_SERVER if known.get(key) is not None}
+    counts = await _read_server_counts(run)
+    written = run.written_summary()
+    if counts is not None:
+        stats, counters = counts
+        summary = run.computed_summary(stats, counters)
+    else:
+        summary = run.computed_summary()
+        # The counts of an existing summary are valid only if no step was trained since.
+        if written.get("steps") == summary.get("steps"):
+            summary |= {key: written[key] for key in _SERVER_KEYS if written.get(key) is not None}
     merge_timelines(run.path)
     return write_report(run.path, summary)
 
 
-async def _ask_server(run: Run) -> tuple[Facts, dict[str, int]] | None:
-    """The fields of the buffer's stats and the counters of the board; None if the run's server is gone."""
+async def _read_server_counts(run: Run) -> tuple[Facts, dict[str, int]] | None:
+    """Return the fields of the buffer's stats and the counters of the board; None if the run's server is gone."""
     try:
         config = find_run(None, [], run.path)
         if not await run_exists(config.redis, config.name):
             return None
-        buffer, board = attach(config.redis, config.name), await connect_board(config.redis, config.name)
+        buffer = attach(config.redis, config.name)
+        board = await connect_board(config.redis, config.name)
         try:
             stats = await buffer.stats()
             return {**asdict(stats), "active": stats.active}, await board.counters()
@@ -64,16 +70,16 @@ class Part(StrEnum):
     """Part of a run that `clean` can delete."""
 
     FOLDER = "folder"
-    """The whole folder, and the run's keys on a shared server."""
+    """The folder, and the run's keys on a shared server."""
     CHECKPOINTS = "checkpoints"
     """The resumable checkpoints of a finished run; exports for Hugging Face stay."""
     KEYS = "keys"
-    """The keys of a finished run on a shared server. It can then not be extended."""
+    """The keys of a finished run on a shared server. The run can then not be extended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which runs to clean, and which part of each. A run must meet every condition that is given."""
+    """Runs to clean, and the part to delete. A run must meet all conditions that are set."""
 
     part: Part = Part.FOLDER
     older_than_days: float | None = None
@@ -95,15 +101,23 @@ class Removal:
     """The shared server that holds keys of the run; None for an embedded one."""
 
 
-def choose(runs: Sequence[Run], wanted: Wanted, now_s: float) -> list[Removal]:
-    """Parts of `runs` to delete, in the order of `list_runs`, at the time `now_s` of the files' clock."""
-    return [removal for run in runs[wanted.keep_last :] if (removal := _removal(run, wanted, now_s)) is not None]
+def choose_removals(runs: Sequence[Run], wanted: Wanted, now_s: float) -> list[Removal]:
+    """Return the parts of `runs` to delete. `runs` are in the order of `list_runs`; `now_s` is in seconds since the
+    epoch."""
+    removals = []
+    for run in runs[wanted.keep_last :]:
+        removal = _plan_removal(run, wanted, now_s)
+        if removal is not None:
+            removals.append(removal)
+    return removals
 
 
-def _removal(run: Run, wanted: Wanted, now_s: float) -> Removal | None:
-    status, part = run.status(), wanted.part
-    ended_badly = status in (RunStatus.FAILED, RunStatus.INTERRUPTED)
-    if status is RunStatus.LIVE or (wanted.failed and not ended_badly):
+def _plan_removal(run: Run, wanted: Wanted, now_s: float) -> Removal | None:
+    status = run.status()
+    part = wanted.part
+    if status is RunStatus.LIVE:
+        return None
+    if wanted.failed and status not in (RunStatus.FAILED, RunStatus.INTERRUPTED):
         return None
     if part is not Part.FOLDER and status is not RunStatus.FINISHED:
         return None
@@ -112,18 +126,22 @@ def _removal(run: Run, wanted: Wanted, now_s: float) -> Removal | None:
     paths = _paths(run, part)
     redis = _shared_server(run) if part is not Part.CHECKPOINTS else None
     size_bytes = sum(file.lstat().st_size for path in paths for file in [path, *path.rglob("*")])
-    return Removal(run, part, paths, size_bytes, redis) if paths or redis else None
+    if not paths and redis is None:
+        return None
+    return Removal(run, part, paths, size_bytes, redis)
 
 
 def _paths(run: Run, part: Part) -> tuple[Path, ...]:
     if part is Part.CHECKPOINTS:
         return tuple(path for path in sorted((run.path / "checkpoints").glob("*")) if path.name.isdecimal())
-    return (run.path,) if part is Part.FOLDER else ()
+    if part is Part.FOLDER:
+        return (run.path,)
+    return ()
 
 
 def _shared_server(run: Run) -> RedisConfig | None:
-    """The shared server that holds keys of the run. Of a configuration that this release refuses, only the address is
-    used."""
+    """Return the shared server that holds keys of the run. If this release rejects the configuration, only the address
+    is used."""
     settings = run.settings().get("redis") or {}
     if not settings.get("url"):
         return None
@@ -133,18 +151,20 @@ def _shared_server(run: Run) -> RedisConfig | None:
         return RedisConfig(url=settings["url"], tls_ca=settings.get("tls_ca"))
 
 
-async def carry_out(removal: Removal) -> int:
-    """Delete it; returns the number of keys that were deleted on a shared server.
+async def delete_part(removal: Removal) -> int:
+    """Delete a part of a run. Returns the number of keys that were deleted on a shared server.
 
-    Raises ConfigError if a process is at work in the run or on the server under its name, and ServerLost if the server
-    cannot be reached; nothing of the run is deleted then.
+    Raises ConfigError if a process uses the run's folder, or if the keys on the server belong to another run or have
+    live servers; ServerLost if the server is unreachable. Nothing is deleted then.
     """
     run = removal.run
     if run.folder.has_live_process():
-        raise ConfigError(f"{run.path} has become live. Stop it first; nothing of it is deleted")
+        raise ConfigError(f"{run.path} has become live, so nothing was deleted. Stop it first")
+
+    # The keys come before the folder, because only the folder's id shows that the keys belong to this run.
     keys = 0
     if removal.redis is not None and await run_exists(removal.redis, run.name):
-        await _check_ours(run, removal.redis)
+        await _check_ownership(run, removal.redis)
         keys = await wipe_run(removal.redis, run.name)
     if removal.part is Part.FOLDER:
         remove_run(run.folder)
@@ -155,14 +175,16 @@ async def carry_out(removal: Removal) -> int:
     return keys
 
 
-async def _check_ours(run: Run, redis: RedisConfig) -> None:
+async def _check_ownership(run: Run, redis: RedisConfig) -> None:
+    """Raise ConfigError if the run on the server has live servers or belongs to another folder."""
     board = await connect_board(redis, run.name)
     try:
-        origin, servers = await board.origin(), [beat.name for beat in await board.live_servers()]
+        origin = await board.origin()
+        servers = [beat.name for beat in await board.live_servers()]
     finally:
         await board.aclose()
     if servers or not run.folder.owns(origin):
-        held = f"its rollout servers {', '.join(servers)} are at work" if servers else f"it was begun in {origin}"
+        reason = f"its rollout servers {', '.join(servers)} are live" if servers else f"it was started in {origin}"
         raise ConfigError(
-            f"the run {run.name} on {redis.url} is not that of {run.path} alone: {held}. Nothing is deleted"
+            f"the run {run.name} on {redis.url} does not belong to {run.path} alone: {reason}. Nothing was deleted"
         )

@@ -1,4 +1,4 @@
-"""Launchers of `async-grpo launch`, which hand the roles of a run to the scheduler of a cluster.
+"""Launchers of `async-grpo launch`: start the roles of a run through the scheduler of a cluster.
 
 slurm        submits jobs and returns
 kubernetes   applies objects and returns

@@ -1,7 +1,7 @@
-"""RayRole: what an actor of Ray does on its node: it runs one role as a process, and stops it.
+"""RayRole: the Ray actor that runs one role as a process on its node, and stops it.
 
-The actor is no part of the role. The process is a child of it, and dies with it: then Ray has lost the actor, and the
-launcher starts the role elsewhere.
+The process is a child of the actor and dies with it. Ray then reports the actor as lost, and the launcher starts the
+role elsewhere.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class RayRole:
         self._ended = threading.Event()
 
     def run(self, spec: RoleSpec, run: str) -> tuple[int, str]:
-        """Run the role to its end; returns its exit code (-N: signal N), and words that say how it ended."""
+        """Run the role to its end. Returns its exit code (-N after signal N) and an explanation."""
         try:
             return asyncio.run(_run(self, spec, run))
         finally:
             self._ended.set()
 
     def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, wait, and send SIGKILL after `timeout_s`. A role that has not begun ends as soon as it does."""
+        """Send SIGTERM, and SIGKILL after `timeout_s`. A role that has not started yet is stopped when it starts."""
         self.stopping.set()
         if self.process is not None:
             self.process.terminate()
@@ -37,7 +37,8 @@ class RayRole:
 
 
 async def _run(role: RayRole, spec: RoleSpec, run: str) -> tuple[int, str]:
-    """What `RayRole.run` does. Outside: Ray calls every method of a class with coroutines in its own loop."""
+    """Run the role to its end. Not a method, because Ray runs all methods of a class with coroutines in one event
+    loop, where `stop` could not run in another thread."""
     role.process = process = await RoleProcess.start(spec, run)
     if role.stopping.is_set():
         process.terminate()

@@ -1,8 +1,8 @@
-"""`async-grpo launch slurm`: a run as jobs of Slurm, which places, ends and requeues its roles.
+"""`async-grpo launch slurm`: a run as Slurm jobs. Slurm places, ends and requeues its roles.
 
     trainer   one job: srun starts `async-grpo trainer` once on each of trainer.nodes
-    rollout   an array of rollout.servers tasks, each `async-grpo rollout`; begins after the trainer has
-    report    waits for the end of the run once the trainer is done, and writes its report
+    rollout   an array of rollout.servers tasks, each `async-grpo rollout`; starts after the trainer
+    report    starts after the trainer has finished, waits for the end of the run and writes its report
 
 A role ends for one of four reasons, and the batch script of its job decides what comes next:
 
@@ -78,8 +78,8 @@ fi
 
 
 def make_job_scripts(config: RunConfig, servers: int, *, trainer: bool = True) -> dict[str, str]:
-    """Role -> its batch script, in the order in which they are submitted. Raises ConfigError for a run whose roles
-    could not reach each other."""
+    """Return role -> batch script, in the order of submission. Raises ConfigError for a run whose roles could not reach
+    each other."""
     check_reachable(config)
     command = [sys.executable, "-m", "async_grpo.app.cli.main"]
     run = str(_run_dir(config))
@@ -109,7 +109,7 @@ def make_job_scripts(config: RunConfig, servers: int, *, trainer: bool = True) -
 
 
 def _devices(config: RunConfig, platform: Platform, count: int) -> list[str]:
-    """Options of sbatch that request `count` devices on each node."""
+    """Return the sbatch options that request `count` devices per node."""
     if platform.name == "cuda":
         return [f"--gpus-per-node={count}"]
     gres = config.launch.slurm.npu_gres
@@ -117,15 +117,15 @@ def _devices(config: RunConfig, platform: Platform, count: int) -> list[str]:
 
 
 def _show_npus(config: RunConfig, platform: Platform) -> str:
-    """Lines for a job on one node that show its role the NPUs that Slurm has granted, and no others."""
+    """Return the script lines that make only the granted NPUs visible to the role of a job on one node."""
     gres = config.launch.slurm.npu_gres
     return _SHOW_NPUS.format(gres=gres) if platform.name == "npu" and gres else ""
 
 
 def submit_run(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> None:
-    """Submit the jobs of the run, or, if its trainer is queued or running already, an array of more servers.
+    """Submit the jobs of the run. If its trainer is queued or running already, submit an array of additional servers.
 
-    Raises ConfigError for a run that cannot be started like this, before anything is written or submitted, and
+    Raises ConfigError for a run that cannot be started on Slurm, before anything is written or submitted;
     DependencyError without Slurm's commands.
     """
     if shutil.which("sbatch") is None:
@@ -154,12 +154,12 @@ def submit_run(config: RunConfig, servers: int | None, say: Callable[[str], None
 
 
 def _stop(config: RunConfig) -> str:
-    """The command that stops the run."""
+    """Return the command that stops the run."""
     return f"scancel --me --name={_job(config, 'trainer')},{_job(config, 'rollout')}"
 
 
 def dependency_options(role: str, submitted: Mapping[str, str]) -> list[str]:
-    """The option of sbatch that lets a job wait: servers until the trainer's has begun, the report until its end."""
+    """Return the sbatch option for the order of jobs: servers after the trainer's start, the report after its end."""
     kind = {"rollout": "after", "report": "afterok"}.get(role)
     return [f"--dependency={kind}:{submitted['trainer']}"] if kind else []
 
@@ -198,13 +198,13 @@ def _script(
 
 
 def _slurm(*argv: str) -> str:
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=_SUBMIT_S, check=False)
-    if ended.returncode:
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=_SUBMIT_S, check=False)
+    if result.returncode:
         raise ConfigError(
-            f"{shlex.join(argv)} refused: {ended.stderr.strip()}. Options of your site (partition, account, time) "
-            "belong into launch.slurm.trainer, rollout and report"
+            f"{shlex.join(argv)} refused: {result.stderr.strip()}. Set options of your site (partition, account, time) "
+            "in launch.slurm.trainer, rollout and report"
         )
-    return ended.stdout
+    return result.stdout
 
 
 def _run_dir(config: RunConfig) -> Path:
@@ -212,11 +212,14 @@ def _run_dir(config: RunConfig) -> Path:
 
 
 def _folder(config: RunConfig) -> Path:
-    """Batch scripts, their output and that of the roles, and the failures of the jobs."""
+    """Return the folder of batch scripts, logs, and failure counts of the jobs."""
     return _run_dir(config) / "slurm"
 
 
 def _job(config: RunConfig, role: str) -> str:
-    """Name of a job. It has a digest of the run's folder: a trainer that gives up cancels its servers by their name,
-    and must not cancel those of a run with the same name in another folder."""
+    """Return the name of a job.
+
+    It contains a digest of the run's folder. A trainer that gives up cancels its servers by name, and must not cancel
+    those of a run with the same name in another folder.
+    """
     return f"{config.local_name}-{role}"

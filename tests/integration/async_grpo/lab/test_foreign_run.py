@@ -15,7 +15,7 @@ from async_grpo.app.cli.main import app
 from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, write_config
 from async_grpo.app.launch.state_plane import check_fresh, open_state_plane
 from async_grpo.app.runs.run import Run
-from async_grpo.app.runs.upkeep import Wanted, carry_out, choose
+from async_grpo.app.runs.upkeep import Wanted, choose_removals, delete_part
 from async_grpo.config import RedisConfig, RunConfig, dump
 from async_grpo.errors import ConfigError
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
@@ -171,8 +171,8 @@ async def test_clean_leaves_the_keys_of_another_folders_run(redis_config: RedisC
     await begin(ours)
     folder = open_run(mine)
     write_config(folder, mine, for_roles=mine)
-    removals = choose([Run(folder.path)], Wanted(), now_s=0.0)
+    removals = choose_removals([Run(folder.path)], Wanted(), now_s=0.0)
     async with theirs(ours):
         with pytest.raises(ConfigError, match=f"run clean-both .*:{tmp_path}/ours/clean-both"):
-            await carry_out(removals[0])
+            await delete_part(removals[0])
     assert folder.path.exists()

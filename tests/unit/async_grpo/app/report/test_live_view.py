@@ -278,7 +278,7 @@ def test_json_lines_have_a_level_and_the_numbers(
 ) -> None:
     monkeypatch.setenv("ASYNC_GRPO_LOG_FORMAT", "json")
     monkeypatch.setenv("ASYNC_GRPO_LOG_FIELDS", "{}")  # restored afterwards
-    monkeypatch.setattr("async_grpo.telemetry.logging._catch_the_rest", lambda: None)
+    monkeypatch.setattr("async_grpo.telemetry.logging._redirect_other_output", lambda: None)
     view = LiveView(CONFIG, Console(file=io.StringIO(), width=80))
     view.update(state())
     view.warn("rollout-0 was killed", failed_role="rollout-0", signal="SIGKILL", restart=1, restart_limit=3)
