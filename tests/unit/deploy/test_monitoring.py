@@ -46,7 +46,7 @@ def test_every_metric_of_a_query_is_one_that_the_code_shows(tmp_path: Path) -> N
     collector.stats = BufferStats(**dict.fromkeys(counters, 0))
     collector.servers_wanted = 1
     row: dict[str, Any] = {metric.key: 1.0 for metric in METRICS} | {"replayed": False, "reward_by_function": {}}
-    collector.progress = TrainerProgress().after(row)
+    collector.progress = TrainerProgress().after_step(row)
     trainer = [family.name for family in collector.collect()]
     shown = {name for family in trainer for name in (family, f"{family}_total")}
     shown |= {f"async_grpo_{metric.key}" for metric in SERVER_METRICS} | PROMETHEUS_OWN
