@@ -211,7 +211,6 @@ class Monitor:
             if time.monotonic() > deadline_s:
                 raise ServerLost(
                     f"{full}, for {timeout_s:g} s, so the server of this run cannot write its append-only file. "
-                    f"Acknowledged data is not lost. Free {ROOM_BYTES >> 20} MB or more, then resume with the same "
-                    "command"
+                    f"Acknowledged data is not lost. Free {ROOM_BYTES >> 20} MB or more; the same command resumes"
                 )
             await asyncio.sleep(POLL_EVERY_S)
