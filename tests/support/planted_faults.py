@@ -96,7 +96,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     "versions_may_decrease: span.end <= span.start or span.version < version: --> span.end <= span.start:",
     "age_from_newest_token: return min(span.version for span --> return max(span.version for span",
     ("async_grpo/config/load.py", "tests/unit/async_grpo/config/test_config.py"),
-    "base_wins_over_file: return _merge(below, raw) --> return _merge(raw, below)",
+    "base_wins_over_file: return _merge(merged, raw) --> return _merge(raw, merged)",
     ("async_grpo/config/rollout.py", "tests/unit/async_grpo/config/test_config.py"),
     "lease_shorter_than_wait: if lease_s < redis.timeout_s: --> if lease_s < 0:",
     ("async_grpo/evaluation/estimators.py", "tests/unit/async_grpo/evaluation/test_evaluation.py"),
