@@ -2,10 +2,10 @@
 
     trainer --take, publish, release--> buffer (real Valkey) <--admit, insert-- servers (asyncio tasks)
 
-A server generates like an engine whose step gets slower with every running group: `STEP_S + GROUP_S * groups` seconds
-for each piece of a completion. So one server that holds the whole window is slower than several that share it. The
-baseline is greedy admission: whoever asks gets all the room there is (`greedy`, the same code without the other waiting
-servers). Both rules run in turn, on the same Valkey.
+A server imitates an engine whose steps get slower with every running group: `STEP_S + GROUP_S * groups` seconds per
+piece of a completion. So one server with the whole window is slower than several that share it. The baseline is greedy
+admission, where the first server to request groups gets the whole window: the same code, but it ignores the other
+waiting servers. Both rules alternate on the same Valkey.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from buffer.base import ReplayBuffer
 
 GROUPS_PER_STEP, MAX_STALENESS = 8, 1
 SLOTS = (MAX_STALENESS + 1) * GROUPS_PER_STEP
-"""Groups that one server can work on at once: the whole window."""
+"""Groups that one server can generate concurrently: the whole window."""
 STEP_S, GROUP_S = 0.03, 0.02
 MIN_PIECES, MAX_PIECES = 2, 6
 WARMUP_STEPS = 4
 
 
 class GenerationServer:
-    """Keeps up to SLOTS groups in generation; the time of a piece grows with the number of groups."""
+    """Generates up to SLOTS groups concurrently. The time of a piece grows with the number of groups."""
 
     def __init__(self, name: str, buffer: ReplayBuffer, seed: int) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class GenerationServer:
         self._slot_freed = asyncio.Event()
 
     async def run(self) -> None:
-        """Generate until the run has ended."""
+        """Generate until the run ends."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 while self._running >= SLOTS:
@@ -77,7 +77,7 @@ class GenerationServer:
 
 
 def make_group(ticket: Ticket, server: str) -> Group:
-    """A group of two samples of one token."""
+    """Make a group of two samples of one token."""
     sample = Sample(
         tokens=tokens_to_bytes([7]),
         logprobs=logprobs_to_bytes([-0.5]),
@@ -88,18 +88,21 @@ def make_group(ticket: Ticket, server: str) -> Group:
 
 
 def admit_without_others(buffer: RedisBuffer) -> None:
-    """Let `buffer` request as if no other server were waiting: the greedy rule."""
-    fair = buffer._try_to_admit
+    """Make `buffer` request groups as if no other server were waiting: the greedy rule."""
+    admit_fairly = buffer._try_to_admit
 
-    async def greedy(request):  # type: ignore[no-untyped-def]
-        request.reserved_since, request.reserved_s = 2**52, 1.0  # no server has requested since then
-        return await fair(request)
+    async def admit_greedily(request):  # type: ignore[no-untyped-def]
+        # Room is reserved only for servers that have sent a request after this value of the buffer's request counter,
+        # which no run reaches.
+        request.reserved_since = 2**52
+        request.reserved_s = 1.0
+        return await admit_fairly(request)
 
-    buffer._try_to_admit = greedy  # type: ignore[method-assign]
+    buffer._try_to_admit = admit_greedily  # type: ignore[method-assign]
 
 
 async def measure(url: str, servers: int, *, fair: bool, steps: int, seed: int) -> tuple[float, list[int]]:
-    """Train `steps` steps; returns groups/s after the warm-up, and the groups of each server."""
+    """Train `steps` steps. Returns groups/s after the warm-up, and the number of groups per server."""
     policy = ReplayPolicy(StalenessWindow(MAX_STALENESS, GROUPS_PER_STEP, steps * GROUPS_PER_STEP))
     run = uuid.uuid4().hex
 
@@ -112,36 +115,39 @@ async def measure(url: str, servers: int, *, fair: bool, steps: int, seed: int) 
     count = steps * GROUPS_PER_STEP
     await trainer.put_tasks([Task(index=index, prompt="?", prompt_tokens=prompt, answer="") for index in range(count)])
 
-    generating, buffers = [], [trainer]
+    buffers = [trainer]
+    server_tasks = []
     for index in range(servers):
-        buffers.append(await open_buffer())
+        buffer = await open_buffer()
+        buffers.append(buffer)
         if not fair:
-            admit_without_others(buffers[-1])
-        server = GenerationServer(f"server-{index}", buffers[-1], seed + index)
-        generating.append(asyncio.create_task(server.run()))
+            admit_without_others(buffer)
+        server = GenerationServer(f"server-{index}", buffer, seed + index)
+        server_tasks.append(asyncio.create_task(server.run()))
 
-    made, started_s = Counter[str](), time.monotonic()
+    groups_by_server = Counter[str]()
+    started_s = time.monotonic()
     for version in range(steps):
         if version == WARMUP_STEPS:
-            made.clear()
+            groups_by_server.clear()
             started_s = time.monotonic()
         batch = await trainer.take_batch(epoch=1, version=version, timeout_s=60.0)
-        made.update(group.server for group in batch.groups)
+        groups_by_server.update(group.server for group in batch.groups)
         await trainer.publish_version(epoch=1, version=version + 1)
         await trainer.release_batch(batch)
         await trainer.commit_checkpoint(epoch=1, version=version + 1)
-    groups_per_s = made.total() / (time.monotonic() - started_s)
+    groups_per_s = groups_by_server.total() / (time.monotonic() - started_s)
 
-    for running in generating:
-        running.cancel()
-    await asyncio.gather(*generating, return_exceptions=True)
+    for task in server_tasks:
+        task.cancel()
+    await asyncio.gather(*server_tasks, return_exceptions=True)
     for buffer in buffers:
         await buffer.aclose()
-    return groups_per_s, [made[f"server-{index}"] for index in range(servers)]
+    return groups_per_s, [groups_by_server[f"server-{index}"] for index in range(servers)]
 
 
 async def compare(*, steps: int, rounds: int) -> Table:
-    """Measure both rules with every number of servers, alternately."""
+    """Measure both rules alternately, with every number of servers."""
     table = Table(title=f"Window of {SLOTS} groups, {SLOTS} slots per server, median of {rounds} rounds")
     for heading in ("servers", "greedy groups/s", "fair groups/s", "ratio", "groups by server (fair)"):
         table.add_column(heading, justify="right")
@@ -151,23 +157,24 @@ async def compare(*, steps: int, rounds: int) -> Table:
         url = server.start()
         try:
             for servers in (1, 2, 4):
-                greedy, fair = list[float](), list[float]()
+                greedy_speeds: list[float] = []
+                fair_speeds: list[float] = []
                 for seed in range(rounds):
                     speed, _ = await measure(url, servers, fair=False, steps=steps, seed=seed)
-                    greedy.append(speed)
-                    speed, shares = await measure(url, servers, fair=True, steps=steps, seed=seed)
-                    fair.append(speed)
-                before, after = statistics.median(greedy), statistics.median(fair)
-                table.add_row(
-                    str(servers), f"{before:.1f}", f"{after:.1f}", f"{after / before:.2f}", " ".join(map(str, shares))
-                )
+                    greedy_speeds.append(speed)
+                    speed, groups = await measure(url, servers, fair=True, steps=steps, seed=seed)
+                    fair_speeds.append(speed)
+                greedy = statistics.median(greedy_speeds)
+                fair = statistics.median(fair_speeds)
+                groups_by_server = " ".join(map(str, groups))
+                table.add_row(str(servers), f"{greedy:.1f}", f"{fair:.1f}", f"{fair / greedy:.2f}", groups_by_server)
         finally:
             server.stop()
     return table
 
 
 def main() -> None:
-    """See the module."""
+    """Compare both rules and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.planted --out DIR`: plants ten causes in ten real runs, and asks `why` about each of them.
+"""`python -m benchmarks.planted --out DIR`: plant ten causes in ten real runs, and check that `why` finds each.
 
-    run 1: a reward that sleeps      async-grpo run --> runs/NAME --> why: cause, share, advice, what changes would give
-    run 2: a disk that is slow       ...
+    run 1: a reward that sleeps      async-grpo run --> runs/NAME --> why: cause, share, advice, gain of each change
+    run 2: a slow disk               ...
 
-Each run takes half a minute; one that is there is not made again. The policy is random and its completions have
+A run takes half a minute; runs that exist already are not repeated. The policy is random and its completions have
 prescribed lengths, as in `async-grpo bench pipeline`. Needs root (network namespaces) and a C compiler.
 """
 
@@ -36,48 +36,53 @@ from async_grpo.lab.simulate.why import Explanation, explain
 from async_grpo.telemetry.bottleneck import ADVICE
 from async_grpo.telemetry.logging import configure_logging
 from benchmarks.planted.causes import CONSTANT, GROUPS, PLANTED, PROMPT, SIZE, PlantedRun
-from benchmarks.slowdown import steps_of
+from benchmarks.slowdown import read_steps
 
 STALENESS = 1
 HELD_OUT = 64
-LONGEST_S = 120.0
-LOOK_S = 0.2
+RUN_TIMEOUT_S = 120.0
+POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What `why` says of a planted run."""
+class Diagnosis:
+    """Result of `why` for a planted run."""
 
     name: str
     planted: PlantedRun
-    found: Explanation
-    best: Change | None
-    """The change that gives most by the simulation; None if it cannot be calibrated on the run."""
+    explanation: Explanation
+    best_change: Change | None
+    """The change with the largest simulated gain. None if the simulation cannot be calibrated on the run."""
 
     @property
     def is_right(self) -> bool:
-        """Whether the planted cause is the one that was named."""
-        return self.found.cause is self.planted.cause
+        """True if `why` named the planted cause."""
+        return self.explanation.cause is self.planted.cause
 
 
-def make(name: str, planted: PlantedRun, setup: PipelineSetup) -> Path:
-    """Do the run, unless it has been done; returns its folder."""
+def do_run(name: str, planted: PlantedRun, setup: PipelineSetup) -> Path:
+    """Do the run, unless it is complete. Returns its folder. Raises ConfigError, RoleFailed."""
     folder = setup.folder / "runs" / name.replace(" ", "-")
     if (folder / "summary.json").exists():
         return folder
+
     file = _write_config(folder.name, planted, setup)
-    command, environment = planted.wrap([sys.executable, "-m", "async_grpo", "run", str(file)], file.parent)
-    here = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
+    plain_command = [sys.executable, "-m", "async_grpo", "run", str(file)]
+    command, environment = planted.wrap_command(plain_command, file.parent)
+    python_path = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     log = setup.folder / f"{folder.name}.log"
-    with log.open("wb") as said:
-        run = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **here, **environment})
+    with log.open("wb") as output:
+        run = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": python_path, **environment}
+        )
         try:
-            _follow(run, folder, planted)
+            _disturb_until_end(run, folder, planted)
         finally:
             run.terminate()
-            run.wait(LONGEST_S)
+            run.wait(RUN_TIMEOUT_S)
+
     if not (folder / "summary.json").exists():
-        raise RoleFailed(f"the run {folder.name} failed, or took more than {LONGEST_S:g} s: see {log}")
+        raise RoleFailed(f"the run {folder.name} failed, or took more than {RUN_TIMEOUT_S:g} s. See {log}")
     return folder
 
 
@@ -92,69 +97,82 @@ def _write_config(name: str, planted: PlantedRun, setup: PipelineSetup) -> Path:
     return file
 
 
-def _follow(run: subprocess.Popen[bytes], folder: Path, planted: PlantedRun) -> None:
-    """Wait for the run's end; from its first step until its last but one, plant what happens beside it."""
-    until_s = time.monotonic() + LONGEST_S
+def _disturb_until_end(run: subprocess.Popen[bytes], folder: Path, planted: PlantedRun) -> None:
+    """Wait until the run ends, or the timeout. Disturb it from its first step until its second to last."""
+    deadline_s = time.monotonic() + RUN_TIMEOUT_S
 
-    def wait_for(steps: int) -> None:
-        while run.poll() is None and len(steps_of(folder)) < steps and time.monotonic() < until_s:
-            time.sleep(LOOK_S)
+    def wait_for_steps(count: int) -> None:
+        while run.poll() is None and len(read_steps(folder)) < count and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
 
-    wait_for(1)
-    with planted.beside(folder):
-        wait_for(planted.steps - 1)
+    wait_for_steps(1)
+    with planted.disturb(folder):
+        wait_for_steps(planted.steps - 1)
     try:
-        run.wait(max(1.0, until_s - time.monotonic()))
+        run.wait(max(1.0, deadline_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         return
 
 
-def judge(name: str, planted: PlantedRun, folder: Path) -> Verdict:
-    """What `why` and the simulation say of the run."""
+def diagnose(name: str, planted: PlantedRun, folder: Path) -> Diagnosis:
+    """Explain the run, and simulate which change would speed it up most."""
     recorded = read_recorded(folder)
     try:
         timings = calibrate([recorded]).timings
-        best = changes(SimulatedSettings.of(recorded.config), timings)[0]
+        best_change = changes(SimulatedSettings.of(recorded.config), timings)[0]
     except AsyncGrpoError:
-        best = None
-    return Verdict(name, planted, explain(recorded), best)
+        best_change = None
+    return Diagnosis(name, planted, explain(recorded), best_change)
 
 
-def table(verdicts: Sequence[Verdict]) -> Table:
-    """A row a run."""
-    made = Table(title=f"{sum(one.is_right for one in verdicts)} of {len(verdicts)} causes named", title_justify="left")
+def make_table(diagnoses: Sequence[Diagnosis]) -> Table:
+    """Make a table with a row per run."""
+    right = sum(diagnosis.is_right for diagnosis in diagnoses)
+    table = Table(title=f"{right} of {len(diagnoses)} causes named", title_justify="left")
     for column in ("planted", "by", "named", "share", "best change, simulated"):
-        made.add_column(column, justify="right" if column == "share" else "left")
-    for one in verdicts:
-        best = "" if one.best is None else f"{one.best.label} {one.best.speedup - 1:+.0%}"
-        mark = "" if one.is_right else "[bold] (wrong)[/]"
-        made.add_row(one.name, one.planted.how, one.found.cause.value + mark, f"{one.found.share:.0%}", best)
-    return made
+        table.add_column(column, justify="right" if column == "share" else "left")
+    for diagnosis in diagnoses:
+        named = diagnosis.explanation.cause.value
+        if not diagnosis.is_right:
+            named += "[bold] (wrong)[/]"
+        best = ""
+        if diagnosis.best_change is not None:
+            best = f"{diagnosis.best_change.label} {diagnosis.best_change.speedup - 1:+.0%}"
+        table.add_row(diagnosis.name, diagnosis.planted.method, named, f"{diagnosis.explanation.share:.0%}", best)
+    return table
 
 
 def main() -> None:
-    """Do the runs that are missing, print the table and the advice; exits with 1 if a cause is not named."""
+    """Do the missing runs, and print the table and the advice. Exits with 1 unless all causes are named."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planted")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; they stay")
-    parser.add_argument("--only", action="append", choices=sorted(PLANTED), help="this cause; may be repeated")
-    typed = parser.parse_args()
+    parser.add_argument("--only", action="append", choices=sorted(PLANTED), help="only this cause; may be repeated")
+    options = parser.parse_args()
     configure_logging("bench")
-    setup = PipelineSetup(typed.out.absolute(), typed.out.absolute() / "model", POLICY, CoreSplit((), ()))
+
+    out = options.out.absolute()
+    setup = PipelineSetup(out, out / "model", POLICY, CoreSplit((), ()))
     if not setup.model.exists():
         setup.folder.mkdir(parents=True, exist_ok=True)
         number_model(setup.model, POLICY, VOCABULARY)
-    console, verdicts, names = Console(width=140), list[Verdict](), typed.only or list(PLANTED)
+
+    console = Console(width=140)
+    names = options.only or list(PLANTED)
+    diagnoses: list[Diagnosis] = []
     for name in names:
         try:
-            verdicts.append(judge(name, PLANTED[name], make(name, PLANTED[name], setup)))
-        except (ConfigError, RoleFailed) as error:  # the others may still be made
+            folder = do_run(name, PLANTED[name], setup)
+            diagnosis = diagnose(name, PLANTED[name], folder)
+        except (ConfigError, RoleFailed) as error:  # continue with the other runs
             console.print(f"{name}: {error}", highlight=False)
         else:
-            console.print(f"{name}: {verdicts[-1].found.cause.value}", highlight=False)
-    console.print(table(verdicts))
-    for one in verdicts:
-        console.print(f"{one.name}: {ADVICE[one.found.cause]}.", highlight=False)
-    sys.exit(0 if sum(one.is_right for one in verdicts) == len(names) else 1)
+            diagnoses.append(diagnosis)
+            console.print(f"{name}: {diagnosis.explanation.cause.value}", highlight=False)
+
+    console.print(make_table(diagnoses))
+    for diagnosis in diagnoses:
+        console.print(f"{diagnosis.name}: {ADVICE[diagnosis.explanation.cause]}.", highlight=False)
+    sys.exit(0 if sum(diagnosis.is_right for diagnosis in diagnoses) == len(names) else 1)
 
 
 if __name__ == "__main__":

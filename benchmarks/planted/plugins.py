@@ -1,6 +1,6 @@
-"""Plug-ins of the planted runs: a reward function that takes its time, and a data source that does.
+"""Plug-ins of the planted runs: a slow reward function and a slow data source.
 
-Imports are few, because verifier processes import this too.
+Verifier processes import this module too, so it imports little.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ REWARD_S, ROW_S = 0.15, 0.5
 
 
 def slow_reward(completion: str, answer: str) -> float:
-    """The bench's reward, after a while in which nothing is computed, as a reward model elsewhere would answer."""
+    """Return the bench's reward after sleeping, as if a remote reward model had been asked."""
     time.sleep(REWARD_S)
     return reward(completion, answer)
 
 
 class SlowRows(PrescribedLengths):
-    """The bench's workflow. Where it is made, every row of a JSON-lines file takes ROW_S to read from then on."""
+    """The bench's workflow. After its constructor, every row of a JSON-lines file takes ROW_S longer to read."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         from async_grpo.data.jsonl import JsonlSource
 
-        read = JsonlSource.task
+        read_task = JsonlSource.task
 
-        def slow(source: JsonlSource, index: int) -> Task:
+        def read_slowly(source: JsonlSource, index: int) -> Task:
             time.sleep(ROW_S)
-            return read(source, index)
+            return read_task(source, index)
 
-        setattr(JsonlSource, "task", slow)  # noqa: B010
+        setattr(JsonlSource, "task", read_slowly)  # noqa: B010

@@ -1,10 +1,10 @@
-"""Updates of a real engine that generates meanwhile, in their three parts, beside a checkpoint folder.
+"""Weight updates of a real engine under load, compared with reloading a checkpoint folder.
 
     ours       copy into the store | transfer: the engine generates | pause: stop, load, resume
     baseline   save a safetensors folder: the engine generates      | pause: stop, vLLM's `reload_weights`, resume
 
-Both bring the same new values of all tensors into one engine, one after the other in alternating order, with the same
-requests in flight. After every update, the engine is asked for tensors that are not the new ones: there must be none.
+Both load the same new values of all tensors into one engine, in alternating order, with the same requests in flight.
+After every update the engine's tensors are compared with the new values. A single stale tensor fails the bench.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ VOCABULARY = 4096
 PROMPT_TOKENS, MAX_TOKENS = 32, 256
 DENSE = WeightsConfig(encoding="dense")
 EnginePlatform = Literal["cpu", "cuda", "ascend", "none"]
-FOLDER = "a safetensors folder, then vLLM's reload_weights"
+BASELINE_NAME = "a safetensors folder, then vLLM's reload_weights"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUpdate:
-    """Seconds of one update."""
+    """Durations of one update."""
 
     transfer_s: float
-    """The engine generates meanwhile."""
+    """Time in which the new weights travel and the engine still generates."""
     pause_s: float
     load_s: float
-    """The part of the pause in which the weights are loaded."""
+    """Part of the pause in which the weights are loaded."""
     total_s: float
     """From the trainer's call until the engine generates with the new weights."""
 
@@ -60,21 +60,21 @@ class EngineUpdate:
 async def update_engine(
     size: TinyQwen2Config, platform: Literal["cpu", "cuda", "ascend"], rounds: int, step: Step
 ) -> list[Measurement]:
-    """Medians of `rounds` pairs of updates. Raises EngineError, WeightsError, WaitTimeout, DependencyError."""
+    """Time `rounds` pairs of updates. Raises EngineError, WeightsError, WaitTimeout, DependencyError."""
     vllm = VllmConfig(
         platform=platform,
         max_model_len=PROMPT_TOKENS + MAX_TOKENS,
         kv_cache_bytes=256 << 20,
-        extra={"use_tqdm_on_load": False},  # it would draw a bar for every reload of the baseline
+        extra={"use_tqdm_on_load": False},  # otherwise every reload of the baseline draws a progress bar
     )
-    async with _bench(size, RolloutConfig(max_concurrency=IN_FLIGHT, vllm=vllm)) as bench:
-        pairs = await paired_rounds(bench.through_the_plane, bench.through_a_folder, WARM_UPS + rounds, step)
+    async with _start_bench(size, RolloutConfig(max_concurrency=IN_FLIGHT, vllm=vllm)) as bench:
+        pairs = await paired_rounds(bench.update_from_store, bench.update_from_folder, WARM_UPS + rounds, step)
         megabytes = bench.weights.layout.total_bytes / 1e6
-    return _figures(megabytes, pairs[WARM_UPS:])
+    return _make_measurements(megabytes, pairs[WARM_UPS:])
 
 
 class EngineUpdateBench:
-    """A started engine, the weights that it gets, and both ways to it."""
+    """A started engine, its next weights, and both ways to load them."""
 
     def __init__(self, engine: VllmEngine, plane: BenchPlane, weights: Weights, folder: Path) -> None:
         self.weights = weights
@@ -82,47 +82,57 @@ class EngineUpdateBench:
         self._plane = plane
         self._folder = folder
         self._expected = WeightStore.create(plane.publisher.store.with_name("expected"), weights.layout, slots=1)
-        self._first = weights.flat.view(np.uint16).copy()
+        self._initial_bits = weights.flat.view(np.uint16).copy()
         self._changes = 0
         self._requests = 0
 
-    async def through_the_plane(self) -> EngineUpdate:
-        """One update as in a run: publish, receive, load."""
-        self._change_all()
+    async def update_from_store(self) -> EngineUpdate:
+        """Do one update as in a run: publish, receive, load."""
+        self._change_all_values()
         await self._wait_for_requests()
+
         receiver = self._plane.receivers[0]
         started_s = time.monotonic()
         await self._plane.transfer(self.weights)
-        async with receiver.hold_newest() as held:
-            times = await self._engine.update_weights(held, interruption="keep")
+        async with receiver.hold_newest() as weights:
+            times = await self._engine.update_weights(weights, interruption="keep")
         total_s = time.monotonic() - started_s
+
         await self._check_weights()
         return EngineUpdate(receiver.last_transfer_s, times.pause_s, times.load_s, total_s)
 
-    async def through_a_folder(self) -> EngineUpdate:
-        """One update without the weight plane: save a checkpoint folder, and have vLLM read it."""
-        self._change_all()
+    async def update_from_folder(self) -> EngineUpdate:
+        """Do one update without the weight plane: save a checkpoint folder and have vLLM read it."""
+        self._change_all_values()
         await self._wait_for_requests()
+
         llm = self._engine.async_llm
         started_s = time.monotonic()
-        await asyncio.to_thread(self._save)
+        await asyncio.to_thread(self._save_folder)
+
         paused_s = time.monotonic()
         await llm.pause_generation(mode="keep", clear_cache=False)
-        load_s = time.monotonic()
+        load_started_s = time.monotonic()
         await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder)})
         loaded_s = time.monotonic()
         await llm.resume_generation()
         ended_s = time.monotonic()
+
         await self._check_weights()
-        return EngineUpdate(paused_s - started_s, ended_s - paused_s, loaded_s - load_s, ended_s - started_s)
+        return EngineUpdate(
+            transfer_s=paused_s - started_s,
+            pause_s=ended_s - paused_s,
+            load_s=loaded_s - load_started_s,
+            total_s=ended_s - started_s,
+        )
 
     async def keep_generating(self) -> None:
-        """Have IN_FLIGHT requests in the engine until this is cancelled."""
-        async with asyncio.TaskGroup() as loops:
+        """Keep IN_FLIGHT requests in the engine until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
             for seed in range(IN_FLIGHT):
-                loops.create_task(self._generate_on(seed))
+                tasks.create_task(self._generate_repeatedly(seed))
 
-    async def _generate_on(self, seed: int) -> None:
+    async def _generate_repeatedly(self, seed: int) -> None:
         prompts = np.random.default_rng(seed)
         while True:
             self._requests += 1
@@ -130,19 +140,22 @@ class EngineUpdateBench:
             await self._engine.generate(GenerationRequest(f"update-{self._requests}", prompt, MAX_TOKENS, seed=seed))
 
     async def _wait_for_requests(self) -> None:
-        """Return once every request has a token: an engine that does nothing stops faster. Raises WaitTimeout."""
+        """Wait until every request is running. Raises WaitTimeout.
+
+        An idle engine pauses faster, so an update during the change of requests would look too good.
+        """
         deadline_s = time.monotonic() + WAIT_S
         while self._engine.load().running < IN_FLIGHT:
             if time.monotonic() > deadline_s:
-                raise WaitTimeout(f"{IN_FLIGHT} requests of the bench to be under way", WAIT_S)
+                raise WaitTimeout(f"{IN_FLIGHT} requests of the bench to run", WAIT_S)
             await asyncio.sleep(0.01)
 
-    def _change_all(self) -> None:
-        """Change the last bits of every value, to others than in the update before."""
+    def _change_all_values(self) -> None:
+        """Change the last two bits of every value, so that it differs from the previous update."""
         self._changes += 1
-        self.weights.flat.view(np.uint16)[:] = self._first ^ np.uint16(self._changes % 4)
+        self.weights.flat.view(np.uint16)[:] = self._initial_bits ^ np.uint16(self._changes % 4)
 
-    def _save(self) -> None:
+    def _save_folder(self) -> None:
         import torch
         from safetensors.torch import save_file
 
@@ -154,58 +167,71 @@ class EngineUpdateBench:
         save_file(tensors, self._folder / "model.safetensors")
 
     async def _check_weights(self) -> None:
-        """Raise EngineError unless the engine multiplies with the weights of this update."""
+        """Raise EngineError unless the engine computes with the weights of this update."""
         np.frombuffer(self._expected.begin_write(), np.uint8)[:] = self.weights.flat
         self._expected.commit_write(WeightVersion(0, self._changes))
-        held = HeldWeights.in_store(self._expected.path, epoch=0, version=self._changes)
-        order = msgspec.json.encode(held).decode()
-        [names] = await self._engine.async_llm.collective_rpc("differing_weights", args=(order,))
+        expected = HeldWeights.in_store(self._expected.path, epoch=0, version=self._changes)
+        message = msgspec.json.encode(expected).decode()
+        [names] = await self._engine.async_llm.collective_rpc("differing_weights", args=(message,))
         if names:
-            raise EngineError(f"{len(names)} tensors of the engine are old after an update: its time means nothing")
+            raise EngineError(
+                f"{len(names)} tensors of the engine still have old values after an update, so its time means nothing"
+            )
 
 
 @asynccontextmanager
-async def _bench(size: TinyQwen2Config, config: RolloutConfig) -> AsyncIterator[EngineUpdateBench]:
-    """An engine that generates, and the plane. Processes, stores and files are gone afterwards."""
-    import torch
-
+async def _start_bench(size: TinyQwen2Config, config: RolloutConfig) -> AsyncIterator[EngineUpdateBench]:
+    """Start a generating engine and the weight plane. Removes all processes, stores and files."""
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as name:
-        model_dir, folder = Path(name) / "model", Path(name) / "saved"
+        model_dir = Path(name) / "model"
+        folder = Path(name) / "saved"
         folder.mkdir()
-        model = number_model(model_dir, size, VOCABULARY, DTYPE)
-        tensors = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight"}
-        weights = Weights(make_layout((key, DTYPE, list(value.shape)) for key, value in tensors.items()))
-        block = weights.flat.view(np.uint16)
-        block[:] = 0
-        for spec in weights.layout.tensors:
-            values = tensors[spec.name].reshape(-1).view(torch.uint16).numpy()
-            block[spec.offset // 2 : (spec.offset + spec.nbytes) // 2] = values
+        weights = _make_model(model_dir, size)
         engine = VllmEngine(model_dir, config, precision=DTYPE, seed=1, name="bench")
+
         async with bench_plane("engine", weights.layout, DENSE, 1) as plane:
             try:
                 await engine.start()
                 bench = EngineUpdateBench(engine, plane, weights, folder)
-                async with asyncio.TaskGroup() as group:
-                    generating = group.create_task(bench.keep_generating())
+                async with asyncio.TaskGroup() as tasks:
+                    generation = tasks.create_task(bench.keep_generating())
                     yield bench
-                    generating.cancel()
+                    generation.cancel()
             finally:
                 await engine.aclose()
-                os.environ.clear()  # the engine's variables, such as OMP_NUM_THREADS, are not for the next figures
+                # The engine sets variables such as OMP_NUM_THREADS, which would slow the measurements after this one.
+                os.environ.clear()
                 os.environ.update(environment)
 
 
-def _figures(megabytes: float, pairs: list[tuple[EngineUpdate, EngineUpdate]]) -> list[Measurement]:
-    name = f"an engine with {IN_FLIGHT} requests in flight, {megabytes:.0f} MB"
+def _make_model(folder: Path, size: TinyQwen2Config) -> Weights:
+    """Write a model to `folder` and return its values, without the output matrix, which is tied to the embedding."""
+    import torch
 
-    def figure(what: str, part: str) -> Measurement:
-        milliseconds = [(1e3 * getattr(ours, part), 1e3 * getattr(theirs, part)) for ours, theirs in pairs]
-        return Measurement.paired(f"{name}: {what}", "ms", milliseconds, FOLDER)
+    model = number_model(folder, size, VOCABULARY, DTYPE)
+    tensors = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight"}
+    weights = Weights(make_layout((key, DTYPE, list(value.shape)) for key, value in tensors.items()))
 
-    return [
-        figure("update, from publish until it generates again", "total_s"),
-        figure("of it, transfer", "transfer_s"),
-        figure("of it, pause", "pause_s"),
-        figure("of the pause, load", "load_s"),
-    ]
+    bits = weights.flat.view(np.uint16)
+    bits[:] = 0
+    for spec in weights.layout.tensors:
+        values = tensors[spec.name].reshape(-1).view(torch.uint16).numpy()
+        bits[spec.offset // 2 : (spec.offset + spec.nbytes) // 2] = values
+    return weights
+
+
+def _make_measurements(megabytes: float, pairs: list[tuple[EngineUpdate, EngineUpdate]]) -> list[Measurement]:
+    """Compare both sides of `pairs` in the total and in each part."""
+    setup = f"an engine with {IN_FLIGHT} requests in flight, {megabytes:.0f} MB"
+    parts = {
+        "total_s": "update, from publish until it generates again",
+        "transfer_s": "of it, transfer",
+        "pause_s": "of it, pause",
+        "load_s": "of the pause, load",
+    }
+    measurements = []
+    for field, title in parts.items():
+        milliseconds = [(1e3 * getattr(ours, field), 1e3 * getattr(baseline, field)) for ours, baseline in pairs]
+        measurements.append(Measurement.paired(f"{setup}: {title}", "ms", milliseconds, BASELINE_NAME))
+    return measurements

@@ -1,11 +1,10 @@
-"""One of several ranks of a trainer, or an engine: the children of `ranks`. They answer requests, line by line.
+"""Child process of `ranks`: one rank of a trainer, or an engine. Answers requests, one JSON line each.
 
-    python -m benchmarks.weights.rank RANK RANKS LAYERS FOLDER     its part of the model, as a trainer has it
-    python -m benchmarks.weights.rank engine                       takes what a receiver holds into its memory
+    python -m benchmarks.weights.rank RANK RANKS LAYERS FOLDER     holds its shards of the model, as in a trainer
+    python -m benchmarks.weights.rank engine                       copies a receiver's version into its own memory
 
-A rank has the parameters and no optimizer: publishing reads the parameters alone. Its exporter is the trainer's own.
-An engine copies every tensor of the version into memory of its own, which is what is left of a reload where the engine
-does nothing with the weights.
+A rank has parameters and no optimizer, because publishing reads only the parameters. It uses the trainer's exporter.
+An engine copies every tensor of the version, which is the least that any reload must do.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from async_grpo.weights.source_reader import SourceReader
 TENSOR_PARALLEL = 2
 ENGINE = "engine"
 PIECE_BYTES = 128 << 20
-"""More than any cache holds, and little beside the model."""
+"""Size of the block that the baselines copy again and again: larger than any cache, small compared with the model."""
 
 
-class KeptBoard:
-    """In place of the coordinator: keeps the address, and nobody asks for the version."""
+class AddressBoard:
+    """Stands in for the coordinator: stores the publisher's address and ignores versions."""
 
     address: Any = None
 
     def set_publisher(self, address: Any) -> None:
-        """Keep the address."""
+        """Store the address."""
         self.address = address
 
     def publish_version(self, version: int) -> None:
-        """Nobody waits for tickets."""
+        """Do nothing: no server waits for tickets here."""
 
 
-class RankSide:
-    """A rank with its part of the model. Every method `answer_X` answers the request X."""
+class TrainerRank:
+    """A rank with its shards of the model. Method `answer_X` answers the request X."""
 
     def __init__(self, rank: int, ranks: int, layers: int, folder: Path) -> None:
         from trainer.platform import select_platform
 
-        config = _config(ranks, folder)
+        config = _make_config(ranks, folder)
         platform = select_platform("cpu")
         platform.activate(config.trainer)
         import torch
@@ -64,6 +63,8 @@ class RankSide:
 
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "ranks"), ranks), rank=rank, world_size=ranks)
         lay_out(config.trainer, config.seed)
+
+        # Qwen2.5-1.5B, with `layers` of its 28 layers.
         hf = Qwen2Config(
             hidden_size=1536,
             intermediate_size=8960,
@@ -73,19 +74,23 @@ class RankSide:
             vocab_size=151_936,
             tie_word_embeddings=True,
         )
-        model, none = build_model(hf, platform, torch.bfloat16, config.trainer), _none()
-        policy = Policy(hf, model, none, none, 0.0, 1.0)
-        self._board = KeptBoard()
-        self._policy = policy
-        self._exporter = WeightExporter(policy, config, self._board, epoch=1)  # type: ignore[arg-type]
+        model = build_model(hf, platform, torch.bfloat16, config.trainer)
+        unused: Any = None  # the wrapped model and the optimizer, which publishing does not use
+        self._policy = Policy(hf, model, unused, unused, 0.0, 1.0)
+        self._board = AddressBoard()
+        self._exporter = WeightExporter(self._policy, config, self._board, epoch=1)  # type: ignore[arg-type]
         self._bits = [parameter.data.view(-1).view(torch.int16) for parameter in model.parameters()]
-        parameters = dict(model.named_parameters())
-        shards = assign_shards(hf, find_positions(), range(ranks))[rank]
-        shape = shape_of(hf)
-        self._share = sum(view.nbytes for shard in shards for view in shard.parameter_views(parameters, shape))
-        piece = min(self._share, PIECE_BYTES)
-        self._source, self._target = np.ones(piece, np.uint8), np.zeros(piece, np.uint8)
         self._run = config.local_name
+
+        parameters = dict(model.named_parameters())
+        shape = shape_of(hf)
+        self._shard_bytes = 0
+        for shard in assign_shards(hf, find_positions(), range(ranks))[rank]:
+            for view in shard.parameter_views(parameters, shape):
+                self._shard_bytes += view.nbytes
+        piece_bytes = min(self._shard_bytes, PIECE_BYTES)
+        self._source = np.ones(piece_bytes, np.uint8)
+        self._target = np.zeros(piece_bytes, np.uint8)
 
     async def answer_touch(self) -> None:
         """Change every value."""
@@ -93,57 +98,57 @@ class RankSide:
             bits.bitwise_xor_(1)
 
     async def answer_memcpy(self) -> float:
-        """Seconds of one memcpy of as many bytes as this rank copies, from and to one piece of memory."""
-        started_s, left = time.monotonic(), self._share
-        while left > 0:
-            size = min(left, len(self._target))
+        """Return the seconds of a memcpy of as many bytes as this rank's shards have."""
+        started_s = time.monotonic()
+        remaining = self._shard_bytes
+        while remaining > 0:
+            size = min(remaining, len(self._target))
             np.copyto(self._target[:size], self._source[:size])
-            left -= size
+            remaining -= size
         return time.monotonic() - started_s
 
     async def answer_publish(self, version: int) -> dict[str, Any]:
-        """Publish: how long the trainer stands still, and how long it would if it waited for the copy."""
+        """Publish a version. Returns the stall of training, and the seconds until the shards are copied."""
         started_s = time.monotonic()
         self._exporter.publish_weights(version)
         stall_s = time.monotonic() - started_s
         self._policy.reading.wait()
-        address = self._board.address
-        told = None if address is None else [address.epoch, address.announce, address.requests]
-        return {"stall_s": stall_s, "copied_s": time.monotonic() - started_s, "address": told, "run": self._run}
+        copied_s = time.monotonic() - started_s
+
+        address = None  # only rank zero has a publisher
+        if self._board.address is not None:
+            published = self._board.address
+            address = [published.epoch, published.announce, published.requests]
+        return {"stall_s": stall_s, "copied_s": copied_s, "address": address, "run": self._run}
 
     async def close(self) -> None:
-        """End the publisher."""
+        """Stop the publisher."""
         self._exporter.close()
 
 
 class CopyingEngine:
-    """Memory for the weights."""
+    """An engine that only copies the weights into its memory."""
 
     def __init__(self) -> None:
         self._reader = SourceReader()
         self._memory: dict[str, np.ndarray[Any, Any]] = {}
 
     async def answer_load(self, path: str, version: int) -> float:
-        """Copy the tensors of the version; the seconds that it took."""
-        held = self._reader.open(HeldWeights.in_store(Path(path), epoch=1, version=version))
+        """Copy the tensors of the version. Returns the seconds that it took."""
+        weights = self._reader.open(HeldWeights.in_store(Path(path), epoch=1, version=version))
         if not self._memory:
-            self._memory = {spec.name: np.zeros(spec.nbytes, np.uint8) for spec in held.layout.tensors}
+            self._memory = {spec.name: np.zeros(spec.nbytes, np.uint8) for spec in weights.layout.tensors}
         started_s = time.monotonic()
-        for spec, tensor in held:
+        for spec, tensor in weights:
             self._memory[spec.name][:] = np.frombuffer(tensor, np.uint8)
-        held.verify()
+        weights.verify()
         return time.monotonic() - started_s
 
     async def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: there are no resources to release."""
 
 
-def _none() -> Any:
-    """What publishing does not use."""
-    return None
-
-
-def _config(ranks: int, folder: Path) -> Any:
+def _make_config(ranks: int, folder: Path) -> Any:
     from async_grpo.config import validate
 
     return validate(
@@ -166,14 +171,13 @@ def _config(ranks: int, folder: Path) -> Any:
 
 
 def main() -> None:
-    """Entry point; see the module."""
+    """Serve requests as an engine or as a rank, until standard input is closed."""
     lines = AnswerLines()
-    kind, *rest = sys.argv[1:]
-    if kind == ENGINE:
+    if sys.argv[1] == ENGINE:
         asyncio.run(lines.serve(CopyingEngine()))
         return
-    ranks, layers, folder = rest
-    asyncio.run(lines.serve(RankSide(int(kind), int(ranks), int(layers), Path(folder))))
+    rank, ranks, layers, folder = sys.argv[1:]
+    asyncio.run(lines.serve(TrainerRank(int(rank), int(ranks), int(layers), Path(folder))))
 
 
 if __name__ == "__main__":

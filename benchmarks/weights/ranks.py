@@ -1,11 +1,11 @@
-"""The bench of publishing from several ranks: the trainer's stall, and the time until two engines have the weights.
+"""Publishing from several ranks: the stall of training, and the time until two engines have the weights.
 
-    ranks (trainer.weights) --own shards--> store --publisher, receiver--> store --> 2 engines, at once
-    baselines, same round     one memcpy of a shard, all ranks at once; a TCP loop, then both engines' copies
+    ranks (trainer.weights) --own shards--> store --publisher, receiver--> store --> 2 engines in parallel
+    baselines, same round     one memcpy of a shard in all ranks in parallel; a TCP loop, then both engines' copies
 
 All ranks change all values before every version, which is sent dense. The TCP loop sends the same bytes piece by piece
-into one piece of memory, because the machine would not hold another copy. Shared memory is what the stores take; the
-receiver's has one slot.
+into one small block, because the machine has no memory for another copy of the model. "Shared memory" is the size of
+the stores; the receiver's store has one slot.
 """
 
 from __future__ import annotations
@@ -39,27 +39,37 @@ DENSE = WeightsConfig(encoding="dense", receiver_slots=1)
 
 @dataclass(frozen=True, slots=True)
 class RanksRound:
-    """What one version took, in seconds."""
+    """Durations of one version, of the slowest rank or engine."""
 
     stall_s: float
     copied_s: float
+    """From the rank's call until its shards are in the store."""
     memcpy_s: float
     applied_s: float
-    """From the first rank's call to the second engine's last tensor."""
+    """From the first rank's call until the second engine's last tensor."""
     tcp_s: float
     engines_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class StoreSizes:
+    """Bytes of the model and of the shared memory that holds it."""
+
+    model: int
+    trainer: int
+    receiver: int
+
+
 async def publish_from_ranks(ranks: int, layers: int, rounds: int, step: Step) -> list[Measurement]:
-    """The figures of `ranks` ranks with a Qwen2.5-1.5B of so many layers. Raises RoleFailed, WaitTimeout."""
+    """Measure `ranks` ranks with a Qwen2.5-1.5B of `layers` layers. Raises RoleFailed, WaitTimeout."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-grpo-bench-")))
         bench = RanksBench(ranks, layers, folder)
-        stack.callback(bench.remove)
-        await bench.open(stack)
-        measured = [await bench.round(version, step) for version in range(1, WARM_UPS + rounds + 1)]
-        sizes = bench.store_bytes()
-    return _figures(ranks, sizes, measured[WARM_UPS:])
+        stack.callback(bench.remove_stores)
+        await bench.start(stack)
+        measured = [await bench.measure_version(version, step) for version in range(1, WARM_UPS + rounds + 1)]
+        sizes = bench.read_sizes()
+    return _make_measurements(ranks, sizes, measured[WARM_UPS:])
 
 
 class RanksBench:
@@ -67,93 +77,110 @@ class RanksBench:
 
     def __init__(self, ranks: int, layers: int, folder: Path) -> None:
         self._rank_arguments = [(str(rank), str(ranks), str(layers), str(folder)) for rank in range(ranks)]
-        self._run = ""
+        self._run: str | None = None
+        """Name of the run, from rank zero's first answer."""
 
-    async def open(self, stack: AsyncExitStack) -> None:
-        """Start everything, and move the first version."""
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Start all processes and transfer version 0."""
         children = [LineChild(MODULE, *arguments) for arguments in self._rank_arguments]
         self._ranks = [await stack.enter_async_context(child) for child in children]
         self._engines = [await stack.enter_async_context(LineChild(MODULE, ENGINE)) for _ in range(ENGINES)]
-        [first, *_] = await self._ask(self._ranks, "publish", version=0)
-        self._run = first["run"]
-        epoch, announce, requests = first["address"]
+
+        [rank_zero, *_] = await self._request(self._ranks, "publish", version=0)
+        self._run = rank_zero["run"]
+        epoch, announce, requests = rank_zero["address"]
         address = PublisherAddress(epoch=epoch, announce=announce, requests=requests)
 
         async def resolve() -> PublisherAddress:
             return address
 
-        self._receiver = SharedWeightReceiver(resolve, store_path(self._run, "node"), DENSE)
+        self._receiver = SharedWeightReceiver(resolve, self._store_path("node"), DENSE)
         stack.push_async_callback(self._receiver.close)
-        await self._apply(0)
-        self._store = WeightStore.open(store_path(self._run, "trainer"))
+        await self._apply_version(0)
+
+        self._store = WeightStore.open(self._store_path("trainer"))
         self._piece_bytes = min(PIECE_BYTES, self._store.layout.total_bytes)
-        target = store_path(self._run, "baseline")
+        target = self._store_path("baseline")
         allocate_file(target, self._piece_bytes)
         self._tcp: TransferBaseline = await stack.enter_async_context(tcp(target))
 
-    async def round(self, version: int, step: Step) -> RanksRound:
-        """Move one version, and take the baselines."""
-        await self._ask(self._ranks, "touch")
-        memcpy_s = max(await self._ask(self._ranks, "memcpy"))
+    async def measure_version(self, version: int, step: Step) -> RanksRound:
+        """Publish and apply one version, and time the baselines."""
+        await self._request(self._ranks, "touch")
+        memcpy_s = max(await self._request(self._ranks, "memcpy"))
+
         started_s = time.monotonic()
-        published, _ = await asyncio.gather(self._ask(self._ranks, "publish", version=version), self._apply(version))
+        answers, _ = await asyncio.gather(
+            self._request(self._ranks, "publish", version=version), self._apply_version(version)
+        )
         applied_s = time.monotonic() - started_s
+
         block = self._store.snapshot(WeightVersion(1, version)).block
-        tcp_s = await self._tcp_s(block)
-        engines_s = max(await self._load(version))
+        tcp_s = await self._time_tcp(block)
+        engines_s = max(await self._load_version(version))
         step()
         return RanksRound(
-            max(each["stall_s"] for each in published),
-            max(each["copied_s"] for each in published),
-            memcpy_s,
-            applied_s,
-            tcp_s,
-            engines_s,
+            stall_s=max(answer["stall_s"] for answer in answers),
+            copied_s=max(answer["copied_s"] for answer in answers),
+            memcpy_s=memcpy_s,
+            applied_s=applied_s,
+            tcp_s=tcp_s,
+            engines_s=engines_s,
         )
 
-    def store_bytes(self) -> tuple[int, int, int]:
-        """Bytes of the model, of the trainer's store and of the receiver's."""
-        stores = [store_path(self._run, name).stat().st_size for name in ("trainer", "node")]
-        return self._store.layout.total_bytes, stores[0], stores[1]
+    def read_sizes(self) -> StoreSizes:
+        """Return the sizes of the model, the trainer's store and the receiver's store."""
+        return StoreSizes(
+            model=self._store.layout.total_bytes,
+            trainer=self._store_path("trainer").stat().st_size,
+            receiver=self._store_path("node").stat().st_size,
+        )
 
-    def remove(self) -> None:
-        """Remove the stores that are left."""
-        if self._run:
+    def remove_stores(self) -> None:
+        """Remove the stores of killed processes. Does nothing if no rank has started."""
+        if self._run is not None:
             remove_stores(self._run)
 
-    async def _apply(self, version: int) -> None:
-        """Wait for the version, and have all engines take it."""
+    def _store_path(self, name: str) -> Path:
+        assert self._run is not None
+        return store_path(self._run, name)
+
+    async def _apply_version(self, version: int) -> None:
+        """Wait until the receiver has the version, and load it into all engines."""
         before = WeightVersion(1, version - 1) if version else None
         await self._receiver.wait_for_newer_version(before, WAIT_S)
         async with self._receiver.hold_newest():
-            await self._load(version)
+            await self._load_version(version)
 
-    async def _tcp_s(self, block: memoryview) -> float:
-        """Seconds for all bytes of the block: those of as many whole pieces as it has, and the rest in proportion."""
+    async def _time_tcp(self, block: memoryview) -> float:
+        """Return the seconds of sending `block`: its full pieces are timed, the remainder is extrapolated."""
         size = self._piece_bytes
-        pieces = [block[at : at + size] for at in range(0, len(block) - size + 1, size)]
-        return sum([await self._tcp.time_transfer(piece) for piece in pieces]) * len(block) / (size * len(pieces))
+        pieces = [block[start : start + size] for start in range(0, len(block) - size + 1, size)]
+        piece_s = [await self._tcp.time_transfer(piece) for piece in pieces]
+        return sum(piece_s) * len(block) / (size * len(pieces))
 
-    async def _load(self, version: int) -> list[float]:
-        path = str(store_path(self._run, "node"))
-        return await self._ask(self._engines, "load", path=path, version=version)
+    async def _load_version(self, version: int) -> list[float]:
+        """Have all engines copy the version. Returns the seconds of each."""
+        path = str(self._store_path("node"))
+        return await self._request(self._engines, "load", path=path, version=version)
 
-    async def _ask(self, children: Sequence[LineChild], what: str, **facts: Any) -> list[Any]:
-        requests: list[Mapping[str, Any]] = [{"ask": what, **facts}] * len(children)
+    async def _request(self, children: Sequence[LineChild], name: str, **arguments: Any) -> list[Any]:
+        requests: list[Mapping[str, Any]] = [{"ask": name, **arguments}] * len(children)
         return await ask_all("the ranks or the engines of the bench", children, requests, WAIT_S)
 
 
-def _figures(ranks: int, sizes: tuple[int, int, int], rounds: Sequence[RanksRound]) -> list[Measurement]:
-    model, trainer, receiver = sizes
-    name, memcpy = f"{ranks} ranks, {model / 1e9:.2f} GB", "one memcpy of a shard, all ranks at once"
-    copies = [(1e3 * each.copied_s, 1e3 * each.memcpy_s) for each in rounds]
-    stalls = [(1e3 * each.stall_s, 1e3 * each.memcpy_s) for each in rounds]
-    applied = [(1e3 * each.applied_s, 1e3 * (each.tcp_s + each.engines_s)) for each in rounds]
-    both = f"TCP loop {median(each.tcp_s for each in rounds):.2f} s + both engines' copies"
+def _make_measurements(ranks: int, sizes: StoreSizes, rounds: Sequence[RanksRound]) -> list[Measurement]:
+    """Compare all rounds with their baselines."""
+    setup = f"{ranks} ranks, {sizes.model / 1e9:.2f} GB"
+    memcpy = "one memcpy of a shard, all ranks in parallel"
+    both = f"TCP loop {median(entry.tcp_s for entry in rounds):.2f} s + both engines' copies"
+    copies = [(1e3 * entry.copied_s, 1e3 * entry.memcpy_s) for entry in rounds]
+    stalls = [(1e3 * entry.stall_s, 1e3 * entry.memcpy_s) for entry in rounds]
+    applied = [(1e3 * entry.applied_s, 1e3 * (entry.tcp_s + entry.engines_s)) for entry in rounds]
     return [
-        Measurement.paired(f"{name}: until the shards are copied", "ms", copies, memcpy),
-        Measurement.paired(f"{name}: the trainer's stall", "ms", stalls, memcpy),
-        Measurement.paired(f"{name}: until {ENGINES} engines have it", "ms", applied, both),
-        Measurement(f"{name}: shared memory of the trainer", trainer / model, "copies"),
-        Measurement(f"{name}: shared memory of the receiver", receiver / model, "copies"),
+        Measurement.paired(f"{setup}: until the shards are copied", "ms", copies, memcpy),
+        Measurement.paired(f"{setup}: the trainer's stall", "ms", stalls, memcpy),
+        Measurement.paired(f"{setup}: until {ENGINES} engines have it", "ms", applied, both),
+        Measurement(f"{setup}: shared memory of the trainer", sizes.trainer / sizes.model, "copies"),
+        Measurement(f"{setup}: shared memory of the receiver", sizes.receiver / sizes.model, "copies"),
     ]
