@@ -136,7 +136,7 @@ def test_the_final_checkpoint_gives_what_the_run_has_stated(asked: Asked, evalua
         assert evaluated["figures"][count] == stated["figures"][count], count
     assert evaluated["figures"]["completions"] == PROMPTS * SAMPLES
     assert 0 < stated["sampled_accuracy"] < 1
-    verdict = "Exactly what the run's report states" if evaluated["agrees_with_the_run"] else "Measured"
+    verdict = "The accuracies equal those in the run's report" if evaluated["agrees_with_the_run"] else "Measured"
     assert evaluated["stated_by_the_run"] == stated and verdict in evaluated["printed"]
 
 

@@ -1,4 +1,4 @@
-"""`async-grpo accept`: the first hour on a device."""
+"""`async-grpo accept`: acceptance tests of a machine before its first run."""
 
 from __future__ import annotations
 
@@ -26,43 +26,44 @@ def accept(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only this stage: doctor, collectives, numbers, behaviour, weights, publish, resume or run; may be "
-            "repeated.",
+            help="Run only this stage: doctor, collectives, numbers, graphs, behaviour, weights, publish, resume or "
+            "run; may be repeated.",
         ),
     ] = None,
     scale: Annotated[
         bool,
         typer.Option(
             "--scale",
-            help="Instead of the usual stages: asynchrony (4B, S = 2 against S = 0, weight updates) and throughput "
-            "(8B), next to published figures.",
+            help="Run benchmarks instead of the usual stages: asynchrony (4B, S = 2 against S = 0, weight updates) and "
+            "throughput (8B), compared with published results.",
         ),
     ] = False,
     devices: Annotated[
-        str | None, typer.Option(metavar="0,1", help="Devices to use (default: all that are visible).")
+        str | None, typer.Option(metavar="0,1", help="Devices to use (default: all visible ones).")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder of the report and its logs (default: runs/accept-PLATFORM)."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report here.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to this file, as JSON.")
     ] = None,
 ) -> int:
-    """Check a machine before its first run: every part on its devices, with a small random model.
+    """Test all parts of the system on this machine's devices, with a small random model, before the first run.
 
-    The stages: `doctor`; `collectives` over all devices; `numbers` (attention, log-probabilities and gradients against
-    the CPU in float64); `graphs` (captured graphs follow weight updates, and an engine whose do not runs without);
-    `behaviour` (the engine's log-probabilities at temperature 0.8 against the trainer's); `weights` (bit for bit into
-    the engine, its tied output layer included); `publish` (one, timed); `resume` (save, SIGKILL, load); `run` (ten
-    steps, with the staleness bound). Each has a limit, and a failed one does not stop those that do not need it.
+    The stages: `doctor`; `collectives` over all devices; `numbers` (attention, log-probabilities and gradients compared
+    with the CPU in float64); `graphs` (captured graphs use updated weights, or the engine runs without graphs);
+    `behaviour` (the engine's log-probabilities at temperature 0.8 compared with the trainer's); `weights` (arrive in
+    the engine bit for bit, including a tied output layer); `publish` (one update, timed); `resume` (save, SIGKILL,
+    load); `run` (ten steps, with the staleness bound). Every stage has a time limit. After a failure, the stages that
+    do not depend on it still run.
 
-    With --scale: models of 4B (four devices) and 8B (eight), with random weights, for about half an hour; on a CPU a
-    tiny one, whose figures are printed but not judged.
+    --scale uses models of 4B (four devices) and 8B (eight devices) with random weights and takes about half an hour. On
+    a CPU it uses a tiny model and only prints the results.
 
-    Takes about a quarter of an hour on a device. Nothing is downloaded. Send report.txt and report.json back with a
-    question: they hold versions, devices and figures, no secrets. Exits with 1 if a stage failed, with 78 if there is
-    no such device.
+    Takes about 15 minutes on a device. Nothing is downloaded. Attach report.txt and report.json to a question: they
+    contain versions, devices and results, but no secrets. The exit code is 1 if a stage failed, and 78 if there is no
+    such device.
     """
     folder = out or Path("runs") / f"accept-{platform}{'-scale' if scale else ''}"
     return asyncio.run(_run(platform, folder, stage or (), devices, json_file, scale=scale))
@@ -71,7 +72,7 @@ def accept(
 async def _run(
     platform: str, folder: Path, stages: Sequence[str], devices: str | None, json_file: Path | None, *, scale: bool
 ) -> int:
-    """Run the stages until they are done or Ctrl-C; returns the exit code."""
+    """Run the stages until they are done or Ctrl-C. Returns the exit code."""
     from async_grpo.lab.accept.accept import accept as run_stages
 
     interrupted = asyncio.Event()
@@ -82,10 +83,10 @@ async def _run(
             status.update("" if done else line)
 
         try:
-            running = run_stages(platform, folder, stages=stages, scale=scale, devices=devices, show=show)
-            report = await race(running, interrupted.wait())
+            stage_runs = run_stages(platform, folder, stages=stages, scale=scale, devices=devices, show=show)
+            report = await race(stage_runs, interrupted.wait())
         except Overtaken:
-            say(f"stopped; what was found so far is in {folder}")
+            say(f"stopped; the results so far are in {folder}")
             return INTERRUPTED
     Console().print(report.table())
     say(f"report: {folder / 'report.txt'} and {folder / 'report.json'}")

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from buffer.inspector import Inspector, Overview
 
 app = typer.Typer(
-    help="Inspect the buffer of a live run, named by the CONFIG and -o that it was started with, or by --run-dir.",
+    help="Inspect the buffer of a live run. Select the run by the CONFIG and -o of its start, or by --run-dir.",
     no_args_is_help=True,
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Timeout = Annotated[
     float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Seconds to wait for the groups in flight.")
 ]
 DiscardReady = Annotated[
-    bool, typer.Option("--discard-ready", help="Finally release all READY groups untrained (as stale).")
+    bool, typer.Option("--discard-ready", help="At the end, release all READY groups untrained (as stale).")
 ]
 
 
@@ -47,10 +47,10 @@ def stats(
 ) -> int:
     """Show counters, window fill, head version, releases by reason, ages, the oldest lease and the server's memory.
 
-    Changes nothing. With --watch --json, every refresh prints one line of JSON.
+    Read-only. With --watch --json, every refresh prints one line of JSON.
     """
-    seconds = every_s if watch else None
-    return _run_attached(config, override, run_dir, lambda inspector: _show_overview(inspector, as_json, seconds))
+    refresh_s = every_s if watch else None
+    return _run_attached(config, override, run_dir, lambda inspector: _show_overview(inspector, as_json, refresh_s))
 
 
 @app.command()
@@ -58,23 +58,29 @@ def stats(
 def inspect(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [ID]", help="CONFIG of the run, and the sequence number of one group."),
+        typer.Argument(
+            metavar="[CONFIG] [ID]", help="CONFIG of the run (unless --run-dir), and a group's sequence number."
+        ),
     ] = None,
     override: RunOverride = None,
     run_dir: RunDir = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Groups to list in each state.")] = 20,
-    characters: Annotated[int, typer.Option("--characters", min=1, help="Characters to show of each text.")] = 400,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of groups to list per state.")] = 20,
+    characters: Annotated[
+        int, typer.Option("--characters", min=1, help="Maximum number of characters to show per text.")
+    ] = 400,
     as_json: AsJson = False,
 ) -> int:
-    """List the groups by state, or show every record of the group or waiting task ID.
+    """List the groups by state, or show all records of the group or waiting task ID.
 
-    Records are decoded without their schema, so those of a newer release can be read too. Text is escaped: nothing
-    that a model wrote can control the terminal. Changes nothing.
+    Records are decoded without a schema, so records of newer releases are readable too. Text is escaped, so model
+    output cannot control the terminal. Read-only.
     """
-    config, seq = _config_and_id(words or [], run_dir)
+    config, seq = _parse_config_and_id(words or [], run_dir)
     if seq is None:
         return _run_attached(config, override, run_dir, lambda inspector: _show_groups(inspector, limit, as_json))
-    return _run_attached(config, override, run_dir, lambda inspector: _show(inspector, seq, characters, as_json))
+    return _run_attached(
+        config, override, run_dir, lambda inspector: _show_records(inspector, seq, characters, as_json)
+    )
 
 
 @app.command()
@@ -89,17 +95,17 @@ def drain(
 ) -> int:
     """Stop admission and wait until no group is in flight.
 
-    1. The horizon of the run is set to 0 and a limit of the replay ratio is lifted, so no new group is admitted,
-    whatever is released. Processes that join or restart with the same configuration do not undo this.
+    1. The horizon of the run is set to 0 and the limit of the replay ratio is lifted. No new groups are admitted even
+    if others are released. Processes that join or restart with the same configuration do not undo this.
 
-    2. Groups in flight finish: their servers insert or discard them, and the groups of a dead server go to the next
-    server when their lease expires. This command waits for that, at most --timeout seconds.
+    2. Groups in flight finish: their servers insert or discard them. Groups of a dead server go to another server when
+    their lease expires. This command waits for all of them, for at most --timeout seconds.
 
-    3. READY groups stay. The trainer takes them as long as they fill its batches, then waits for more, and fails after
-    trainer.take_timeout_s. Waiting tasks stay too.
+    3. READY groups and waiting tasks stay. The trainer takes READY groups while they fill a batch. Then it waits for
+    more, and fails after trainer.take_timeout_s.
 
-    --resume restores horizon and limit. Groups that --discard-ready released stay released, and new groups take their
-    slots. Resuming the run with other parameters, such as more steps, also reopens admission.
+    --resume restores the horizon and the limit. Groups released by --discard-ready stay released, and new groups take
+    their slots. Resuming the run with other settings, such as more steps, also reopens admission.
     """
     if resume:
         return _run_attached(config, override, run_dir, _resume_admission)
@@ -116,13 +122,14 @@ def export(
     override: RunOverride = None,
     run_dir: RunDir = None,
     state: Annotated[
-        list[str] | None, typer.Option("--state", help="ready, taken or kept; may be repeated (default: all three).")
+        list[str] | None,
+        typer.Option("--state", help="State to export: ready, taken or kept; may be repeated (default: all three)."),
     ] = None,
 ) -> int:
-    """Write the stored groups to a file, in the order of their sequence. Changes nothing.
+    """Export the stored groups to a file, ordered by sequence number. Read-only.
 
     READY groups wait for the trainer, TAKEN groups are being trained, and KEPT groups were trained and stay until a
-    checkpoint contains them. Each entry has seq, state, step (the one it was taken for) and group, the record itself:
+    checkpoint contains them. Each entry has seq, state, step (the step that takes it) and group, the record itself:
     kind, format, seq, attempt, task, samples (tokens, logprobs, spans, text, rewards, ...), server, times.
 
     A .jsonl file has one JSON object per line, with arrays as lists of numbers. A .msgpack file is a stream of maps,
@@ -132,9 +139,12 @@ def export(
 
 
 def _run_attached(
-    config: Path | None, override: list[str] | None, run_dir: Path | None, do: Callable[[Inspector], Awaitable[None]]
+    config: Path | None,
+    override: list[str] | None,
+    run_dir: Path | None,
+    action: Callable[[Inspector], Awaitable[None]],
 ) -> int:
-    """Find the run, attach without changing it, and await `do`; returns the exit code. Ctrl-C leaves no traceback."""
+    """Find the run, attach an inspector and await `action`. Returns the exit code, also after Ctrl-C."""
     from async_grpo.app.launch.run_folder import find_run
     from buffer.inspector import Inspector
 
@@ -142,7 +152,7 @@ def _run_attached(
         run = find_run(config, override or [], run_dir)
         inspector = await Inspector.attach(run.redis, run.name)
         try:
-            await do(inspector)
+            await action(inspector)
         finally:
             await inspector.aclose()
 
@@ -176,7 +186,7 @@ async def _show_overview(inspector: Inspector, as_json: bool, every_s: float | N
 
 async def _resume_admission(inspector: Inspector) -> None:
     resumed = await inspector.resume_admission()
-    print_line("admission is open again" if resumed else "admission was not stopped: nothing is changed")
+    print_line("admission is open again" if resumed else "admission was not stopped, so nothing changed")
 
 
 async def _drain(inspector: Inspector, timeout_s: float, discard_ready: bool) -> None:
@@ -185,7 +195,7 @@ async def _drain(inspector: Inspector, timeout_s: float, discard_ready: bool) ->
     stopped = await inspector.stop_admission()
     print_line("admission is stopped" if stopped else "admission was already stopped")
     with progress_bar() as progress:
-        overview = await wait_until_drained(inspector, timeout_s, _follow(progress))
+        overview = await wait_until_drained(inspector, timeout_s, _progress_callback(progress))
     if discard_ready:
         discarded = await inspector.discard_ready()
         print_line(f"nothing is in flight; {discarded} READY groups were released as stale")
@@ -196,26 +206,26 @@ async def _drain(inspector: Inspector, timeout_s: float, discard_ready: bool) ->
 async def _export(inspector: Inspector, file: Path, states: list[str] | None) -> None:
     from async_grpo.lab.inspector.export import export_groups
 
-    groups = await inspector.groups(_states(states))
+    groups = await inspector.groups(_parse_states(states))
     with progress_bar() as progress:
         bar = progress.add_task("groups", total=len(groups))
         written = await export_groups(inspector, groups, file, lambda: progress.advance(bar))
-    _print_exported(file, written, len(groups) - written)
+    _print_export(file, written, missed=len(groups) - written)
 
 
-def _print_exported(file: Path, written: int, gone: int) -> None:
-    note = f"; {gone} ended before they could be written" if gone else ""
+def _print_export(file: Path, written: int, *, missed: int) -> None:
+    note = f"; {missed} ended before they could be written" if missed else ""
     print_line(f"{written} groups, {file.stat().st_size:,} bytes in {file}{note}")
 
 
-def _config_and_id(words: list[str], run_dir: Path | None) -> tuple[Path | None, int | None]:
-    """CONFIG comes first and is left out with --run-dir. Raises ConfigError for anything but one sequence number."""
+def _parse_config_and_id(words: list[str], run_dir: Path | None) -> tuple[Path | None, int | None]:
+    """Parse `[CONFIG] [ID]`; with --run-dir there is no CONFIG. Raises ConfigError for an invalid ID."""
     config = Path(words[0]) if words and run_dir is None else None
     rest = words[1:] if config else words
     if not rest:
         return config, None
     if len(rest) > 1 or not rest[0].isdecimal():
-        raise ConfigError(f"{' '.join(rest)!r} is not an ID. Give one sequence number, as `buffer inspect` lists them")
+        raise ConfigError(f"{' '.join(rest)!r} is not an ID. Give one sequence number, as listed by `buffer inspect`")
     return config, int(rest[0])
 
 
@@ -232,15 +242,15 @@ async def _show_groups(inspector: Inspector, limit: int, as_json: bool) -> None:
     Console().print(render_groups(groups, head_version, limit))
 
 
-async def _show(inspector: Inspector, seq: int, characters: int, as_json: bool) -> None:
-    """Every record of one group."""
+async def _show_records(inspector: Inspector, seq: int, characters: int, as_json: bool) -> None:
+    """Print all records of one group."""
     from async_grpo.lab.inspector.export import decode_untyped, to_jsonable
     from async_grpo.lab.inspector.views import render_record
 
     records = await inspector.records(seq)
     if not records:
         raise ConfigError(
-            f"nothing is stored for group {seq}: it does not exist yet, or it has ended and a checkpoint contains it. "
+            f"the buffer has no records of group {seq}: it does not exist yet, or it has ended. "
             "`async-grpo buffer inspect` without ID lists the groups"
         )
     unpacked = {kind: decode_untyped(payload) for kind, payload in records.items()}
@@ -250,22 +260,25 @@ async def _show(inspector: Inspector, seq: int, characters: int, as_json: bool) 
         Console().print(render_record(f"{kind} {seq}: {len(records[kind]):,} bytes", record, characters))
 
 
-def _states(names: list[str] | None) -> Any:
+def _parse_states(names: list[str] | None) -> Any:
     from async_grpo.lab.inspector.export import EXPORTABLE
 
-    known = {state.value: state for state in EXPORTABLE}
-    if unknown := sorted(set(names or ()) - known.keys()):
-        raise ConfigError(f"--state {unknown[0]} is unknown. Stored groups are {', '.join(known)}")
-    return [known[name] for name in names or known]
+    states = {state.value: state for state in EXPORTABLE}
+    unknown = sorted(set(names or ()) - states.keys())
+    if unknown:
+        raise ConfigError(f"there is no --state {unknown[0]}. Use {', '.join(states)}")
+    return [states[name] for name in names or states]
 
 
-def _follow(progress: Progress) -> Callable[[Overview], None]:
-    """A bar that counts the groups that end, from those in flight at the first look down to none."""
+def _progress_callback(progress: Progress) -> Callable[[Overview], None]:
+    """Return a callback that shows how many of the groups in flight at its first call have ended."""
     bar = progress.add_task("groups ended", total=None)
 
     def show(overview: Overview) -> None:
-        inflight, total = overview.stats.inflight, progress.tasks[bar].total
-        total = inflight if total is None else total
+        inflight = overview.stats.inflight
+        total = progress.tasks[bar].total
+        if total is None:
+            total = inflight
         progress.update(bar, total=total, completed=total - inflight)
 
     return show

@@ -40,32 +40,42 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 
 Question = Annotated[
-    str | None, typer.Option("--prompt", metavar="TEXT", help="Ask one question and exit; stdout is the reply alone.")
+    str | None,
+    typer.Option(
+        "--prompt", metavar="TEXT", help="Ask one question, print only the reply to standard output, and exit."
+    ),
 ]
 Answer = Annotated[
     str | None,
-    typer.Option("--answer", metavar="TEXT", help="With --prompt: also show the reward for this reference answer."),
+    typer.Option(
+        "--answer", metavar="TEXT", help="--prompt: also show the reward of the reply for this reference answer."
+    ),
 ]
 TemplateName = Annotated[
     str,
-    typer.Option(metavar="NAME|FILE", help="raw, qwen_r1, chat or a Jinja file (default: the template of the data)."),
+    typer.Option(
+        metavar="NAME|FILE", help="Prompt template: raw, qwen_r1, chat or a Jinja file (default: that of the data)."
+    ),
 ]
-System = Annotated[str, typer.Option(help="System message, for templates with a place for one.")]
+System = Annotated[str, typer.Option(help="System message, for templates that have one.")]
 Temperature = Annotated[
-    float | None, typer.Option(min=0.0, max=10.0, help="0 is greedy (default: sampling.temperature).")
+    float | None,
+    typer.Option(min=0.0, max=10.0, help="Sampling temperature; 0 is greedy (default: sampling.temperature)."),
 ]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply, in tokens (default: sampling.max_tokens).")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Seed: the same question then gets the same reply.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="Maximum length of a reply, in tokens (default: sampling.max_tokens).")
+]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampling, for reproducible replies.")]
 
 _LINE_ERRORS = (ConfigError, DataError, EngineError, WaitTimeout)
-"""Errors that end one line; the conversation continues after them."""
+"""Errors after which the conversation continues with the next line."""
 HELP = """\
 /answer TEXT        show the reward of the last reply for the reference answer TEXT
 /temperature X      set the temperature; 0 is greedy
-/max-tokens N       set the longest reply, in tokens
-/prompt             show the last prompt as the policy read it
-/reset              forget the conversation so far
-/quit               leave (as does the end of the input)"""
+/max-tokens N       set the maximum length of a reply, in tokens
+/prompt             show the last prompt, as the policy received it
+/reset              start a new conversation
+/quit               leave (or end the input, with Ctrl-D)"""
 
 
 @exit_with_code()
@@ -95,7 +105,7 @@ def chat(
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Values of the user in place of the run's configuration; empty or None keeps the run's value."""
+    """Values that override the run's configuration; empty or None keeps the run's value."""
 
     template: str = ""
     system: str = ""
@@ -110,7 +120,7 @@ class ChatTerminal:
     def __init__(
         self, config: RunConfig, policy: Checkpoint | LiveRun, session: ChatSession, stack: AsyncExitStack
     ) -> None:
-        """`stack` closes the reward pool, which is opened by the first `judge`."""
+        """`stack` closes the reward pool, which the first `judge` opens."""
         self._config = config
         self._policy = policy
         self._stack = stack
@@ -118,23 +128,26 @@ class ChatTerminal:
         self.session = session
 
     @property
-    def most_tokens(self) -> int:
-        """The longest reply that the servers of a live run give, in tokens; unlimited for a checkpoint."""
+    def token_limit(self) -> int:
+        """Maximum length of a reply, in tokens, of a live run's servers; unlimited for a checkpoint."""
         from async_grpo.lab.evaluate.policy_source import LiveRun
 
-        return self._config.rollout.http.max_tokens if isinstance(self._policy, LiveRun) else sys.maxsize
+        if isinstance(self._policy, LiveRun):
+            return self._config.rollout.http.max_tokens
+        return sys.maxsize
 
-    def allow(self, max_tokens: int) -> None:
-        """Set the longest reply, in tokens. Raises ConfigError above the limit of a live run's servers."""
-        if max_tokens > (most := self.most_tokens):
+    def set_max_tokens(self, max_tokens: int) -> None:
+        """Set the maximum length of a reply, in tokens. Raises ConfigError above the limit of a live run's servers."""
+        limit = self.token_limit
+        if max_tokens > limit:
             raise ConfigError(
-                f"{max_tokens} tokens are above {most}, the longest reply that the run's servers give "
-                "(rollout.http.max_tokens). Ask for less, or resume the run with a larger rollout.http.max_tokens"
+                f"{max_tokens} tokens are above the limit of the run's servers, rollout.http.max_tokens ({limit}). "
+                "Choose fewer, or resume the run with a larger rollout.http.max_tokens"
             )
         self.session.max_tokens = max_tokens
 
     async def ask(self, question: str) -> None:
-        """Show the reply as it comes, then who wrote it. Raises what `ChatSession.stream_reply` raises."""
+        """Stream the reply to the terminal, then print its author. Raises the errors of `ChatSession.stream_reply`."""
         async with aclosing(self.session.stream_reply(question)) as pieces:
             async for piece in pieces:
                 print(clean_text(piece), end="", flush=True)
@@ -149,7 +162,7 @@ class ChatTerminal:
 
         reply = self.session.last_reply
         if reply is None:
-            raise DataError("there is no reply to judge yet. Ask something first")
+            raise DataError("there is no reply to judge yet. Ask a question first")
         if self._pool is None:
             self._pool = await self._stack.enter_async_context(RewardPool(self._config.rewards))
         (result,) = await self._pool.judge([RewardInput(reply.text, answer, reply.prompt)])
@@ -158,28 +171,29 @@ class ChatTerminal:
         note(clean_text(f"[reward {reward}{f' ({scores})' if scores else ''}]"))
 
     def handle_command(self, line: str, runner: asyncio.Runner) -> None:
-        """Carry out a line that begins with a slash. Raises ConfigError for an unknown command or a bad value."""
-        word, _, rest = line.partition(" ")
-        session, last = self.session, self.session.last_reply
-        match word:
+        """Execute a line that starts with a slash. Raises ConfigError for an unknown command or an invalid value."""
+        command, _, rest = line.partition(" ")
+        session = self.session
+        match command:
             case "/help":
                 note(HELP)
             case "/reset":
                 session.reset()
-                note("forgotten")
+                note("new conversation")
             case "/prompt":
-                note(clean_text(last.prompt) if last is not None else "nothing was asked yet")
+                reply = session.last_reply
+                note(clean_text(reply.prompt) if reply is not None else "no question has been asked yet")
             case "/answer":
                 runner.run(self.judge(rest.strip()))
             case "/temperature":
-                session.temperature = _number(rest, float, least=0.0, most=10.0)
+                session.temperature = _parse_number(rest, float, minimum=0.0, maximum=10.0)
             case "/max-tokens":
-                self.allow(_number(rest, int, least=1, most=1 << 20))
+                self.set_max_tokens(_parse_number(rest, int, minimum=1, maximum=1 << 20))
             case _:
-                raise ConfigError(f"there is no command {word}. /help lists them")
+                raise ConfigError(f"there is no command {command}. /help lists them")
 
     def _author(self, tokens_by_version: dict[int, int]) -> str:
-        """The policy versions that wrote a reply, in order; without a known version, the checkpoint's path."""
+        """Return the policy versions that wrote a reply, or the checkpoint's path if its version is unknown."""
         from async_grpo.lab.evaluate.policy_source import LiveRun
 
         if isinstance(self._policy, LiveRun):
@@ -197,8 +211,8 @@ def note(text: str) -> None:
 def _chat(choice: PolicyOptions, options: ChatOptions, prompt: str | None, answer: str | None) -> None:
     """Ask one question, or hold a conversation."""
     if answer is not None and prompt is None:
-        raise ConfigError("--answer goes with --prompt. In a conversation type /answer TEXT")
-    config, policy = choice.policy()
+        raise ConfigError("--answer needs --prompt. In a conversation, use /answer TEXT")
+    config, policy = choice.resolve_policy()
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         try:
@@ -227,15 +241,16 @@ async def _open(config: RunConfig, policy: Checkpoint | LiveRun, options: ChatOp
         tokenizer = load_tokenizer(folder)
         prompt = make_prompt(config, tokenizer, template=options.template, system=options.system)
         session = ChatSession(config, sampler, tokenizer, prompt)
-        session.temperature = session.temperature if options.temperature is None else options.temperature
+        if options.temperature is not None:
+            session.temperature = options.temperature
         session.seed = options.seed
         terminal = ChatTerminal(config, policy, session, stack)
-        terminal.allow(options.max_tokens or min(session.max_tokens, terminal.most_tokens))
+        terminal.set_max_tokens(options.max_tokens or min(session.max_tokens, terminal.token_limit))
         yield terminal
 
 
 def _converse(runner: asyncio.Runner, terminal: ChatTerminal) -> None:
-    """Answer line after line until the input ends."""
+    """Process lines until the input ends."""
     memory = "remembers the conversation" if terminal.session.has_history else "reads every question on its own"
     note(f"Ask a question. /help lists the commands, /quit leaves. The policy {memory}.")
     while True:
@@ -254,11 +269,11 @@ def _converse(runner: asyncio.Runner, terminal: ChatTerminal) -> None:
             note(clean_text(str(error)))
 
 
-def _number(text: str, kind: Callable[[str], N], *, least: N, most: N) -> N:
+def _parse_number(text: str, kind: Callable[[str], N], *, minimum: N, maximum: N) -> N:
     try:
         value = kind(text.strip())
-        if least <= value <= most:
+        if minimum <= value <= maximum:
             return value
     except ValueError:
-        pass  # the error below covers it
-    raise ConfigError(f"{text.strip()!r} is not a number from {least} to {most}")
+        pass  # reported below
+    raise ConfigError(f"{text.strip()!r} is not a number from {minimum} to {maximum}")

@@ -1,4 +1,4 @@
-"""`async-grpo convert`, `export` and `runs pull`: checkpoints in other formats, and from another place."""
+"""`async-grpo convert`, `export` and `runs pull`: convert, export and download checkpoints."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to create; it must not exist.")],
 ) -> None:
-    """Convert a Hugging Face folder into a Megatron distributed checkpoint, or back.
+    """Convert a Hugging Face folder to a Megatron distributed checkpoint, or back.
 
-    The format of SOURCE decides the direction. The weights stay the same, bit for bit. Configuration and tokenizer are
-    copied too, so converting back needs nothing else. A converted Megatron checkpoint can be loaded in any layout of
-    ranks (tensor, pipeline, context, expert parallel).
+    The format of SOURCE determines the direction. The weights stay bit-identical. Configuration and tokenizer are
+    copied as well, so converting back needs no other files. A converted Megatron checkpoint can be loaded with any
+    tensor, pipeline, context and expert parallelism.
 
-    The conversion runs in one process on the CPU and holds the weights in memory once.
+    The conversion runs in one process on the CPU and needs memory for one copy of the weights.
 
     For the checkpoint of a run, use `async-grpo export`.
     """
@@ -43,8 +43,8 @@ def convert(
         return _write_with_progress("Megatron", target, lambda progress: to_megatron(folder, target, progress))
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{source} has no config.json, so its architecture and tokenizer are unknown: `async-grpo convert` did "
-            "not write it. For the checkpoint of a run, use `async-grpo export runs/NAME TARGET`"
+            f"{source} has no config.json, so its architecture and tokenizer are unknown. Only checkpoints written by "
+            "`async-grpo convert` have one. For the checkpoint of a run, use `async-grpo export runs/NAME TARGET`"
         )
     _write_with_progress("Hugging Face", target, lambda progress: to_hugging_face(folder, folder, target, progress))
 
@@ -56,15 +56,17 @@ def export(
     version: Annotated[
         int | None, typer.Option("--version", help="Policy version (default: the newest checkpoint).")
     ] = None,
-    merged: Annotated[bool, typer.Option("--merged", help="The whole weights also of a run with model.lora.")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="With model.lora: merge the adapters into the base weights.")
+    ] = False,
 ) -> None:
-    """Export a checkpoint of a run as a Hugging Face folder, which transformers and vLLM can load.
+    """Export a checkpoint of a run as a Hugging Face folder for transformers and vLLM.
 
-    A run that trains adapters (model.lora) is exported as a folder of PEFT: adapter_config.json and
-    adapter_model.safetensors. With --merged the adapters are added to the weights that they were trained on.
+    A run that trains adapters (model.lora) is exported as a PEFT folder: adapter_config.json and
+    adapter_model.safetensors. With --merged, the adapters are merged into the base weights instead.
 
-    The run may still be in progress. Only policy versions with a checkpoint can be exported: see
-    trainer.checkpoint.every_steps and trainer.checkpoint.keep.
+    The run may be live. Only policy versions with a checkpoint can be exported (trainer.checkpoint.every_steps and
+    trainer.checkpoint.keep).
     """
     from async_grpo.app.launch.first_policy import prepare_model
     from async_grpo.app.launch.run_folder import find_checkpoint
@@ -83,21 +85,24 @@ def export(
 
 @exit_with_code()
 def pull(
-    url: Annotated[str, typer.Argument(metavar="URL", help="runs_store/NAME of the run, such as s3://BUCKET/NAME.")],
-    to: Annotated[Path, typer.Option("--to", metavar="RUNS", help="Folder of runs to put it into.")] = Path("runs"),
-    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Bring its newest checkpoint too.")] = False,
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="Location of the copy: runs_store/NAME, such as s3://BUCKET/NAME.")
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="RUNS", help="Folder of runs to download it to.")] = Path("runs"),
+    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Also download its newest checkpoint.")] = False,
 ) -> None:
-    """Bring the copy of a run from its runs_store, to look at it here. To go on with a run, start it again instead."""
+    """Download the copy of a run from its runs_store, to inspect it. To continue a run, start it again instead: that
+    downloads what it needs."""
     from async_grpo.app.launch.run_copy import pull_run
 
     folder = pull_run(url, to, print_line, checkpoint=checkpoint)
     print_line(f"{folder}: `async-grpo runs show {folder}` shows it")
 
 
-def _write_with_progress(form: str, target: Path, write: Convert) -> None:
+def _write_with_progress(format_name: str, target: Path, write: Convert) -> None:
     """Write a checkpoint to `target` with a bar of its tensors, then print its format and size."""
     with progress_bar() as progress:
         bar = progress.add_task("tensors", total=None)
         write(lambda done, total: progress.update(bar, completed=done, total=total))
     size_bytes = sum(path.stat().st_size for path in target.iterdir())
-    print_line(f"{target}: {form}, {size_bytes:,} bytes")
+    print_line(f"{target}: {format_name}, {size_bytes:,} bytes")

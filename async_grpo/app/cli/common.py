@@ -23,35 +23,45 @@ if TYPE_CHECKING:
     from async_grpo.config import RunConfig
     from async_grpo.lab.evaluate.policy_source import Checkpoint, LiveRun
 
-EXAMPLE = "Configuration file, name of a shipped one (quickstart), or folder of a run (runs/quickstart)."
+CONFIG_HELP = "Configuration file, name of a shipped configuration (quickstart), or folder of a run (runs/quickstart)."
 
 
 def complete_config(incomplete: str) -> list[str]:
-    """Names of shipped configurations, configuration files, and folders of runs, that begin with what is typed."""
+    """Return shipped configurations, configuration files and folders of runs that start with `incomplete`."""
     from async_grpo.config.load import shipped_configs
 
     shipped = sorted(path.stem for path in shipped_configs().glob("*.yaml"))
-    return [*(name for name in shipped if name.startswith(incomplete)), *_paths_like(incomplete, (".yaml", ".yml"))]
+    return [*(name for name in shipped if name.startswith(incomplete)), *_complete_path(incomplete, (".yaml", ".yml"))]
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Folders of runs that begin with what is typed; with nothing typed, those in runs/."""
-    return _paths_like(incomplete, ())
+    """Return folders of runs that start with `incomplete`; those in runs/ if it is empty."""
+    return _complete_path(incomplete, ())
 
 
-def _paths_like(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
-    typed = Path(incomplete)
-    folder = typed if incomplete.endswith("/") or not incomplete else typed.parent
-    places = [folder] if incomplete else [Path("runs")]
-    found = [path for place in places if place.is_dir() for path in sorted(place.iterdir())]
-    fitting = [path for path in found if str(path).startswith(incomplete) and not path.name.startswith(".")]
-    files = [str(path) for path in fitting if path.suffix in suffixes or (path / "config.yaml").is_file()]
-    folders = [f"{path}/" for path in fitting if path.is_dir() and str(path) not in files]
-    return [*files, *folders]
+def _complete_path(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Return the files with one of `suffixes`, the folders of runs, and then the other folders to descend into."""
+    if not incomplete:
+        parent = Path("runs")
+    elif incomplete.endswith("/"):
+        parent = Path(incomplete)
+    else:
+        parent = Path(incomplete).parent
+
+    choices: list[str] = []
+    folders: list[str] = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        if path.name.startswith(".") or not str(path).startswith(incomplete):
+            continue
+        if path.suffix in suffixes or (path / "config.yaml").is_file():
+            choices.append(str(path))
+        elif path.is_dir():
+            folders.append(f"{path}/")
+    return [*choices, *folders]
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Configuration keys, with =, that begin with what is typed."""
+    """Return configuration keys, followed by =, that start with `incomplete`."""
     from async_grpo.config import RunConfig
     from async_grpo.config.load import dotted_keys
 
@@ -61,12 +71,12 @@ def complete_key(incomplete: str) -> list[str]:
 _KEY_VALUE = typer.Option(
     *("-o", "--override"),
     metavar="KEY=VALUE",
-    help="Override a key, such as max_staleness=0; may be repeated.",
+    help="Override a configuration key, such as max_staleness=0; may be repeated.",
     autocompletion=complete_key,
 )
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=EXAMPLE, autocompletion=complete_config)]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_HELP, autocompletion=complete_config)]
 OptionalConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help=EXAMPLE, autocompletion=complete_config)
+    Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_HELP, autocompletion=complete_config)
 ]
 Override = Annotated[list[str] | None, _KEY_VALUE]
 RunFolderArgument = Annotated[
@@ -75,7 +85,7 @@ RunFolderArgument = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option("--steps", min=1, metavar="N", help="Train up to N optimizer steps in all; extends a finished run."),
+    typer.Option("--steps", min=1, metavar="N", help="Total number of optimizer steps; extends a finished run."),
 ]
 RunConfigFile = Annotated[
     Path | None,
@@ -90,31 +100,33 @@ RunOverride = Annotated[
     typer.Option(
         *("-o", "--override"),
         metavar="KEY=VALUE",
-        help="Override that the run was started with; may be repeated.",
+        help="Override with which the run was started; may be repeated.",
         autocompletion=complete_key,
     ),
 ]
 RunDir = Annotated[
     Path | None,
-    typer.Option("--run-dir", metavar="DIR", help="Folder of the run, such as runs/quickstart, in place of CONFIG."),
+    typer.Option("--run-dir", metavar="DIR", help="Folder of the run, such as runs/quickstart, instead of CONFIG."),
 ]
 CheckpointPath = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH|ID", help="Hugging Face folder or id, or checkpoint of a run (default: the run's final one)."
+        metavar="PATH|ID", help="Hugging Face folder or id, or checkpoint of a run (default: the run's last)."
     ),
 ]
-Live = Annotated[bool, typer.Option("--live", help="Ask the rollout servers of a run in progress.")]
+Live = Annotated[
+    bool, typer.Option("--live", help="Use the current policy of a live run, through its rollout servers.")
+]
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
-    """A progress bar with the time elapsed, on standard error, so that standard output can be piped.
+    """Return a progress bar with the elapsed time. It is on standard error, so that standard output can be piped.
 
-    `columns` stand between bar and time; without any, it is `done/total`.
+    `columns` are shown between bar and time (default: `done/total`).
     """
-    amount = columns or (MofNCompleteColumn(),)
-    shown = (TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn())
-    return Progress(*shown, console=Console(stderr=True))
+    amounts = columns or (MofNCompleteColumn(),)
+    layout = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeElapsedColumn())
+    return Progress(*layout, console=Console(stderr=True))
 
 
 def print_line(text: str) -> None:
@@ -126,10 +138,10 @@ P = ParamSpec("P")
 
 
 def exit_with_code(*, config_code: int = 1) -> Callable[[Callable[P, int | None]], Callable[P, NoReturn]]:
-    """Decorate a command: exit with the code that it returns (None is 0), or with that of the error that it raises.
+    """Decorate a command: exit with the code that it returns (None is 0), or with that of its error.
 
-    Errors raised on purpose, and those about a file that the user named, are printed as a message without a traceback;
-    the exit code is then 1, or `config_code` for a fault of the configuration or the installation.
+    Expected errors, and OS errors that name a file, are printed without a traceback. The exit code is then 1, or
+    `config_code` for errors of the configuration or the installation.
     """
 
     def decorate(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
@@ -138,8 +150,9 @@ def exit_with_code(*, config_code: int = 1) -> Callable[[Callable[P, int | None]
             try:
                 code = command(*args, **options) or 0
             except (AsyncGrpoError, OSError) as error:
-                if isinstance(error, OSError) and error.filename is None and error.errno not in _FULL:
-                    raise  # it names no file, so it is a defect of this program
+                is_defect = isinstance(error, OSError) and error.filename is None and error.errno not in _DISK_FULL
+                if is_defect:
+                    raise  # the user named no file that could cause it
                 _report_error(error)
                 code = config_code if isinstance(error, CONFIG_FAULTS) else 1
             raise typer.Exit(code)
@@ -159,28 +172,29 @@ def _report_error(error: AsyncGrpoError | OSError) -> None:
     Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(message)}", highlight=False)
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FIXES = {
     errno.ENOENT: "Check the name",
-    errno.EISDIR: "Name a file in it",
-    errno.ENOTDIR: "A part of this path is a file: name a folder",
-    errno.EACCES: "This user may not do that: choose another place, or change its permissions",
-    errno.EROFS: "Choose a place that can be written to",
-    errno.ENOSPC: "Free some space, or choose another disk; the same command goes on from what is whole",
-    errno.EDQUOT: "Free some space, or choose another disk; the same command goes on from what is whole",
+    errno.EISDIR: "Name a file in this folder",
+    errno.ENOTDIR: "A part of this path is a file. Name a folder",
+    errno.EACCES: "This user lacks the permission. Choose another path, or change its permissions",
+    errno.EROFS: "Choose a path on a writable file system",
+    errno.ENOSPC: "Free some space, or choose another disk. The same command then continues from the complete files",
+    errno.EDQUOT: "Free some space, or choose another disk. The same command then continues from the complete files",
 }
 
 
 def _explain_os_error(error: OSError) -> str:
-    """The error in one sentence: the file, the problem and the fix."""
-    place = f"{error.filename}: " if error.filename is not None else ""
+    """Return file, problem and fix as one sentence."""
+    subject = f"{error.filename}: " if error.filename is not None else ""
+    problem = (error.strerror or str(error)).lower()
     fix = _FIXES.get(error.errno or 0, "")
-    return f"{place}{(error.strerror or str(error)).lower()}. {fix}".rstrip(". ")
+    return f"{subject}{problem}. {fix}".rstrip(". ")
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """The options that name a policy, as typed."""
+    """The options that select a policy, as given."""
 
     config: Path | None
     overrides: list[str] | None
@@ -188,11 +202,11 @@ class PolicyOptions:
     checkpoint: Path | None
     live: bool
 
-    def policy(self) -> tuple[RunConfig, Checkpoint | LiveRun]:
-        """The run's configuration and its policy; prints a note if the run was started with other values.
+    def resolve_policy(self) -> tuple[RunConfig, Checkpoint | LiveRun]:
+        """Return the run's configuration and its policy. Prints a note if the run was started with other values.
 
-        Raises ConfigError or DataError if two policies are named or none is found, and BufferFault if the buffer of a
-        live run cannot be reached.
+        Raises ConfigError or DataError if the options name two policies or none is found, and BufferFault if the buffer
+        of a live run cannot be reached.
         """
         from async_grpo.lab.evaluate.policy_source import (
             differences,
@@ -203,21 +217,24 @@ class PolicyOptions:
         from async_grpo.models.hub import hub_repo
 
         if self.live and self.checkpoint is not None:
-            raise ConfigError("--live and --checkpoint are two policies. Give one of them")
+            raise ConfigError("--live and --checkpoint select different policies. Use one of them")
         overrides = self.overrides or []
         if self.live:
-            found = asyncio.run(find_live_run(self.config, overrides, self.run_dir))
-            return found.config, found
+            live_run = asyncio.run(find_live_run(self.config, overrides, self.run_dir))
+            return live_run.config, live_run
+
         config, folder = load_chosen_run(self.config, overrides, self.run_dir)
-        repo = None
-        if self.checkpoint is not None:
-            repo = hub_repo(self.checkpoint, "model", config.model.hub, "--checkpoint")
-        policy = find_policy_checkpoint(folder, self.checkpoint if repo is None else repo.pinned().fetch(say))
+        checkpoint = self.checkpoint
+        if checkpoint is not None:
+            repo = hub_repo(checkpoint, "model", config.model.hub, "--checkpoint")
+            if repo is not None:
+                checkpoint = repo.pinned().fetch(say)
+        policy = find_policy_checkpoint(folder, checkpoint)
         if differing := differences(config, folder):
-            say(f"note: {folder.path} was made with other values of {', '.join(differing)}")
+            say(f"note: {folder.path} was created with other values of {', '.join(differing)}")
         return config, policy
 
 
 def say(line: str) -> None:
-    """Print a line of plain text to standard error, because standard output is for the answer."""
+    """Print a line of plain text to standard error, because standard output is for results."""
     Console(stderr=True, soft_wrap=True).print(clean_text(line), markup=False, highlight=False)

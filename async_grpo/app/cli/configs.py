@@ -22,22 +22,23 @@ from async_grpo.errors import ConfigError
 @exit_with_code()
 def configs(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Copy this one and the layers it builds on.")
+        str | None, typer.Argument(metavar="NAME", help="Configuration to copy, with its base layers.")
     ] = None,
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to copy to; no file in it is overwritten.")] = Path(
-        "configs"
-    ),
+    to: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder to copy to; existing files are not overwritten.")
+    ] = Path("configs"),
 ) -> None:
-    """List the configurations that come with this package, or copy one to change it.
+    """List the configurations that come with this package, or copy one as a starting point.
 
-    `async-grpo run NAME` runs a shipped one as it is.
+    `async-grpo run NAME` runs a shipped configuration unchanged.
     """
     if name is None:
         return Console().print(_table())
     files = list(_layers(resolve_config_path(Path(name))))
     targets = [to / file.relative_to(shipped_configs()) for file in files]
-    if taken := [target for target in targets if target.exists()]:
-        raise ConfigError(f"{taken[0]} exists and would be overwritten. Name another folder with --to")
+    existing = [target for target in targets if target.exists()]
+    if existing:
+        raise ConfigError(f"{existing[0]} exists and would be overwritten. Choose another folder with --to")
     for file, target in zip(files, targets, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(file.read_bytes())
@@ -45,7 +46,7 @@ def configs(
 
 
 def _table() -> Table:
-    table = Table("name", "what it is", title="shipped configurations: async-grpo run NAME")
+    table = Table("name", "description", title="shipped configurations: async-grpo run NAME")
     for file in sorted(shipped_configs().glob("*.yaml")):
         table.add_row(Text(file.stem), Text(_first_sentence(file.read_text(encoding="utf-8"))))
     return table
@@ -57,7 +58,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _layers(file: Path) -> Iterator[Path]:
-    """The file and the files that its `base:` names. Raises ConfigError for a name that is not shipped."""
+    """Yield the file and its `base:` files, recursively. Raises ConfigError for a file that is not shipped."""
     if not file.is_relative_to(shipped_configs()):
         raise ConfigError(f"there is no shipped configuration {file}. `async-grpo configs` lists them")
     base = yaml.safe_load(file.read_text(encoding="utf-8")).get("base") or []

@@ -1,4 +1,4 @@
-"""`async-grpo doctor`: report what is installed, and whether a run can start here."""
+"""`async-grpo doctor`: check the installation, and whether a run can start on this machine."""
 
 from __future__ import annotations
 
@@ -33,18 +33,24 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> int:
-    """Report what is installed, what is missing and how to install it. Exits with 1 if a requirement is missing.
+    """Check the installation, and report what is missing and how to install it. The exit code is 1 if a requirement is
+    missing.
 
-    With CONFIG also whether that run can start here: model, data and its first row, reward functions, memory, disk,
-    ports, devices, Redis, and keys without effect.
+    With CONFIG, also check whether that run can start on this machine: model, data and its first row, reward functions,
+    memory, disk, ports, devices, Redis, and keys without effect.
     """
     from async_grpo.lab.doctor import checks_of, checks_of_run
 
-    checked, findings = (None, []) if config is None else _read_config(config, override or [])
-    chosen: PlatformName = platform or (checked.trainer.platform if checked is not None else "cpu")
-    with Console(stderr=True).status("looking; private names of packages take ten seconds"):
+    run_config: RunConfig | None = None
+    findings: list[Finding] = []
+    if config is not None:
+        run_config, findings = _read_config(config, override or [])
+    chosen: PlatformName = platform or (run_config.trainer.platform if run_config is not None else "cpu")
+
+    with Console(stderr=True).status("checking; private names of packages take ten seconds"):
         findings += [check() for check in checks_of(chosen)]
-        findings += [check() for check in checks_of_run(checked)] if checked is not None else []
+        if run_config is not None:
+            findings += [check() for check in checks_of_run(run_config)]
     healthy = all(finding.ok is not False for finding in findings)
     if as_json:
         document = {"platform": chosen, "ok": healthy, "findings": [asdict(finding) for finding in findings]}
@@ -55,7 +61,7 @@ def doctor(
 
 
 def _read_config(file: Path, overrides: list[str]) -> tuple[RunConfig | None, list[Finding]]:
-    """The configuration, or None and the finding that says why it is refused."""
+    """Return the configuration, or None and a finding with the reason why it is invalid."""
     try:
         return load_run_config(file, overrides), []
     except ConfigError as error:
@@ -63,8 +69,8 @@ def _read_config(file: Path, overrides: list[str]) -> tuple[RunConfig | None, li
 
 
 def _print_findings(findings: Sequence[Finding], title: str) -> None:
-    """Print the findings as a table and below it each fix on a line of its own, unabridged."""
-    table = Table("", "what", "found", title=title)
+    """Print the findings as a table, and below it every fix in full on a separate line."""
+    table = Table("", "check", "result", title=title)
     for finding in findings:
         table.add_row(MARKS[finding.ok], finding.name, escape(finding.found))
     console = Console()

@@ -1,4 +1,4 @@
-"""`async-grpo import-config`: read the configuration of another system and write one of this project."""
+"""`async-grpo import-config`: translate the configuration of another system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SourceName(StrEnum):
-    """The names of `async_grpo.lab.importers.SOURCES`."""
+    """Names of the systems in `async_grpo.lab.importers.SOURCES`."""
 
     MINDSPEED_RL = "mindspeed-rl"
     MINDRLHF = "mindrlhf"
@@ -29,28 +29,32 @@ class SourceName(StrEnum):
 
 @exit_with_code()
 def import_config(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file, or a launch script, which is only read.")],
-    source: Annotated[SourceName, typer.Option("--from", help="The system that the file is for.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="YAML file or launch script. A script is parsed, never executed.")
+    ],
+    source: Annotated[SourceName, typer.Option("--from", help="System of the file.")],
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="File to write (default: standard output).")
     ] = None,
     given: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A variable of the script or a key; may be repeated."),
+        typer.Option("--set", metavar="NAME=VALUE", help="Value of a script's variable or of a key; may be repeated."),
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the training data: turns epochs into steps.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows of the training data, for converting epochs to steps.")
+    ] = None,
 ) -> None:
-    """Turn a configuration of MindSpeed-RL, MindRLHF, verl or TRL into one of this project.
+    """Translate a configuration of MindSpeed-RL, MindRLHF, verl or TRL into one of this project.
 
-    Lists every key that has no counterpart, with the reason and the nearest key here. Launch scripts are never
-    executed. docs/coming-from.md has the tables of keys.
+    Lists all keys without a counterpart, with the reason and the nearest key of this project. docs/coming-from.md has
+    the tables of keys.
     """
     from async_grpo.lab.importers import SOURCES
     from async_grpo.lab.importers.translation import import_file
 
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists and would be overwritten. Name another file with -o, or remove it")
-    imported = import_file(SOURCES[source], file, _pairs(given or []), rows)
+    imported = import_file(SOURCES[source], file, _parse_pairs(given or []), rows)
     text = imported.text(f"From {file.name} of {SOURCES[source].title}, by async-grpo import-config.")
     if out is None:
         typer.echo(text, nl=False)
@@ -60,10 +64,14 @@ def import_config(
     say(_closing(imported, out))
 
 
-def _pairs(given: list[str]) -> dict[str, str]:
-    if strange := [pair for pair in given if "=" not in pair]:
-        raise ConfigError(f"--set {strange[0]} is not of the form NAME=VALUE")
-    return dict(pair.split("=", 1) for pair in given)
+def _parse_pairs(pairs: list[str]) -> dict[str, str]:
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {pair} is not of the form NAME=VALUE")
+        values[name] = value
+    return values
 
 
 def _left_out_table(imported: Imported) -> Table:

@@ -1,4 +1,4 @@
-"""`async-grpo launch`: hands a run to the scheduler of a cluster."""
+"""`async-grpo launch`: submit a run to the scheduler of a cluster."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import typer
 
 from async_grpo.app.cli.common import ConfigFile, Override, Steps, exit_with_code, print_line
 
-app = typer.Typer(help="Hand a run to the scheduler of a cluster.", no_args_is_help=True)
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; submit and write nothing.")]
+app = typer.Typer(help="Submit a run to the scheduler of a cluster.", no_args_is_help=True)
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the jobs or objects without submitting or writing anything.")
+]
 
 
 @app.callback()
 def common() -> None:
-    """Hand a run to the scheduler of a cluster, which places its roles and starts them again."""
+    """Submit a run to the scheduler of a cluster, which places its roles and restarts them."""
 
 
 @app.command()
@@ -26,14 +28,14 @@ def slurm(
     steps: Steps = None,
     servers: Annotated[
         int | None,
-        typer.Option("--servers", min=1, metavar="N", help="Servers to start; with a trainer there, servers to add."),
+        typer.Option("--servers", min=1, metavar="N", help="Rollout servers to start; for a live run, servers to add."),
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Submit a run as jobs of Slurm: the trainer, an array of rollout servers, and the report.
+    """Submit a run as Slurm jobs: the trainer, an array of rollout servers, and the report.
 
-    It needs redis.url, and a runs_dir that all nodes share. Preempted roles save their work and are requeued; the same
-    command resumes a run that has ended before its last step, and --servers N adds servers to one that is running.
+    Needs redis.url, and a runs_dir on a file system that all nodes share. Preempted roles save their work and are
+    requeued. The same command resumes a run that ended before its last step. For a live run, --servers N adds servers.
     """
     from async_grpo.app.launch.clusters.slurm import dependency_options, make_job_scripts, submit_run
     from async_grpo.app.launch.plan import plan_run
@@ -56,18 +58,19 @@ def ray(
     servers: Annotated[
         int | None,
         typer.Option(
-            "--servers", min=0, metavar="N", help="Servers to start; with a trainer there, servers to add. 0: none."
+            "--servers", min=0, metavar="N", help="Rollout servers to start; for a live run, servers to add. 0: none."
         ),
     ] = None,
     remove: Annotated[
-        str | None, typer.Option("--remove", metavar="NAME", help="Stop this rollout server, and do nothing else.")
+        str | None, typer.Option("--remove", metavar="NAME", help="Only stop this rollout server.")
     ] = None,
     dry_run: DryRun = False,
 ) -> int:
-    """Run as actors of a Ray cluster (launch.ray.address or RAY_ADDRESS), and stay until the end.
+    """Run the roles as actors of a Ray cluster (launch.ray.address or RAY_ADDRESS), and wait until the run ends.
 
-    It needs redis.url, and a runs_dir that all nodes share. Roles of lost nodes are started elsewhere, those of drained
-    nodes save their work first; the same command resumes. Ctrl-C stops what this command has started.
+    Needs redis.url, and a runs_dir on a file system that all nodes share. Roles of lost nodes are restarted on other
+    nodes; roles of drained nodes save their work first. The same command resumes. Ctrl-C stops the roles that this
+    command started.
     """
     from async_grpo.app.launch.clusters.ray import launch_run, plan_bundles, remove_server
     from async_grpo.app.launch.plan import plan_run
@@ -86,9 +89,10 @@ def ray(
 @app.command()
 @exit_with_code()
 def kubernetes(config: ConfigFile, override: Override = None, steps: Steps = None, dry_run: DryRun = False) -> None:
-    """Apply a run to the cluster of kubectl: JobSet, Deployment, Redis, report, budgets, policies, autoscaler.
+    """Create the objects of a run in kubectl's current cluster: JobSet, Deployment, Redis, report, disruption budgets,
+    network policies, autoscaler.
 
-    Addresses and runs_dir are set for the cluster; models, data and the Secret with the passwords must be there.
+    Addresses and runs_dir are set for the cluster. Models, data and the Secret with the passwords must already exist.
     """
     from async_grpo.app.launch.clusters.kubernetes import apply_objects, dump_objects, resolve_for_cluster
 

@@ -39,7 +39,7 @@ INSTALLER = Path(__file__).parents[2] / "deploy" / "install"
 """A script that needs only Python and pip. In a checkout, async_grpo/deploy is a symbolic link."""
 
 app = typer.Typer(
-    help="Asynchronous GRPO: rollout servers generate without pause, and the trainer takes what is ready.",
+    help="Asynchronous GRPO: rollout servers generate continuously, and the trainer takes the groups that are ready.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # paragraphs of a docstring flow
@@ -64,17 +64,20 @@ def run(
     override: Override = None,
     steps: Steps = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and show the plan; start nothing.")
+        bool, typer.Option("--dry-run", help="Check everything and show the plan, without starting anything.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run of this name and start over.")] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask before --fresh deletes a run from a shared server or bucket.")
+        bool,
+        typer.Option(
+            "--yes", help="Do not ask for confirmation before --fresh deletes a run from a shared server or bucket."
+        ),
     ] = False,
 ) -> int:
-    """Run everything on this machine: server, trainer, rollout servers, report.
+    """Run everything on this machine: buffer server, trainer, rollout servers, report.
 
-    Ctrl-C stops cleanly; the same command again resumes. Overrides become part of the run's name, so every experiment
-    has its own folder under runs/. --steps does not: it trains the run of that name further.
+    Ctrl-C stops cleanly, and the same command resumes. Overrides become part of the run's name, so every experiment has
+    its own folder under runs/. --steps does not: it continues the run of the same name.
     """
     from async_grpo.app.launch.local import run_locally
 
@@ -82,8 +85,8 @@ def run(
         Console().print(plan_table(plan_run(config, override or [], download=False, steps=steps)))
         return 0
     plan = plan_run(config, override or [], download=True, steps=steps, on_this_machine=True)
-    confirm = (lambda question: True) if yes else _ask
-    command = command_of(config, override, steps)
+    command = reproducing_command(config, override, steps)
+    confirm = _confirm_without_asking if yes else _ask
     return asyncio.run(run_locally(plan, fresh=fresh, command=command, confirm=confirm))
 
 
@@ -92,16 +95,17 @@ def resume(
     run: RunFolderArgument,
     steps: Steps = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--from", metavar="VERSION", help="Resume from this checkpoint, not from the newest.")
+        str | None, typer.Option("--from", metavar="VERSION", help="Resume from this checkpoint instead of the newest.")
     ] = None,
 ) -> int:
-    """Resume a run that was stopped, killed or failed, with the settings in its folder.
+    """Resume a run that was stopped or killed or that failed, with the settings in its folder.
 
-    --steps N sets the total and so extends a finished run: it goes on from its last checkpoint, and its report covers
-    all steps. A linear or cosine learning rate then falls towards the new end, so that it rises when it resumes.
+    --steps N sets the total number of steps. It extends a finished run: training continues from the last checkpoint,
+    and the report covers all steps. A linear or cosine learning rate then decays towards the new end, so it jumps up at
+    the resume.
 
-    --from VERSION gives up the checkpoints after VERSION. Steps whose groups the buffer still has are repeated exactly;
-    others are trained again on new groups, and the log says how many.
+    --from VERSION discards the checkpoints after VERSION. Steps whose groups are still in the buffer are repeated
+    exactly. The others are trained again on new groups, and the log contains their number.
     """
     from async_grpo.app.launch.local import run_locally
     from async_grpo.app.launch.run_folder import choose_checkpoint
@@ -110,20 +114,21 @@ def resume(
     trained = len(Run.open(run).steps())
     if steps is not None and steps < trained:
         raise ConfigError(
-            f"--steps is {steps}, but {run} has trained {trained} steps already. N is the total: name a larger one"
+            f"--steps is {steps}, but {run} has already trained {trained} steps. N is the total: choose a larger one"
         )
     plan = plan_run(run, [], download=True, steps=steps, on_this_machine=True)
     if checkpoint is not None:
         version = choose_checkpoint(run, checkpoint)
         print(f"resuming from version {version}; steps after it, of {trained} so far, are trained again")
-    return asyncio.run(run_locally(plan, fresh=False, command=command_of(run, None, steps)))
+    return asyncio.run(run_locally(plan, fresh=False, command=reproducing_command(run, None, steps)))
 
 
 @exit_with_code()
 def fetch(config: ConfigFile, override: Override = None) -> int:
-    """Check a run, and download or make its model and data ahead of it, so that its roles find them.
+    """Check a run, and download or create its model and data before its roles start.
 
-    Containers do this before they start a role. Repeat it after a broken connection: it goes on from there.
+    Containers do this before they start a role. After a broken connection, repeat the command: it continues the
+    download.
     """
     from async_grpo.app.launch.single_role import prepare_inputs
 
@@ -135,21 +140,24 @@ def rollout(
     config: OptionalConfigFile = None,
     override: Override = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Join this run of this machine, such as runs/quickstart.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of a live run on this machine to join, such as runs/quickstart."),
     ] = None,
     name: Annotated[str, typer.Option(help="Name of this server, unique in the run.")] = "rollout-0",
 ) -> int:
-    """Run one rollout server: for containers and clusters (CONFIG with redis.url), or to join a run (--run-dir).
+    """Run one rollout server, in a container or cluster (CONFIG with redis.url), or to join a live run (--run-dir).
 
-    Start and stop it at any time. It fetches the newest weights before its first token. Ctrl-C stores its unfinished
-    groups and returns them to the buffer.
+    Servers can be started and stopped at any time. A server fetches the newest weights before its first token. Ctrl-C
+    saves its unfinished groups to the buffer, where other servers continue them.
     """
     from async_grpo.app.launch.single_role import join_run, run_rollout
 
     if run_dir is not None and config is None and not override:
         return join_run(run_dir, name)
     if config is None or run_dir is not None:
-        raise ConfigError("which run? Give the CONFIG (and -o) of a run with redis.url, or --run-dir runs/NAME alone")
+        raise ConfigError(
+            "no run is selected. Give the CONFIG (and -o) of a run with redis.url, or only --run-dir runs/NAME"
+        )
     return run_rollout(config, override or [], name)
 
 
@@ -162,9 +170,9 @@ def trainer(
         typer.Option(envvar="ASYNC_GRPO_NODE_RANK", help="Rank of this machine among trainer.nodes, from 0."),
     ] = None,
 ) -> int:
-    """Run the trainer, for containers and clusters (needs redis.url).
+    """Run the trainer, in a container or cluster (needs redis.url).
 
-    With trainer.nodes above 1, run the same command on each machine; training starts once all have joined.
+    With trainer.nodes above 1, run the same command on each machine. Training starts when all have joined.
     """
     from async_grpo.app.launch.single_role import run_trainer
 
@@ -172,32 +180,43 @@ def trainer(
 
 
 def install(
-    platform: Annotated[Literal["cpu", "cuda", "ascend"], typer.Argument(help="What this machine computes on.")],
+    platform: Annotated[Literal["cpu", "cuda", "ascend"], typer.Argument(help="Hardware of this machine.")],
     only: Annotated[
-        list[str] | None, typer.Option(metavar="STAGE", help="This stage alone. Repeatable; --print lists them.")
+        list[str] | None,
+        typer.Option(metavar="STAGE", help="Install only this stage; may be repeated. --print lists the stages."),
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Leave installed packages as they are, and add the others.")
+        bool, typer.Option("--keep", help="Keep installed packages, and install only missing ones.")
     ] = False,
-    show: Annotated[bool, typer.Option("--print", help="Show pip's commands, and run none.")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Print pip's commands without running them.")] = False,
 ) -> None:
-    """Install vLLM, Megatron-core and torch for this machine, by pip, in versions that fit together.
+    """Install vLLM, Megatron-core and torch for this machine with pip, in compatible versions.
 
-    pip alone cannot: the packages of one platform state requirements that contradict each other, and PyPI has some in
-    builds for CUDA only. Versions and hashes are those of a lock file that comes with this package.
+    pip cannot resolve them alone: packages of one platform have contradicting requirements, and PyPI has some of them
+    only in CUDA builds. Versions and hashes come from a lock file in this package.
     """
-    words = [platform, "--installed", *(f"--only={stage}" for stage in only or ())]
-    words += [option for option, wanted in (("--keep", keep), ("--print", show)) if wanted]
-    os.execv(sys.executable, [sys.executable, str(INSTALLER), *words])  # pip replaces packages of this process
+    arguments = [platform, "--installed", *(f"--only={stage}" for stage in only or ())]
+    if keep:
+        arguments.append("--keep")
+    if show:
+        arguments.append("--print")
+    # Replace this process: pip replaces packages that it has loaded.
+    os.execv(sys.executable, [sys.executable, str(INSTALLER), *arguments])
 
 
-def command_of(config: Path, override: list[str] | None, steps: int | None) -> str:
-    """The command that makes the run from scratch, for its report: the command typed, or the one that made the run
-    whose folder was given."""
-    first = RunFolder(config).read_state().command if config.is_dir() and not override else ""
-    if not first:
+def reproducing_command(config: Path, override: list[str] | None, steps: int | None) -> str:
+    """Return the command that reproduces the run from scratch, for its report.
+
+    This is the given command; for the folder of a run, the command that created the run.
+    """
+    command = ""
+    if config.is_dir() and not override:
+        command = RunFolder(config).read_state().command
+    if not command:
         return shlex.join(["async-grpo", *sys.argv[1:]])
-    return f"{first.partition(' --steps ')[0]} --steps {steps}" if steps else first
+    if steps:
+        return f"{command.partition(' --steps ')[0]} --steps {steps}"
+    return command
 
 
 def _show_version(wanted: bool) -> None:
@@ -205,19 +224,24 @@ def _show_version(wanted: bool) -> None:
         return
     from async_grpo import __version__
 
-    root, found = Path(__file__).parents[3], ""
+    root = Path(__file__).parents[3]
+    commit = ""
     if (root / ".git").exists():
-        words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            found = subprocess.run(words, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
-    typer.echo(f"async-grpo {__version__}" + (f" (commit {found} in {root})" if found else ""))
+            commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+    typer.echo(f"async-grpo {__version__}" + (f" (commit {commit} in {root})" if commit else ""))
     raise typer.Exit
 
 
 def _ask(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} There is no terminal to ask. Pass --yes, or leave --fresh out")
+        raise ConfigError(f"{question} There is no terminal for the answer. Pass --yes, or leave --fresh out")
     return typer.confirm(question)
+
+
+def _confirm_without_asking(question: str) -> bool:
+    return True
 
 
 PANELS: dict[str, list[Callable[..., None]]] = {
@@ -226,7 +250,7 @@ PANELS: dict[str, list[Callable[..., None]]] = {
     "Measure and improve": [sweep, simulate, tune],
     "Roles and clusters": [fetch, rollout, trainer],
 }
-"""Panel of the help -> its commands, those of every day first."""
+"""Commands per panel of the help, the most used first."""
 for panel, commands in PANELS.items():
     for command in commands:
         app.command("eval" if command is evaluate else None, rich_help_panel=panel)(command)
@@ -236,6 +260,6 @@ app.add_typer(buffer.app, name="buffer", rich_help_panel="Measure and improve")
 app.add_typer(launch.app, name="launch", rich_help_panel="Roles and clusters")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and AT_IMPORT is signal.default_int_handler:
-    signal.signal(signal.SIGINT, AT_IMPORT)  # imported: from here on, Ctrl-C is an exception
+    signal.signal(signal.SIGINT, AT_IMPORT)  # the imports are done: from here on, Ctrl-C is an exception again
 if __name__ == "__main__":
     app()

@@ -1,4 +1,4 @@
-"""`async-grpo prepare`: turn published data into a folder of tokenized prompts that runs read."""
+"""`async-grpo prepare`: convert published data into a folder of tokenized prompts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 Files = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="FILE|NAME", help="JSON lines, a JSON array or Parquet; or gsm8k, deepscaler, dapo-math from a hub."
+        metavar="FILE|NAME",
+        help="Files of JSON lines, a JSON array or Parquet; or gsm8k, deepscaler or dapo-math from a hub.",
     ),
 ]
-KeepField = Annotated[list[str] | None, typer.Option(help="Field to keep as metadata for verifiers; may be repeated.")]
+KeepField = Annotated[list[str] | None, typer.Option(help="Field to pass to verifiers as metadata; may be repeated.")]
 HeldOutFrom = Annotated[
-    list[Path] | None, typer.Option(metavar="FILE", help="Hold out the rows of this file instead; may be repeated.")
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="File of held-out rows, instead of --held-out; may be repeated."),
 ]
 
 
@@ -37,63 +39,87 @@ HeldOutFrom = Annotated[
 def prepare(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to create; it must not exist.")],
     model: Annotated[
-        Path, typer.Option(metavar="FOLDER|ID", help="Model of the run (folder or id on the hub), for its tokenizer.")
+        Path,
+        typer.Option(
+            metavar="FOLDER|ID", help="Model of the run, a folder or an id on the hub; only its tokenizer is used."
+        ),
     ],
     files: Files = None,
     dataset: Annotated[
         str, typer.Option(metavar="ID", help="Data set on the hub, such as openai/gsm8k or openai/gsm8k@REVISION.")
     ] = "",
-    split: Annotated[str, typer.Option(help="With --dataset: the split to train on.")] = "train",
-    subset: Annotated[str, typer.Option(help="With --dataset: its folder or configuration, such as main.")] = "",
-    hub: Annotated[Hub, typer.Option(help="The hub of --dataset, a NAME and --model.")] = "huggingface",
-    format: Annotated[DataFormat, typer.Option(help="Names of the fields; auto looks at the first row.")] = "auto",
-    prompt_field: Annotated[str, typer.Option(help="With --format generic; a dot leads into an object.")] = "",
+    split: Annotated[str, typer.Option(help="--dataset: training split.")] = "train",
+    subset: Annotated[str, typer.Option(help="--dataset: folder or configuration of the data set, such as main.")] = "",
+    hub: Annotated[Hub, typer.Option(help="Hub of --dataset, NAME and --model.")] = "huggingface",
+    format: Annotated[
+        DataFormat, typer.Option(help="Format of the rows; auto: detected from the first row of each file.")
+    ] = "auto",
+    prompt_field: Annotated[
+        str, typer.Option(help="--format generic: field of the question; a dot selects a field of an object.")
+    ] = "",
     answer_field: Annotated[
-        str, typer.Option(help="With --format generic; only what follows ####, if it has it.")
+        str, typer.Option(help="--format generic: field of the answer; only the text after ####, if any, is used.")
     ] = "",
     keep_field: KeepField = None,
     template: Annotated[
-        str, typer.Option(help="raw, qwen_r1, chat (the tokenizer's own template), or a Jinja file.")
+        str, typer.Option(help="Prompt template: raw, qwen_r1, chat (the tokenizer's own), or a Jinja file.")
     ] = "raw",
-    system: Annotated[str, typer.Option(help="System message for chat or a Jinja file.")] = "",
-    max_prompt_tokens: Annotated[int, typer.Option(help="Reject longer prompts.")] = 512,
-    held_out: Annotated[int, typer.Option(help="Rows to keep from training for evaluation.")] = 256,
+    system: Annotated[str, typer.Option(help="System message, for chat or a Jinja file.")] = "",
+    max_prompt_tokens: Annotated[
+        int, typer.Option(help="Maximum length of a prompt, in tokens; longer prompts are rejected.")
+    ] = 512,
+    held_out: Annotated[int, typer.Option(help="Number of rows to reserve for evaluation.")] = 256,
     held_out_from: HeldOutFrom = None,
-    keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Keep repeated questions.")] = False,
-    shuffle: Annotated[bool, typer.Option(help="Shuffle the rows, or keep the order of the files.")] = True,
+    keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Keep duplicate questions.")] = False,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle the rows; otherwise keep the order of the files.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the shuffling.")] = 1,
 ) -> None:
     """Tokenize, filter, deduplicate and split a data set into a folder for `data.path`.
 
-    FOLDER/rejected.jsonl lists the rejected rows, each with its line and the reason. The folder appears only once it is
-    complete; runs read it in constant memory. docs/data.md describes the formats.
+    FOLDER/rejected.jsonl lists the rejected rows, with line and reason. The folder is created only when it is complete.
+    Runs read it in constant memory. docs/data.md describes the formats.
     """
-    paths = {"files": files or [], "out": out, "model": model, "held_out_from": held_out_from or []}
-    fields = {"prompt_field": prompt_field, "answer_field": answer_field, "keep_fields": keep_field or []}
-    prompts = {"template": template, "system": system, "max_prompt_tokens": max_prompt_tokens}
-    rows = {"held_out": held_out, "keep_duplicates": keep_duplicates, "shuffle": shuffle, "seed": seed}
-    options = {**paths, **fields, **prompts, **rows, "format": format}
-    _prepare(_from_hub(options, dataset, split, subset, hub))
+    options = {
+        "files": files or [],
+        "out": out,
+        "model": model,
+        "format": format,
+        "prompt_field": prompt_field,
+        "answer_field": answer_field,
+        "keep_fields": keep_field or [],
+        "template": template,
+        "system": system,
+        "max_prompt_tokens": max_prompt_tokens,
+        "held_out": held_out,
+        "held_out_from": held_out_from or [],
+        "keep_duplicates": keep_duplicates,
+        "shuffle": shuffle,
+        "seed": seed,
+    }
+    _prepare(_download_inputs(options, dataset, split, subset, hub))
 
 
-def _from_hub(options: dict[str, Any], dataset: str, split: str, subset: str, hub: Hub) -> dict[str, Any]:
-    """The options with local files in place of a name or an id. Raises ConfigError."""
+def _download_inputs(options: dict[str, Any], dataset: str, split: str, subset: str, hub: Hub) -> dict[str, Any]:
+    """Download data set and model if they are on a hub, and return the options with local files. Raises ConfigError."""
     from async_grpo.models.hub import TOKENIZER_FILES, hub_repo
     from async_grpo.models.hub_dataset import KNOWN, hub_files
 
     files = options["files"]
+    # A file of that name takes precedence over the name of a known data set.
     if not dataset and len(files) == 1 and str(files[0]) in KNOWN and not files[0].exists():
-        dataset, files = KNOWN[str(files[0])].id, []
+        dataset = KNOWN[str(files[0])].id
+        files = []
     if bool(dataset) == bool(files):
         raise ConfigError(
-            f"prepare needs FILEs, one of the names {', '.join(KNOWN)}, or --dataset with an id, and not two of them"
+            f"prepare needs exactly one of: FILEs, one of the names {', '.join(KNOWN)}, or --dataset with an id"
         )
     if dataset:
-        found = hub_files(dataset, hub, split, subset, say)
-        held_out = options["held_out_from"] or found.held_out
-        chosen = found.format if options["format"] == "auto" else options["format"]
-        options = {**options, "files": found.train, "held_out_from": held_out, "format": chosen}
-    if repo := hub_repo(options["model"], "model", hub, "--model"):
+        downloaded = hub_files(dataset, hub, split, subset, say)
+        held_out = options["held_out_from"] or downloaded.held_out
+        format_name = downloaded.format if options["format"] == "auto" else options["format"]
+        options = {**options, "files": downloaded.train, "held_out_from": held_out, "format": format_name}
+    repo = hub_repo(options["model"], "model", hub, "--model")
+    if repo is not None:
         options = {**options, "model": replace(repo, wanted=TOKENIZER_FILES).pinned().fetch(say)}
     return options
 
@@ -102,36 +128,36 @@ def _prepare(options: dict[str, Any]) -> None:
     from async_grpo.data.prepare.pipeline import prepare_dataset
     from async_grpo.data.tokenizer import find_tokenizer
 
-    config = _checked(options)
+    config = _validate_options(options)
     tokenizer = find_tokenizer(config.model, "--model")
     with progress_bar(DownloadColumn()) as progress:
         total = sum(file.stat().st_size for file in [*config.files, *config.held_out_from] if file.is_file())
         bar = progress.add_task("preparing", total=total)
         manifest, rejected = prepare_dataset(config, tokenizer, lambda done: progress.update(bar, completed=done))
-    Console().print(_summary(config, manifest, rejected))
+    Console().print(_summary_table(config, manifest, rejected))
 
 
-def _checked(options: dict[str, Any]) -> PrepareConfig:
-    """The options as a PrepareConfig. Raises ConfigError that names the options that are wrong."""
+def _validate_options(options: dict[str, Any]) -> PrepareConfig:
+    """Return the options as a PrepareConfig. Raises ConfigError that names the invalid options."""
     from pydantic import ValidationError
 
     try:
         return PrepareConfig.model_validate(options)
     except ValidationError as error:
         problems = []
-        for one in error.errors():
-            option = "".join(f"--{key}: ".replace("_", "-") for key in one["loc"][:1])
-            problems.append(option + one["msg"].removeprefix("Value error, "))
+        for detail in error.errors():
+            option = "".join(f"--{key}: ".replace("_", "-") for key in detail["loc"][:1])
+            problems.append(option + detail["msg"].removeprefix("Value error, "))
         raise ConfigError("; ".join(problems)) from None
 
 
-def _summary(config: PrepareConfig, manifest: DatasetManifest, rejected: Rejections) -> Table:
-    """A table of the rows taken, and of those rejected with the first row for each reason."""
+def _summary_table(config: PrepareConfig, manifest: DatasetManifest, rejected: Rejections) -> Table:
+    """Return a table of the accepted rows, and of the rejected rows by reason, with the first of each."""
     table = Table(title=Text(f"prepared {config.out}"), show_header=False)
     table.add_row("training rows", f"{manifest.rows['train']:,}")
     table.add_row("held-out rows", f"{manifest.rows['held_out']:,}")
     table.add_row("longest prompt", f"{manifest.longest_prompt_tokens:,} tokens")
     for reason, count in sorted(manifest.rejected.items()):
-        table.add_row(f"not taken: {reason}", Text(f"{count:,}, first {rejected.first[reason]}"))
+        table.add_row(f"rejected: {reason}", Text(f"{count:,}, first {rejected.first[reason]}"))
     table.add_row("in a run", Text(f"-o data.kind=jsonl -o data.path={config.out}"))
     return table

@@ -1,9 +1,8 @@
-"""docs/reference.md: every configuration key, step metric and command; docs/coming-from.md beside it: the tables of
-other systems' keys. Both are written from the code.
+"""Generates docs/reference.md (all configuration keys, metrics and commands) and the key tables of docs/coming-from.md.
 
     python -m async_grpo.app.cli.reference docs/reference.md
 
-A test compares these files with what this module would write.
+A test checks that both files are up to date.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 
 HEADER = """# Reference
 
-Every configuration key, every metric of a training step, and every command. `make reference` writes this
-page from the code; change the code, not the page.
+All configuration keys, metrics and commands. This page is generated from the code by `make reference`; change the
+code, not the page.
 """
 
 
 def reference() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     return "\n".join([HEADER, *configuration(), *step_metrics(), *server_metrics(), *commands()]).rstrip() + "\n"
 
 
 def configuration() -> Iterator[str]:
-    """One table for each section of the configuration: key, type, default, meaning."""
+    """Yield one table per section of the configuration: key, type, default, meaning."""
     yield "## Configuration keys\n"
     yield "Nested keys are written with dots, as `-o` takes them; `list[].key` is a key of every item of a list.\n"
     sections: dict[str, list[tuple[str, FieldInfo]]] = {}
@@ -53,11 +52,11 @@ def configuration() -> Iterator[str]:
 
 
 def step_metrics() -> Iterator[str]:
-    """The table of METRICS: key, tag, gauge, unit, meaning."""
+    """Yield the table of METRICS: key, tag, gauge, unit, meaning."""
     yield "## Metrics of a training step\n"
     yield (
-        "`key` stands in the rows of kind `step` in `metrics.jsonl`, `tag` in TensorBoard and other trackers, and "
-        "`gauge` on the trainer's `/metrics`, after `async_grpo_trainer_`.\n"
+        "`key` is the name in the rows of kind `step` in `metrics.jsonl`, `tag` the name in TensorBoard and other "
+        "trackers, and `gauge` the name on the trainer's `/metrics`, after `async_grpo_trainer_`.\n"
     )
     yield "| key | tag | gauge | unit | meaning |\n|---|---|---|---|---|"
     for metric in METRICS:
@@ -67,9 +66,9 @@ def step_metrics() -> Iterator[str]:
 
 
 def server_metrics() -> Iterator[str]:
-    """The table of SERVER_METRICS: name, labels, meaning."""
+    """Yield the table of SERVER_METRICS: name, labels, meaning."""
     yield "## Metrics of a rollout server\n"
-    yield "On the `/metrics` of every rollout server ([http.md](http.md)), since its engine started.\n"
+    yield "On the `/metrics` of every rollout server ([http.md](http.md)). Counters start with the engine.\n"
     yield "| metric | labels | meaning |\n|---|---|---|"
     for metric in SERVER_METRICS:
         labels = ", ".join(_code(label) for label in metric.labels)
@@ -78,13 +77,13 @@ def server_metrics() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """Every command with its arguments and options."""
+    """Yield every command with its arguments and options."""
     yield "## Commands\n"
     pending: list[tuple[str, Any]] = [("async-grpo", typer.main.get_command(app))]
     while pending:
         name, command = pending.pop(0)
         children: Mapping[str, Any] = getattr(command, "commands", {})
-        pending += [(f"{name} {child}", found) for child, found in sorted(children.items())]
+        pending += [(f"{name} {child}", children[child]) for child in sorted(children)]
         if not children:
             yield f"### `{name}`\n\n{_paragraphs(command.help or '')}\n"
             yield "| option | meaning | default |\n|---|---|---|"
@@ -93,7 +92,7 @@ def commands() -> Iterator[str]:
 
 
 def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    """Every key below `prefix`; the keys of a list's items follow the list as `list[].key`."""
+    """Yield all keys below `prefix`. The keys of a list's items follow the list as `list[].key`."""
     for name, field in model.model_fields.items():
         sections = [member for member in _members(field.annotation) if _is_model(member)]
         if not sections:
@@ -101,8 +100,9 @@ def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
         for section in sections:
             yield from _fields(section, f"{prefix}{name}.")
         for item in _members(field.annotation):
-            for section in filter(_is_model, (part for each in get_args(item) for part in _members(each))):
-                yield from _fields(section, f"{prefix}{name}[].")
+            for argument in get_args(item):
+                for section in filter(_is_model, _members(argument)):
+                    yield from _fields(section, f"{prefix}{name}[].")
 
 
 def _is_model(annotation: Any) -> bool:
@@ -110,7 +110,7 @@ def _is_model(annotation: Any) -> bool:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The parts of a union; otherwise the annotation itself."""
+    """Return the members of a union, or else the annotation itself."""
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

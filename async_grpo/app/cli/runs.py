@@ -1,4 +1,4 @@
-"""`async-grpo runs`: list runs, look at them, compare them, stop them, and clean up."""
+"""`async-grpo runs`: list, inspect, compare, stop and delete runs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from async_grpo.errors import AsyncGrpoError, ConfigError
 if TYPE_CHECKING:
     from async_grpo.app.runs.upkeep import Removal, Wanted
 
-app = typer.Typer(help="List runs, look at them, compare them, stop them, and clean up.", no_args_is_help=True)
+app = typer.Typer(help="List, inspect, compare, stop and delete runs.", no_args_is_help=True)
 app.command()(pull)
 
 Root = Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
 @exit_with_code()
 def list_(root: Root = Path("runs"), as_json: AsJson = False) -> None:
-    """List the runs in a folder, those of sweeps too, with their state and results; the latest comes first."""
+    """List the runs in a folder, including those of sweeps, with state and results, the latest first."""
     from async_grpo.app.runs.format import list_facts, print_list
     from async_grpo.app.runs.run import list_runs
 
@@ -38,13 +38,13 @@ def list_(root: Root = Path("runs"), as_json: AsJson = False) -> None:
     elif rows:
         print_list(rows)
     else:
-        print_line(f"no run in {root}. `async-grpo run quickstart` makes one")
+        print_line(f"no run in {root}. `async-grpo run quickstart` creates one")
 
 
 @app.command()
 @exit_with_code()
 def show(run: RunFolderArgument, as_json: AsJson = False) -> None:
-    """Show one run: its state and why, its figures, its files, and what to do next."""
+    """Show one run: its state with the reason, its metrics, its files and the next command."""
     from async_grpo.app.runs.format import print_run, run_facts
     from async_grpo.app.runs.run import Run
 
@@ -63,17 +63,19 @@ def compare(
         typer.Argument(metavar="RUN RUN ...", help="Folders of two runs or more.", autocompletion=complete_run),
     ],
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Also draw rewards and throughput over the steps.")
+        Path | None, typer.Option(metavar="FILE.png", help="Also plot rewards and throughput over the steps.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs: the settings that differ, and the figures. The ratio is that of the last run to the first."""
+    """Compare runs: different settings, and metrics. The ratio is the last run's metric divided by the first run's."""
     from async_grpo.app.runs.compare import compare_runs, plot_rewards
     from async_grpo.app.runs.format import comparison_facts, comparison_table, table_console
     from async_grpo.app.runs.run import Run
 
     if plot is not None and (plot.suffix != ".png" or plot.exists()):
-        raise ConfigError(f"--plot {plot}: name a new file that ends in .png; nothing is overwritten")
+        raise ConfigError(
+            f"--plot {plot} is not a new file with the ending .png. Name one; existing files are not overwritten"
+        )
     opened = [Run.open(path) for path in runs]
     comparison = compare_runs(opened)
     if plot is not None:
@@ -90,38 +92,40 @@ def samples(
     run: RunFolderArgument,
     best: Annotated[bool, typer.Option("--best", help="Groups with the highest mean reward first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Groups with the lowest mean reward first.")] = False,
-    seq: Annotated[int | None, typer.Option("--seq", min=0, help="Only the group of this sequence number.")] = None,
-    step: Annotated[int | None, typer.Option("--step", min=1, help="Only groups that this step trained.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", min=0, help="Only the group with this sequence number.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="Only groups trained in this step.")] = None,
     grep: Annotated[
         str | None, typer.Option("--grep", metavar="REGEX", help="Only groups whose prompt or a completion matches.")
     ] = None,
     reward_min: Annotated[
-        float | None, typer.Option("--reward-min", help="Only groups with a completion of this reward or more.")
+        float | None, typer.Option("--reward-min", help="Only groups with a completion of at least this reward.")
     ] = None,
     reward_max: Annotated[
-        float | None, typer.Option("--reward-max", help="Only groups with a completion of this reward or less.")
+        float | None, typer.Option("--reward-max", help="Only groups with a completion of at most this reward.")
     ] = None,
-    count: Annotated[int, typer.Option("-n", min=1, help="Number of groups.")] = 3,
-    characters: Annotated[int, typer.Option("--characters", min=1, help="Characters to show of each text.")] = 600,
+    count: Annotated[int, typer.Option("-n", min=1, help="Maximum number of groups.")] = 3,
+    characters: Annotated[
+        int, typer.Option("--characters", min=1, help="Maximum number of characters to show per text.")
+    ] = 600,
 ) -> None:
-    """Print groups of samples: prompt, answer, and every completion with its reward; the latest groups first.
+    """Print groups of samples: prompt, answer, and every completion with its reward, the latest groups first.
 
-    Text is escaped: nothing that a model wrote can control the terminal.
+    Text is escaped, so model output cannot control the terminal.
     """
     from async_grpo.app.runs.format import group_lines
     from async_grpo.app.runs.run import Run
     from async_grpo.app.runs.samples import GroupFilter, mean_reward, written_s
 
     if best and worst:
-        raise ConfigError("--best and --worst are opposites. Give one of them")
+        raise ConfigError("--best and --worst contradict each other. Use one of them")
     opened = Run.open(run)
     wanted = GroupFilter(seq, None if grep is None else _compile_pattern(grep), reward_min, reward_max)
     groups = wanted.select(opened.samples(step))
     groups.sort(key=mean_reward if best or worst else written_s, reverse=not worst)
     if not groups:
         raise ConfigError(
-            f"no group of {run} fits among the {len(opened.samples())} that were written "
-            "(every telemetry.samples_every-th one). Ask for less"
+            f"none of the {len(opened.samples())} groups in the samples of {run} (every telemetry.samples_every-th "
+            "one) matches the conditions. Remove some of them"
         )
     for group in groups[:count]:
         for line in group_lines(group, characters):
@@ -136,11 +140,11 @@ def report(
         bool,
         typer.Option(
             "--wait",
-            help="Wait until the run is over: for roles that are started one by one. RUN may then be its CONFIG.",
+            help="Wait until the run ends, for roles that are started separately. RUN may then be the CONFIG.",
         ),
     ] = False,
 ) -> int:
-    """Write the report of a run again: of one that is live, was killed, or ran in containers too."""
+    """Rewrite the report of a run, which may be live, killed, or run in containers."""
     from async_grpo.app.launch.follow import follow_run
     from async_grpo.app.runs.run import Run
     from async_grpo.app.runs.upkeep import rewrite_report
@@ -157,12 +161,14 @@ def report(
 def stop(
     run: RunFolderArgument,
     now: Annotated[
-        bool, typer.Option("--now", help="Do not wait for unfinished work: back to the last checkpoint.")
+        bool, typer.Option("--now", help="Kill immediately; work since the last checkpoint is lost.")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for its end.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="Maximum seconds to wait for its end.")
+    ] = 300.0,
 ) -> None:
-    """Stop a live run of this machine from another terminal, as Ctrl-C does in its own: it ends with a checkpoint and
-    its report, and `async-grpo resume` continues it."""
+    """Stop a live run on this machine, like Ctrl-C in its terminal: it writes a checkpoint and its report and exits.
+    `async-grpo resume` continues it."""
     from async_grpo.app.runs.format import NEXT_COMMANDS
     from async_grpo.app.runs.run import Run
     from async_grpo.app.runs.stop import stop_run
@@ -178,30 +184,34 @@ def clean(
     root: Root = Path("runs"),
     older_than_days: Annotated[
         float | None,
-        typer.Option("--older-than", min=0, metavar="DAYS", help="Runs that were not written for so long."),
+        typer.Option("--older-than", min=0, metavar="DAYS", help="Only runs without a change in the last DAYS days."),
     ] = None,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=0, metavar="N", help="Leave the latest N runs.")] = 0,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=0, metavar="N", help="Keep the latest N runs.")] = 0,
     failed: Annotated[bool, typer.Option("--failed", help="Only runs that failed or were interrupted.")] = False,
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Only resumable checkpoints of finished runs; exports stay.")
+        bool, typer.Option("--checkpoints", help="Delete only resumable checkpoints of finished runs, not exports.")
     ] = False,
     redis: Annotated[
-        bool, typer.Option("--redis", help="Only the keys of finished runs on a shared server; folders stay.")
+        bool, typer.Option("--redis", help="Delete only keys of finished runs on a shared server, not folders.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only list.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete instead of only listing.")] = False,
 ) -> int:
-    """List what can be deleted, and delete it with --yes. Live runs are left alone.
+    """List runs that can be deleted; with --yes, delete them. Live runs are never deleted.
 
-    Without --checkpoints or --redis whole folders go, with the keys that their runs have on a shared server. RUNS may
-    be the folder of one run. A run without its keys or its checkpoints cannot be extended.
+    Without --checkpoints or --redis, deletes whole folders and the runs' keys on a shared server. RUNS may be one run's
+    folder. A run without its keys or checkpoints cannot be extended.
     """
     from async_grpo.app.runs.format import removal_text
     from async_grpo.app.runs.run import list_runs
     from async_grpo.app.runs.upkeep import Part, Wanted, choose_removals
 
     if checkpoints and redis:
-        raise ConfigError("--checkpoints and --redis are two things to delete. Give one of them")
-    part = Part.CHECKPOINTS if checkpoints else Part.KEYS if redis else Part.FOLDER
+        raise ConfigError("use either --checkpoints or --redis, not both")
+    part = Part.FOLDER
+    if checkpoints:
+        part = Part.CHECKPOINTS
+    elif redis:
+        part = Part.KEYS
     wanted = Wanted(part, older_than_days, keep_last, failed)
     _check_chosen(root, wanted)
     removals = choose_removals(list_runs(root), wanted, time.time())
@@ -209,7 +219,7 @@ def clean(
         return _delete(removals)
     for removal in removals:
         print_line(f"would delete {removal_text(removal)}")
-    print_line(f"{len(removals)} to delete. " + ("--yes deletes them" if removals else "Live runs are left alone"))
+    print_line(f"{len(removals)} to delete. " + ("--yes deletes them" if removals else "Live runs are never deleted"))
     return 0
 
 
@@ -220,13 +230,13 @@ def _check_chosen(root: Path, wanted: Wanted) -> None:
     chosen = wanted.failed or wanted.keep_last or wanted.older_than_days is not None
     if wanted.part is Part.FOLDER and not chosen and not (root / "config.yaml").is_file():
         raise ConfigError(
-            "which runs? Give --older-than DAYS, --keep-last N or --failed, the folder of one run, or what to delete "
-            "of all finished runs: --checkpoints or --redis"
+            "this would delete all runs. Add --older-than DAYS, --keep-last N or --failed, name the folder of one run, "
+            "or delete only --checkpoints or --redis of all finished runs"
         )
 
 
 def _delete(removals: list[Removal]) -> int:
-    """Carry out all removals. If one fails, the others are still carried out."""
+    """Delete all removals. A failure does not stop the others. Returns the exit code."""
     from async_grpo.app.runs.format import removal_text
     from async_grpo.app.runs.upkeep import delete_part
 

@@ -1,4 +1,4 @@
-"""`async-grpo simulate`: what a run would do, before it is started."""
+"""`async-grpo simulate`: predict a run before it is started."""
 
 from __future__ import annotations
 
@@ -12,32 +12,37 @@ from async_grpo.app.cli.common import ConfigFile, Override, exit_with_code, say
 
 From = Annotated[
     list[Path] | None,
-    typer.Option("--from", metavar="RUN", help="Fit the timings to this run; two of different S say more."),
+    typer.Option(
+        "--from",
+        metavar="RUN",
+        help="Fit the timings to this run; may be repeated. Two runs with different S fit better.",
+    ),
 ]
 Check = Annotated[
     list[Path] | None,
-    typer.Option(metavar="RUN", help="Compare the simulation with this run, which is not fitted to; may be repeated."),
+    typer.Option(metavar="RUN", help="Compare the simulation with this run, without fitting to it; may be repeated."),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Estimate them for a100, a800, h100, h800, h200, h20, 910b or 910c."),
+    typer.Option(metavar="NAME", help="Estimate the timings for a100, a800, h100, h800, h200, h20, 910b or 910c."),
 ]
 TimingsFile = Annotated[
     Path | None,
-    typer.Option("--timings", metavar="FILE", help="Read the timings from a file, or those of them that it has."),
+    typer.Option("--timings", metavar="FILE", help="Read timings from this file. It may contain only some of them."),
 ]
 Grid = Annotated[
     list[str] | None,
     typer.Option("--grid", metavar="KEY=A,B,C", help="Values to try, such as max_staleness=0,2,4; may be repeated."),
 ]
 Steps = Annotated[
-    int | None, typer.Option(min=4, metavar="N", help="Steps to simulate (default: as many as the figures need).")
+    int | None, typer.Option(min=4, metavar="N", help="Steps to simulate (default: as many as stable results need).")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the lengths and of everything else that is drawn.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to a file.")]
-Plots = Annotated[Path | None, typer.Option(metavar="DIR", help="Write simulation.png into this folder.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results to this file.")]
+Plots = Annotated[Path | None, typer.Option(metavar="DIR", help="Write simulation.png to this folder.")]
 WriteTimings = Annotated[
-    Path | None, typer.Option("--write-timings", metavar="FILE", help="Write the timings that were used, to be edited.")
+    Path | None,
+    typer.Option("--write-timings", metavar="FILE", help="Write the timings used to this file, for editing."),
 ]
 
 
@@ -61,8 +66,8 @@ def simulate(
     A discrete-event simulation with this project's own admission, selection and staleness code. Timings come from a
     run (--from), from rooflines of a device (--device), or from a file (--timings).
 
-    Without --grid it also says what one change would give: one more server, a larger S, faster weights. With --check
-    it says how far it is from runs that it has not seen.
+    Without --grid, also reports the effect of single changes: one more server, a larger S, faster weight updates. With
+    --check, reports the prediction error on runs that were not used for fitting.
     """
     from async_grpo.app.launch.plan import plan_run
     from async_grpo.lab.simulate import prediction

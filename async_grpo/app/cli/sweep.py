@@ -1,4 +1,4 @@
-"""`async-grpo sweep`: run a grid of settings and write a report that compares them."""
+"""`async-grpo sweep`: run a grid of settings and compare the runs in a report."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ Grid = Annotated[
     typer.Option("--grid", metavar="KEY=A,B,C", help="Values to try, such as max_staleness=0,2,4; may be repeated."),
 ]
 Seeds = Annotated[
-    str | None, typer.Option(metavar="1,2,3", help="Seeds to run every combination with (default: that of CONFIG).")
+    str | None, typer.Option(metavar="1,2,3", help="Seeds for every combination (default: the seed of CONFIG).")
 ]
-AtOnce = Annotated[int, typer.Option(min=1, help="Number of runs that share this machine.")]
+AtOnce = Annotated[int, typer.Option(min=1, help="Number of parallel runs on this machine.")]
 OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the sweep (default: runs/NAME-sweep).")]
 Tolerance = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Learning to give up for speed (default: one standard error of the best setting)."),
+    typer.Option(
+        min=0.0,
+        help="Accuracy to trade for speed in the recommendation (default: one standard error of the best setting).",
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and list every point, but start nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and list all points without starting them.")]
 ReportOnly = Annotated[
     Path | None, typer.Option("--report", metavar="DIR", help="Only rewrite the report of this sweep.")
 ]
@@ -45,10 +48,10 @@ def sweep(
     dry_run: DryRun = False,
     report: ReportOnly = None,
 ) -> int:
-    """Run a grid of settings, one run each, and compare their learning, throughput and ages to recommend one.
+    """Run a grid of settings, compare learning, throughput and staleness of the runs, and recommend one.
 
-    Ctrl-C stops cleanly. The same command again resumes: it keeps finished runs and retries failed ones. More values or
-    seeds extend the existing sweep.
+    Ctrl-C stops cleanly. The same command resumes: it keeps finished runs and retries failed ones. More values or seeds
+    extend the sweep.
     """
     from async_grpo.lab.sweep.folder import SweepFolder
     from async_grpo.lab.sweep.report import write_report
@@ -56,12 +59,14 @@ def sweep(
 
     if report is not None:
         if config is not None or grid or override or seeds:
-            raise ConfigError("--report DIR runs nothing. Leave out CONFIG, --grid, --seeds and -o")
+            raise ConfigError("--report DIR starts no runs. Leave out CONFIG, --grid, --seeds and -o")
         print_result(SweepFolder(report), write_report(SweepFolder(report), tolerance))
         return 0
 
     if config is None:
-        raise ConfigError("which runs? Give CONFIG and --grid, or --report DIR to rewrite the report of a sweep")
+        raise ConfigError(
+            "no runs are selected. Give CONFIG and --grid, or --report DIR to rewrite the report of a sweep"
+        )
     command = shlex.join(["async-grpo", *sys.argv[1:]])
     options = SweepOptions(config, grid or [], seeds, override or [], out, at_once, tolerance, command)
     folder, plan = make_plan(options)

@@ -1,4 +1,4 @@
-"""`async-grpo tune`: settings for a goal, found by simulation and checked by short real runs."""
+"""`async-grpo tune`: search settings for a goal by simulation, and verify them by short real runs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ Vary = Annotated[
         autocompletion=complete_key,
     ),
 ]
-Fix = Annotated[list[str] | None, typer.Option(metavar="KEY", help="Leave this key as it is; may be repeated.")]
+Fix = Annotated[list[str] | None, typer.Option(metavar="KEY", help="Do not vary this key; may be repeated.")]
 GoalOption = Annotated[
     Literal["throughput", "cost", "reward"],
     typer.Option(
-        help="Most tokens/s, most tokens a device-second, or the shortest time to a reward (old tokens count less)."
+        help="Maximise tokens/s (throughput) or tokens per device-second (cost), or minimise the time to a reward, for "
+        "which old tokens count less (reward)."
     ),
 ]
-MaxAge = Annotated[float | None, typer.Option(min=0, metavar="STEPS", help="Largest mean age of trained tokens.")]
+MaxAge = Annotated[float | None, typer.Option(min=0, metavar="STEPS", help="Maximum mean age of trained tokens.")]
 MinEss = Annotated[
     float | None,
-    typer.Option(min=0, max=1, metavar="SHARE", help="Least effective sample size of the importance weights."),
+    typer.Option(min=0, max=1, metavar="SHARE", help="Minimum effective sample size of the importance weights."),
 ]
 AgeCost = Annotated[
     float | None,
@@ -43,13 +44,22 @@ Learning = Annotated[
 ]
 EssDecay = Annotated[
     float | None,
-    typer.Option(min=0, metavar="D", help="--min-ess: it is exp(-D a) at age a (default: measured in --from)."),
+    typer.Option(
+        min=0,
+        metavar="D",
+        help="--min-ess: effective sample size is exp(-D a) at age a (default: D measured in --from).",
+    ),
 ]
-Trials = Annotated[int, typer.Option(min=2, help="Points to simulate at most, beside the neighbours of the best.")]
+Trials = Annotated[
+    int, typer.Option(min=2, help="Maximum number of points to simulate, in addition to the neighbours of the best.")
+]
 Real = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Also run the N best and the present configuration for some steps.")
+    int,
+    typer.Option(
+        min=0, metavar="N", help="Also run the N best settings and the current configuration for --real-steps steps."
+    ),
 ]
-RealSteps = Annotated[int, typer.Option(min=4, metavar="M", help="Steps of such a run that count.")]
+RealSteps = Annotated[int, typer.Option(min=4, metavar="M", help="Measured steps per real run.")]
 OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to write (default: runs/NAME-tune).")]
 
 
@@ -75,13 +85,13 @@ def tune(
     out: OutFolder = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Find the settings of a run that reach a goal, by simulation, and by short real runs with --real.
+    """Find the best settings of a run for a goal by simulation and, with --real, by short real runs.
 
-    Varies max_staleness, concurrency, the selector and, on accelerators, the split of the devices. What changes the
-    batch or prefers short completions is varied only with --vary. Timings come from a run (--from), from rooflines of a
-    device (--device), or from a file (--timings).
+    Varies max_staleness, concurrency, the selector and, on accelerators, the split of the devices. Settings that change
+    the batch or prefer short completions are varied only with --vary. Timings come from a run (--from), from rooflines
+    of a device (--device), or from a file (--timings).
 
-    Writes a configuration with a reason for every line that it changes, all figures, and a plot of speed against age.
+    Writes a configuration with a reason for every changed line, all results, and a plot of speed over age.
     """
     from async_grpo.lab.simulate.prediction import TimingsOptions
     from async_grpo.lab.tune.advice import as_json

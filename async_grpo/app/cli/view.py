@@ -18,28 +18,28 @@ from async_grpo.utils.aio import stop_signals
 if TYPE_CHECKING:
     from async_grpo.utils.http_server import HttpServer
 
-MOST_REQUESTS = 64
+MAX_REQUESTS = 64
 
 
 @exit_with_code()
 def view(
     runs: Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of runs, or of one run.")] = Path("runs"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any that is free.")] = 8765,
-    host: Annotated[str, typer.Option(help="Address to listen at; beyond the loopback, everybody may read.")] = (
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free port.")] = 8765,
+    host: Annotated[str, typer.Option(help="Address to listen on. On any but the loopback, everybody may read.")] = (
         "127.0.0.1"
     ),
     localhost_only: Annotated[
         bool,
         typer.Option(
             "--localhost-only",
-            help="Answer only for localhost, whatever --host is: for a published port of a container.",
+            help="Accept only requests to localhost, for any --host. Use it for a published port of a container.",
         ),
     ] = False,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
-    """Look at runs in a browser: curves, staleness, timeline and samples, live while a run goes on.
+    """Show runs in a browser: curves, staleness, timeline and samples, with live updates.
 
-    The page only reads, loads nothing from elsewhere, and needs no network. Ctrl-C ends it.
+    The page is read-only, loads nothing from other hosts and needs no network. Ctrl-C stops the server.
     """
     _serve_page(runs, port, host, localhost_only, open_page)
 
@@ -56,19 +56,19 @@ def _serve_page(runs: Path, port: int, host: str, localhost_only: bool, open_pag
     try:
         listener = listen(host, port)
     except OSError as error:
-        raise ConfigError(f"no page at {host}, port {port} ({error}). Name another --port") from error
+        raise ConfigError(f"cannot listen on {host}, port {port} ({error}). Choose another --port") from error
     address = address_of(*listener.getsockname()[:2])
-    typer.echo(f"{runs} at {address} (Ctrl-C ends it)")
+    typer.echo(f"{runs} at {address} (Ctrl-C stops the server)")
     if open_page:
         webbrowser.open(address)
-    asyncio.run(serve(HttpServer(app, MOST_REQUESTS), listener, ending))
+    asyncio.run(serve(HttpServer(app, MAX_REQUESTS), listener, ending))
 
 
 async def serve(server: HttpServer, listener: socket.socket, ending: asyncio.Event) -> None:
-    """Serve until SIGINT or SIGTERM; event streams are ended first."""
+    """Serve until SIGINT or SIGTERM."""
 
     def stop() -> None:
-        ending.set()
+        ending.set()  # first: the server waits for open event streams
         server.stop()
 
     with stop_signals(stop):

@@ -1,4 +1,4 @@
-"""`async-grpo why`: where the time of a run went, and what would make it faster."""
+"""`async-grpo why`: show where the time of a run went, and what would make it faster."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ if TYPE_CHECKING:
     from async_grpo.lab.simulate.whatif import Change
     from async_grpo.lab.simulate.why import Explanation
 
-FOLLOWED_STEPS, LOOK_EVERY_S = 20, 2.0
-LEAST_SHARE = 0.02
-"""Share of the time below which a part of the waits is not explained."""
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to a file.")]
-Changes = Annotated[bool, typer.Option(help="Simulate what changes would give.")]
+FOLLOWED_STEPS = 20
+POLL_INTERVAL_S = 2.0
+MIN_SHARE = 0.02
+"""Minimum fraction of the time for which a cause of waiting is explained."""
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results to this file.")]
+Changes = Annotated[bool, typer.Option(help="Simulate the effect of changes.")]
 Last = Annotated[int | None, typer.Option("--last", min=1, metavar="N", help="Count only the last N steps.")]
 Follow = Annotated[
     bool,
-    typer.Option("--follow", help=f"Say it again after every step, until the run ends; of the last {FOLLOWED_STEPS}."),
+    typer.Option(
+        "--follow", help=f"Repeat the analysis of the last {FOLLOWED_STEPS} steps after every step until the run ends."
+    ),
 ]
 
 
@@ -44,10 +47,9 @@ def why(
     last: Last = None,
     follow: Follow = False,
 ) -> None:
-    """Say where the time of a run went, what its trainer waited for, and what would make it faster.
+    """Show where the time of a run went, what its trainer waited for, and what would make it faster.
 
-    It reads the run's files, also while the run is live. What a change would give comes from a simulation with timings
-    that are fitted to the same files.
+    Reads the run's files; the run may be live. The effect of changes is simulated with timings fitted to these files.
     """
     from async_grpo.lab.simulate.recorded import read_recorded
     from async_grpo.lab.simulate.why import explain
@@ -56,50 +58,53 @@ def why(
     if follow:
         _follow(run, last or FOLLOWED_STEPS, console)
     recorded = read_recorded(run)
-    found = explain(recorded, last=last)
-    _show(found, console)
-    simulated = _simulate(recorded, console) if changes else []
+    explanation = explain(recorded, last=last)
+    _show(explanation, console)
+    simulated = _simulate_changes(recorded, console) if changes else []
     if json_file is not None:
-        json_file.write_text(json.dumps(_as_plain(found, simulated), indent=2))
+        json_file.write_text(json.dumps(_as_plain(explanation, simulated), indent=2))
 
 
-def _show(found: Explanation, console: Console) -> None:
+def _show(explanation: Explanation, console: Console) -> None:
     console.print(
-        f"{found.steps} steps took {found.seconds:.0f} s; the trainer waited for {found.wait_share:.0%} of them.",
+        f"{explanation.steps} steps took {explanation.seconds:.0f} s; the trainer waited for "
+        f"{explanation.wait_share:.0%} of them.",
         highlight=False,
     )
-    for name, seconds in found.outages.items():
-        console.print(f"For {seconds:.0f} s {name} was away and was being started again.", highlight=False)
+    for name, seconds in explanation.outages.items():
+        console.print(f"{name} was down and restarting for {seconds:.0f} s.", highlight=False)
     table = Table("the trainer's time", "seconds", "share", "faster without, at most", box=SIMPLE)
-    for name, seconds, share in found.shares():
+    for name, seconds, share in explanation.shares():
         table.add_row(name, f"{seconds:.1f}", f"{share:.1%}", f"{share / (1 - share):+.0%}" if share < 1 else "")
     console.print(table)
-    for cause, seconds in sorted(found.waits.items(), key=lambda part: -part[1]):
-        if seconds >= LEAST_SHARE * found.seconds:
+    for cause, seconds in sorted(explanation.waits.items(), key=lambda part: -part[1]):
+        if seconds >= MIN_SHARE * explanation.seconds:
             console.print(f"  waiting: {cause.value} = {MEANINGS[cause]}", highlight=False)
     table = Table("server", "generating", "evaluating", "loading weights", "idle", "waiting for processors", box=SIMPLE)
-    for server in found.servers:
+    for server in explanation.servers:
         shares = server.generating, server.evaluating, server.loading, server.idle, server.contended
         table.add_row(server.name, *(f"{share:.0%}" for share in shares))
     console.print(table)
-    _show_updates(found, console)
-    links = " > ".join(f"{name} {seconds:.3g} s" for name, seconds in found.path())
+    _show_updates(explanation, console)
+    links = " > ".join(f"{name} {seconds:.3g} s" for name, seconds in explanation.path())
     console.print(f"Critical path of a step, in the mean: {links}.", highlight=False)
-    advice = ADVICE[found.cause].capitalize()
-    console.print(f"Bottleneck: {found.cause.value}, {found.share:.0%} of the time. {advice}.", highlight=False)
+    advice = ADVICE[explanation.cause].capitalize()
+    console.print(
+        f"Bottleneck: {explanation.cause.value}, {explanation.share:.0%} of the time. {advice}.", highlight=False
+    )
 
 
-def _show_updates(found: Explanation, console: Console) -> None:
-    """Print what weight updates took, for servers whose timelines state it."""
+def _show_updates(explanation: Explanation, console: Console) -> None:
+    """Print the duration of weight updates, for servers whose timelines contain it."""
     table = Table("server", "weight updates", "transfer s", "pause s", "of it load s", box=SIMPLE)
-    for server in found.servers:
+    for server in explanation.servers:
         parts = [figure(server.updates[part], ".3f") for part in UPDATE_PARTS]
         table.add_row(server.name, str(server.updates["updates"]), *parts)
-    if any(server.updates["pause_s"] is not None for server in found.servers):
+    if any(server.updates["pause_s"] is not None for server in explanation.servers):
         console.print(table)
 
 
-def _simulate(recorded: RecordedRun, console: Console) -> list[Change]:
+def _simulate_changes(recorded: RecordedRun, console: Console) -> list[Change]:
     """Print and return the simulated effect of changes."""
     from async_grpo.lab.simulate.prediction import calibrated, table_of_changes
     from async_grpo.lab.simulate.settings import SimulatedSettings
@@ -108,13 +113,13 @@ def _simulate(recorded: RecordedRun, console: Console) -> list[Change]:
     try:
         timings, notes = calibrated([recorded])
     except AsyncGrpoError as error:
-        say(f"what changes would give cannot be simulated: {error}")
+        say(f"the effect of changes cannot be simulated: {error}")
         return []
     for line in notes:
         say(line)
-    found = changes(SimulatedSettings.of(recorded.config), timings)
-    console.print(table_of_changes(found))
-    return found
+    simulated = changes(SimulatedSettings.of(recorded.config), timings)
+    console.print(table_of_changes(simulated))
+    return simulated
 
 
 def _follow(run: Path, last: int, console: Console) -> None:
@@ -123,31 +128,32 @@ def _follow(run: Path, last: int, console: Console) -> None:
     from async_grpo.lab.simulate.recorded import read_recorded
     from async_grpo.lab.simulate.why import explain
 
-    folder, seen = Run.open(run), 0
+    folder = Run.open(run)
+    seen_steps = 0
     while folder.status() is RunStatus.LIVE:
         try:
             recorded = read_recorded(run)
         except DataError:
-            recorded = None  # it has only begun
-        if recorded is not None and len(recorded.steps) != seen:
-            seen = len(recorded.steps)
-            console.rule(f"after step {seen} of {recorded.config.steps}")
+            recorded = None  # it has no steps yet
+        if recorded is not None and len(recorded.steps) != seen_steps:
+            seen_steps = len(recorded.steps)
+            console.rule(f"after step {seen_steps} of {recorded.config.steps}")
             _show(explain(recorded, last=last), console)
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
     console.rule("the run is over")
 
 
-def _as_plain(found: Explanation, simulated: list[Change]) -> dict[str, object]:
-    """All figures, as JSON takes them. Shares are those of the steps' time, seconds those of a mean step."""
+def _as_plain(explanation: Explanation, simulated: list[Change]) -> dict[str, object]:
+    """Return all results as plain data. Shares are fractions of the steps' time; seconds are per mean step."""
     return {
-        "cause": found.cause.value,
-        "share": found.share,
-        "advice": ADVICE[found.cause],
-        "steps": found.steps,
-        "seconds": found.seconds,
-        "shares": {name: share for name, _, share in found.shares()},
-        "critical_path": [{"link": name, "seconds": seconds} for name, seconds in found.path()],
-        "servers": [asdict(server) for server in found.servers],
-        "outages": found.outages,
-        "changes": [{"label": one.label, "key": one.key, "speedup": one.speedup} for one in simulated],
+        "cause": explanation.cause.value,
+        "share": explanation.share,
+        "advice": ADVICE[explanation.cause],
+        "steps": explanation.steps,
+        "seconds": explanation.seconds,
+        "shares": {name: share for name, _, share in explanation.shares()},
+        "critical_path": [{"link": name, "seconds": seconds} for name, seconds in explanation.path()],
+        "servers": [asdict(server) for server in explanation.servers],
+        "outages": explanation.outages,
+        "changes": [{"label": change.label, "key": change.key, "speedup": change.speedup} for change in simulated],
     }

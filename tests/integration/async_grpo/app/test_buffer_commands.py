@@ -133,7 +133,7 @@ def test_a_run_is_drained_and_goes_on(own: RunFolder) -> None:
     resumed = type_in("drain", "--run-dir", own.path, "--resume")
     assert (resumed.exit_code, resumed.output) == (0, "admission is open again\n")
     assert stats_of(own).horizon == 200
-    assert "nothing is changed" in type_in("drain", "--run-dir", own.path, "--resume").output
+    assert "nothing changed" in type_in("drain", "--run-dir", own.path, "--resume").output
 
 
 def test_a_drain_may_discard_what_is_ready(own: RunFolder) -> None:
@@ -175,7 +175,7 @@ def test_only_the_states_asked_for_are_exported(folder: RunFolder, tmp_path: Pat
         (["inspect", CONFIGS / "quickstart.yaml", "first"], "is not an ID"),
         (["export", "--run-dir", "RUN", "--to", "groups.csv"], ".jsonl"),
         (["export", "--run-dir", "RUN", "--to", "groups.jsonl", "--state", "waiting"], "--state waiting is unknown"),
-        (["inspect", "--run-dir", "RUN", "999"], "nothing is stored for group 999"),
+        (["inspect", "--run-dir", "RUN", "999"], "no records of group 999"),
     ],
 )
 def test_a_mistake_is_explained_without_a_traceback(folder: RunFolder, words: list[object], message: str) -> None:

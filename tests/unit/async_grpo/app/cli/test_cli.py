@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.common import complete_config, complete_key, exit_with_code
-from async_grpo.app.cli.main import app, command_of
+from async_grpo.app.cli.main import app, reproducing_command
 from async_grpo.config import dump, load
 from async_grpo.errors import AsyncGrpoError, ConfigError, DependencyError, RoleFailed
 
@@ -188,12 +188,12 @@ def test_a_run_is_not_resumed_to_fewer_steps_than_it_has(run_folder: Path) -> No
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = type_in("resume", str(run_folder), "--steps", "2")
     assert result.exit_code == 1
-    assert "has trained 3 steps already" in " ".join(result.output.split())
+    assert "has already trained 3 steps" in " ".join(result.output.split())
 
 
 def test_the_report_of_a_resumed_run_names_the_command_that_made_it(run_folder: Path) -> None:
-    assert command_of(run_folder, None, None) == "async-grpo run quickstart.yaml -o seed=7"
-    assert command_of(run_folder, None, 120) == "async-grpo run quickstart.yaml -o seed=7 --steps 120"
+    assert reproducing_command(run_folder, None, None) == "async-grpo run quickstart.yaml -o seed=7"
+    assert reproducing_command(run_folder, None, 120) == "async-grpo run quickstart.yaml -o seed=7 --steps 120"
 
 
 def test_version_names_the_release_and_the_commit_of_a_checkout() -> None:

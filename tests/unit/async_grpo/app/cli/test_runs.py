@@ -126,7 +126,7 @@ def test_clean_lists_and_deletes_only_with_yes_and_never_a_live_run(tmp_path: Pa
     old, new = make_run(tmp_path, "old"), make_run(tmp_path, "new", trained=1, finished=0)
     for file in (*old.glob("*.*"), old):
         os.utime(file, (1, 1))
-    assert "which runs?" in type_in("clean", tmp_path).output
+    assert "would delete all runs" in type_in("clean", tmp_path).output
     assert f"{old} " in type_in("clean", tmp_path, "--keep-last", 1).output
     assert f"{old} " not in type_in("clean", tmp_path, "--failed").output
     assert old.exists()
@@ -155,5 +155,5 @@ def test_a_mistake_is_explained_without_a_traceback(tmp_path: Path) -> None:
 
 
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    assert "opposites" in type_in("samples", make_run(tmp_path, "a"), "--best", "--worst").output
-    assert "two things" in type_in("clean", tmp_path, "--checkpoints", "--redis").output
+    assert "contradict" in type_in("samples", make_run(tmp_path, "a"), "--best", "--worst").output
+    assert "not both" in type_in("clean", tmp_path, "--checkpoints", "--redis").output

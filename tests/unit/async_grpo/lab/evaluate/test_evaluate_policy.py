@@ -101,8 +101,8 @@ async def test_answers_that_could_not_be_looked_for_are_remarked_with_the_reason
 
 async def test_prompts_that_are_trained_on_are_left_out_with_a_remark() -> None:
     report = await report_of(plan=EvalPlan(7, 2))
-    (remark,) = [line for line in _remarks(report) if "hold out" in line]
-    assert "4 prompts" in remark and "7 requested" in remark
+    (remark,) = [line for line in _remarks(report) if "held-out prompts" in line]
+    assert "4 held-out prompts" in remark and "7 requested" in remark
     without = replace(report, trained_on=3)
     (remark,) = [line for line in _remarks(without) if "prompts" in line]
     assert remark.startswith("3 ") and "trains on" in remark
@@ -125,7 +125,7 @@ async def test_it_says_whether_the_run_states_the_same(tmp_path: Path) -> None:
     summary = folder.path / "summary.json"
     summary.write_text(json.dumps({"evaluations": [stated]}))
     report = await report_of(config, policy)
-    assert report.agrees and "Exactly" in " ".join(_remarks(report))
+    assert report.agrees and "equal those" in " ".join(_remarks(report))
     assert (await report_of(config, policy, EvalPlan(10, 2))).agrees  # the data hold out 4 in both
     assert (await report_of(config, policy, EvalPlan(4, 1))).agrees is None
     assert (await report_of(config, Checkpoint(tmp_path / "stranger", 4))).agrees is None

@@ -138,7 +138,7 @@ def type_in(*words: object) -> Result:
         ([CONFIG], "there is no checkpoint"),
         ([CONFIG, "--checkpoint", "/nowhere"], "no folder /nowhere"),
         ([CONFIG, "--live"], "holds no run"),
-        ([CONFIG, "--live", "--checkpoint", "x"], "two policies"),
+        ([CONFIG, "--live", "--checkpoint", "x"], "different policies"),
         ([CONFIG, "--run-dir", "x"], "the run is named twice"),
         (["--run-dir", "/nowhere"], "not the folder of a run"),
         ([CONFIG, "-o", "max_stalenes=1"], "max_staleness?"),
@@ -158,8 +158,8 @@ def test_nothing_is_overwritten_and_an_expected_answer_needs_a_question(tmp_path
     there = tmp_path / "there.json"
     there.touch()
     for words, said in (
-        (["eval", CONFIG, "--json", there], "nothing is overwritten"),
-        (["eval", CONFIG, "--save", there], "nothing is overwritten"),
+        (["eval", CONFIG, "--json", there], "would be overwritten"),
+        (["eval", CONFIG, "--save", there], "would be overwritten"),
         (["chat", CONFIG, "--answer", "4"], "/answer TEXT"),
     ):
         result = type_in(*words)

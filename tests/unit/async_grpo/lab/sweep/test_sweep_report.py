@@ -228,7 +228,7 @@ def test_a_dry_run_lists_the_points_and_writes_nothing(tmp_path: Path, monkeypat
         (["--report", "/nowhere"], "holds no sweep"),
         (["--grid", "max_staleness=0,-1"], "max_staleness=-1"),
         (["--grid", "max_staleness=0,2", "-o", "no_such=1"], "no_such"),
-        (["--report", ".", "--grid", "a=1"], "runs nothing"),
+        (["--report", ".", "--grid", "a=1"], "starts no runs"),
         ([], "--grid key=value"),
     ],
 )
