@@ -20,7 +20,7 @@ from rich.table import Table
 from async_grpo.lab.simulate.buffer import SimulatedBuffer
 from async_grpo.lab.simulate.context import SimulationContext
 from async_grpo.lab.simulate.lengths import LengthModel
-from async_grpo.lab.simulate.results import SimulatedFigures, figures_of
+from async_grpo.lab.simulate.results import SimulatedMetrics, summarize_run
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import Simulation, simulate
 from async_grpo.lab.simulate.timings import EngineTimings, Timings, TrainerTimings
@@ -82,8 +82,8 @@ class WatchedBuffer(SimulatedBuffer):
         """Record the lengths, then release the batch."""
         samples = []
         for record in batch.groups:
-            samples += self.groups[record.seq].ended
-        self.lengths.append([sum(sample.tokens.values()) for sample in samples])
+            samples += self.groups[record.seq].finished
+        self.lengths.append([sample.generated_tokens for sample in samples])
         super().release_batch(batch)
 
 
@@ -107,9 +107,9 @@ class WatchedSimulation(Simulation):
     def _send_heartbeats(self) -> None:
         now_s = self.context.events.now_s
         for number, server in enumerate(self.servers):
-            server.engine.advance(now_s)
-            rate = (server.engine.generated - self._generated[number]) / BEAT_S
-            self._generated[number] = server.engine.generated
+            server.engine.advance_to(now_s)
+            rate = (server.engine.generated_tokens - self._generated[number]) / BEAT_S
+            self._generated[number] = server.engine.generated_tokens
             running = server.engine.running
             beat = ServerBeat(name=server.name, pid=0, version=0, running=running, tokens_per_s=rate, time_s=now_s)
             self.demand.add_heartbeats([beat])
@@ -129,12 +129,12 @@ def estimate_servers(workload: ScaledWorkload, servers: int) -> int | None:
     return WatchedSimulation(workload, servers).run_and_measure_demand().estimate_servers(MAX_SERVERS)
 
 
-def simulate_workload(workload: ScaledWorkload, servers: int) -> SimulatedFigures:
+def simulate_workload(workload: ScaledWorkload, servers: int) -> SimulatedMetrics:
     """Simulate the workload with `servers` servers."""
-    return figures_of(simulate(workload.settings(servers), workload.timings, seed=SEED))
+    return summarize_run(simulate(workload.settings(servers), workload.timings, seed=SEED))
 
 
-def fewest_sufficient(results: Sequence[SimulatedFigures]) -> int:
+def fewest_sufficient(results: Sequence[SimulatedMetrics]) -> int:
     """Return the fewest servers whose step is within WORTHWHILE of the last result; results are for 1, 2, 3 ..."""
     max_step_s = results[-1].step_s * (1 + WORTHWHILE)
     return next(servers for servers, result in enumerate(results, start=1) if result.step_s <= max_step_s)

@@ -104,7 +104,7 @@ def _read_recorded_lengths(source: Path, slots: int) -> tuple[list[int], float]:
 
 
 def _draw_lengths(lengths: LengthModel) -> list[int]:
-    return [int(length) for length in lengths.groups(np.random.default_rng(1), LENGTH_COUNT, 1)[:, 0]]
+    return [int(length) for length in lengths.draw_groups(np.random.default_rng(1), LENGTH_COUNT, 1)[:, 0]]
 
 
 def measure_round(result: RoundResult, factor: int) -> Iterator[Measurement]:

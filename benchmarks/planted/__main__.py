@@ -119,7 +119,7 @@ def diagnose(name: str, planted: PlantedRun, folder: Path) -> Diagnosis:
     recorded = read_recorded(folder)
     try:
         timings = calibrate([recorded]).timings
-        best_change = changes(SimulatedSettings.of(recorded.config), timings)[0]
+        best_change = changes(SimulatedSettings.from_config(recorded.config), timings)[0]
     except AsyncGrpoError:
         best_change = None
     return Diagnosis(name, planted, explain(recorded), best_change)

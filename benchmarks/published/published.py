@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares
 
-from async_grpo.lab.simulate.results import SimulatedFigures, figures_of
-from async_grpo.lab.simulate.settings import CountedWindow, SimulatedSettings
+from async_grpo.lab.simulate.results import SimulatedMetrics, summarize_run
+from async_grpo.lab.simulate.settings import FixedWindow, SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
 from async_grpo.staleness import RateLimit, ReplayPolicy
@@ -78,7 +78,7 @@ def settings_like(
     """Settings of a system that trains `groups` groups a step in the order in which they finish, of at most `window`
     admitted ones. `evicts`: a full queue drops its oldest group."""
     policy = ReplayPolicy(
-        CountedWindow(max_staleness, groups, steps * groups, groups=window),
+        FixedWindow(max_staleness, groups, steps * groups, groups=window),
         selector="windowed_fifo",
         selector_window=window,
         on_stale="drop",
@@ -94,9 +94,9 @@ def settings_like(
     )
 
 
-def run(settings: SimulatedSettings, timings: Timings) -> SimulatedFigures:
+def run(settings: SimulatedSettings, timings: Timings) -> SimulatedMetrics:
     """The figures of one simulation, always with the same seed."""
-    return figures_of(simulate(settings, timings))
+    return summarize_run(simulate(settings, timings))
 
 
 def solve(guess: Sequence[float], errors: Callable[[Sequence[float]], Sequence[float]]) -> list[float]:

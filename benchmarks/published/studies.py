@@ -8,8 +8,8 @@ from functools import cache, partial
 
 import numpy as np
 
-from async_grpo.lab.simulate.lengths import NORMAL, LengthModel, tail
-from async_grpo.lab.simulate.results import SimulatedFigures
+from async_grpo.lab.simulate.lengths import NORMAL, LengthModel, tail_ratio
+from async_grpo.lab.simulate.results import SimulatedMetrics
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings
 from benchmarks.published.published import Cell, Study, hindsight, run, settings_like, solve
 
@@ -65,7 +65,7 @@ def miles_grid() -> Study:
     )
 
 
-def _miles(cell: tuple[int, int], speeds: Sequence[float], steps: int = 30) -> SimulatedFigures:
+def _miles(cell: tuple[int, int], speeds: Sequence[float], steps: int = 30) -> SimulatedMetrics:
     """A cell, simulated with two speeds of the engine: of a step, and of each request in it."""
     (staleness, nodes), (step_s, request_s) = cell, speeds
     settings = settings_like(
@@ -77,10 +77,10 @@ def _miles(cell: tuple[int, int], speeds: Sequence[float], steps: int = 30) -> S
         servers=8 * (8 - nodes),
         concurrency=192 * 16,
         groups_in_flight=192,
-        slots_by_group=True,
-        prefetches=True,
+        holds_slots_per_group=True,
+        prefetches_batches=True,
         finishes_stale=True,
-        recycles=True,
+        regenerates_stale=True,
     )
     (two, *_), (four, *_) = (MILES[each] for each in MILES_CALIBRATING)
     slope = (two - four) / (1 / 2 - 1 / 4)
@@ -113,7 +113,7 @@ def _truncated(mean: float, cap: int, share: float) -> LengthModel:
     """The lognormal with that mean after the cut, of which that share reaches the cap."""
     for sigma in np.arange(0.3, 2.0, 0.02):
         model = LengthModel(kind="lognormal", mean=mean, sigma=float(sigma), cap=cap)
-        mu, _ = model._parameters
+        mu, _ = model._lognormal_parameters
         if NORMAL.cdf((mu - math.log(cap)) / float(sigma)) >= share:
             return model
     raise ValueError(f"no lognormal has mean {mean} and {share:.1%} at {cap}")
@@ -147,7 +147,7 @@ def verl_fractions() -> Study:
     )
 
 
-def _verl(fraction: float, step_s: float) -> SimulatedFigures:
+def _verl(fraction: float, step_s: float) -> SimulatedMetrics:
     """A row, simulated with that speed of the engine."""
     mean = 2500.0
     window = int((1 + fraction) * 512)
@@ -161,7 +161,7 @@ def _verl(fraction: float, step_s: float) -> SimulatedFigures:
         concurrency=window * 16,
         groups_in_flight=window,
         streaming=True,
-        least_part=128,
+        min_part_groups=128,
     )
     timings = Timings(
         prompt_tokens=1,
@@ -287,7 +287,7 @@ def _sigma_of(longest: float, size: int) -> float:
     low, high = 0.01, 2.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if tail(np.exp(middle * drawn)) < longest else (low, middle)
+        low, high = (middle, high) if tail_ratio(np.exp(middle * drawn)) < longest else (low, middle)
     return (low + high) / 2
 
 

@@ -1,4 +1,4 @@
-"""Folders of runs that were only simulated: what a real run writes of its speed, with timings that a test knows."""
+"""Writes the folders of simulated runs: the files that a real run would leave about its speed, with known timings."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ PLAIN: dict[str, Any] = {
 
 
 class RecordingBuffer(SimulatedBuffer):
-    """A simulated buffer that notes waits for tickets, groups, and the tasks that wait after each step."""
+    """A simulated buffer that records ticket waits, groups, and the number of waiting tasks after each step."""
 
     def __init__(self, context: SimulationContext) -> None:
         super().__init__(context)
         self.spans: dict[str, list[Row]] = defaultdict(list)
-        """Spans of each server's timeline, by its name."""
+        """Timeline spans by server name."""
         self.waiting_tasks: list[int] = []
         self.first_start_s: dict[int, float] = {}
-        """When the first sample of each group started, and the last one ended."""
+        """Time at which the first sample of each group started, by sequence number."""
         self.last_end_s: dict[int, float] = {}
+        """Time at which the last sample of each group ended."""
         self._requested_s: dict[str, float] = {}
 
     def admit_groups(self, server: TicketWaiter, limit: int, slots: int) -> list[Ticket]:
@@ -55,17 +56,17 @@ class RecordingBuffer(SimulatedBuffer):
             _add_span(self.spans[server.name], "wait", "ticket", self._requested_s.pop(server.name), now_s + call_s, {})
         return tickets
 
-    def settle_group(self, group: SimulatedGroup) -> None:
+    def end_group(self, group: SimulatedGroup) -> None:
         assert group.ticket is not None
-        now_s, began_s = self._context.events.now_s, group.started_s + self._context.timings.engine.call_s
+        now_s, began_s = self._context.events.now_s, group.admitted_s + self._context.timings.engine.call_s
         args = {
             "version": group.ticket.version,
-            "lengths": [round(sample.done) for sample in group.samples],
+            "lengths": [round(sample.generated_tokens) for sample in group.samples],
             "queued_s": max(0.0, self.first_start_s[group.seq] - began_s),
             "judged_s": now_s - self.last_end_s[group.seq],
         }
         _add_span(self.spans[group.ticket.holder], "generation", f"group {group.seq}", began_s, now_s, args)
-        super().settle_group(group)
+        super().end_group(group)
 
     def release_batch(self, batch: Batch) -> None:
         super().release_batch(batch)
@@ -73,8 +74,10 @@ class RecordingBuffer(SimulatedBuffer):
 
 
 class RecordedSimulation(Simulation):
-    """A simulated run that keeps what a real one writes to its timeline and metrics. `slow`: how many times slower the
-    engine of the last server is."""
+    """A simulated run that records what a real one writes to its timeline and metrics.
+
+    `slow`: factor by which the last server's engine is slower.
+    """
 
     buffer: RecordingBuffer
 
@@ -86,22 +89,22 @@ class RecordedSimulation(Simulation):
         for server in self.servers:
             self._watch_server(server)
         self._watch_trainer()
-        self.servers[-1].engine.slow_down(0.0, slow)
+        self.servers[-1].engine.set_slowdown(0.0, slow)
 
     def write(self, folder: Path, config: str) -> RecordedRun:
-        """Write the folder, and read it again."""
+        """Write the folder and read it back."""
         (folder / "timeline").mkdir(parents=True)
         (folder / "config.yaml").write_text(config)
         _write(folder / "timeline" / "trainer.jsonl", [*self.train, *self._waits()])
         for name, spans in self.buffer.spans.items():
             _write(folder / "timeline" / f"{name}.jsonl", spans)
-        _write(folder / "metrics.jsonl", [self._row(place) for place in range(len(self.trainer.steps))])
+        _write(folder / "metrics.jsonl", [self._row(index) for index in range(len(self.trainer.steps))])
         return read_recorded(folder)
 
-    def _row(self, place: int) -> Row:
-        row = self.trainer.steps[place]
+    def _row(self, index: int) -> Row:
+        row = self.trainer.steps[index]
         timings, settings = self.context.timings, self.context.settings
-        saves = settings.checkpoint_steps and place and place % settings.checkpoint_steps == 0
+        saves = settings.checkpoint_steps and index and index % settings.checkpoint_steps == 0
         saved_s = timings.trainer.checkpoint_s if saves else 0.0
         wait_s = row.wait_s + timings.trainer.take_s
         return {
@@ -119,72 +122,81 @@ class RecordedSimulation(Simulation):
             "trained_tokens": round(row.tokens),
             "read_tokens": round(row.tokens + (timings.prompt_tokens - 1) * GROUPS * SIZE),
             "completion_tokens_mean": row.tokens / GROUPS / SIZE,
-            "buffer_groups": {"waiting": self.buffer.waiting_tasks[place]},
+            "buffer_groups": {"waiting": self.buffer.waiting_tasks[index]},
         }
 
     def _waits(self) -> list[Row]:
-        """The trainer waited from the end of a publication (or of a checkpoint) until it computed."""
-        found: list[Row] = []
+        """Waits of the trainer: from the end of a publication or checkpoint until it computes."""
+        waits: list[Row] = []
         trains = [span for span in self.train if span["name"] == "train"]
         ends = [row.ended_s for row in self.trainer.steps]
         for end, train in zip(ends, trains[1:], strict=False):
-            _add_span(found, "trainer", "wait", min(end, train["start_s"]), train["start_s"], {})
-        return found
+            _add_span(waits, "trainer", "wait", min(end, train["start_s"]), train["start_s"], {})
+        return waits
 
     def _watch_trainer(self) -> None:
-        publish, note_training = self.trainer.publish_version, self.processors.note_training
+        publish_version = self.trainer.publish_version
+        update_engine_speed = self.processors.update_engine_speed
 
         def watched_publish(version: int) -> None:
-            now_s, sync = self.events.now_s, self.context.timings.sync
-            _add_span(self.train, "trainer", "publish", now_s - sync.stall_s, now_s, {"version": version})
-            publish(version)
+            now_s = self.events.now_s
+            stall_s = self.context.timings.sync.stall_s
+            _add_span(self.train, "trainer", "publish", now_s - stall_s, now_s, {"version": version})
+            publish_version(version)
 
-        def watched_training(computing: bool) -> None:
+        def watched_computing(computing: bool) -> None:
             if computing:
                 self._computing_since = self.events.now_s
             else:
                 _add_span(self.train, "trainer", "train", self._computing_since, self.events.now_s, {})
-            note_training(computing)
+            update_engine_speed(computing)
 
         self.trainer.publish_version = watched_publish
-        self.processors.note_training = watched_training
+        self.processors.update_engine_speed = watched_computing
 
     def _watch_server(self, server: SimulatedServer) -> None:
-        start, judge, load = server.engine.start, server._judge_samples, server.engine.load
-        begin, unpin = server._evaluate_if_due, server._unpin_version
+        start_sample = server.engine.start_sample
+        load_weights = server.engine.load_weights
+        queue_for_verifiers = server._queue_for_verifiers
+        start_due_evaluation = server._start_due_evaluation
+        unpin_version = server._unpin_version
         spans = self.buffer.spans
-        pinned: list[float] = []
+        pinned_s: list[float] = []
 
-        def watched_start(now_s: float, sample: SimulatedSample, *, prompt: bool) -> None:
+        def watched_start(now_s: float, sample: SimulatedSample, *, prompt: float) -> None:
             if isinstance(sample.group, SimulatedGroup):
                 self.buffer.first_start_s.setdefault(sample.group.seq, now_s)
-            start(now_s, sample, prompt=prompt)
-
-        def watched_judge(samples: int) -> float:
-            whole = [seq for seq, group in server.groups.items() if not group.missing]
-            for seq in whole:
-                self.buffer.last_end_s.setdefault(seq, self.events.now_s)
-            return judge(samples)
+            start_sample(now_s, sample, prompt=prompt)
 
         def watched_load(now_s: float, version: int, load_s: float, *, encode_again: bool = False) -> float:
-            done_s = load(now_s, version, load_s, encode_again=encode_again)
+            done_s = load_weights(now_s, version, load_s, encode_again=encode_again)
             _add_span(spans[server.name], "weights", f"version {version}", now_s, done_s, {})
             return done_s
 
-        def watched_begin() -> None:
-            begin()
-            if server._pinned:
-                pinned.append(self.events.now_s)
+        def watched_judging(samples: int) -> float:
+            for seq, group in server.groups.items():
+                if not group.unfinished_samples:
+                    self.buffer.last_end_s.setdefault(seq, self.events.now_s)
+            return queue_for_verifiers(samples)
+
+        def watched_evaluation() -> None:
+            start_due_evaluation()
+            if server._is_version_pinned:
+                pinned_s.append(self.events.now_s)
 
         def watched_unpin() -> None:
-            _add_span(spans[server.name], "evaluation", "version", pinned.pop(), self.events.now_s, {})
-            unpin()
+            _add_span(spans[server.name], "evaluation", "version", pinned_s.pop(), self.events.now_s, {})
+            unpin_version()
 
-        replaced: dict[str, Callable[..., Any]] = {"_judge_samples": watched_judge, "_evaluate_if_due": watched_begin}
-        for name, function in {**replaced, "_unpin_version": watched_unpin}.items():
-            setattr(server, name, function)
-        for name, function in {"start": watched_start, "load": watched_load}.items():
-            setattr(server.engine, name, function)
+        replaced: list[tuple[object, str, Callable[..., Any]]] = [
+            (server.engine, "start_sample", watched_start),
+            (server.engine, "load_weights", watched_load),
+            (server, "_queue_for_verifiers", watched_judging),
+            (server, "_start_due_evaluation", watched_evaluation),
+            (server, "_unpin_version", watched_unpin),
+        ]
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
 
 
 def _add_span(rows: list[Row], track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
@@ -195,13 +207,13 @@ def settings_of(folder: Path, max_staleness: int, **changed: Any) -> tuple[Simul
     """The settings of a run of 40 steps of 8 groups of 8 samples, and its configuration as text."""
     own = {"name": f"run-{max_staleness}", "runs_dir": str(folder), "max_staleness": max_staleness}
     plain = {**PLAIN, **changed, **own}
-    return SimulatedSettings.of(validate(plain, source="a test")), json.dumps(plain)
+    return SimulatedSettings.from_config(validate(plain, source="a test")), json.dumps(plain)
 
 
 def recorded_run(
     folder: Path, max_staleness: int, timings: Timings, *, slow: float = 1.0, **changed: Any
 ) -> RecordedRun:
-    """Simulate a run, write its folder, and read it."""
+    """Simulate a run, write its folder, and read it back."""
     settings, config = settings_of(folder, max_staleness, **changed)
     simulation = RecordedSimulation(settings, timings, slow=slow)
     simulation.run()

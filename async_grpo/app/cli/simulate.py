@@ -71,8 +71,8 @@ def simulate(
     """
     from async_grpo.app.launch.plan import plan_run
     from async_grpo.lab.simulate import prediction
-    from async_grpo.lab.simulate.determined import determined_in_words
     from async_grpo.lab.simulate.recorded import read_recorded
+    from async_grpo.lab.simulate.uncertainty import determined_in_words
     from async_grpo.lab.simulate.whatif import changes
 
     base = plan_run(config, override or [], download=False).config

@@ -117,7 +117,7 @@ def _simulate_changes(recorded: RecordedRun, console: Console) -> list[Change]:
         return []
     for line in notes:
         say(line)
-    simulated = changes(SimulatedSettings.of(recorded.config), timings)
+    simulated = changes(SimulatedSettings.from_config(recorded.config), timings)
     console.print(table_of_changes(simulated))
     return simulated
 

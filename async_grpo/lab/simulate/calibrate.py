@@ -24,7 +24,7 @@ from async_grpo.errors import DataError
 from async_grpo.lab.simulate.engine_fit import fit_engine
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.recorded import RecordedGroup, RecordedRun, overlap_share, slowness
-from async_grpo.lab.simulate.results import WARM_STEPS, SimulatedFigures, figures_of
+from async_grpo.lab.simulate.results import WARM_UP_STEPS, SimulatedMetrics, summarize_run
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
@@ -95,7 +95,7 @@ def _balanced(timings: Timings, runs: Sequence[RecordedRun], *, fits_beside: boo
     from scipy.optimize import minimize
 
     measured = [measure(run) for run in runs]
-    settings = [SimulatedSettings.of(run.config) for run in runs]
+    settings = [SimulatedSettings.from_config(run.config) for run in runs]
 
     start = [0.0, 0.0] if fits_beside else [0.0]
     bounds = [(-MOST_SCALE, MOST_SCALE)] * len(start)
@@ -105,7 +105,7 @@ def _balanced(timings: Timings, runs: Sequence[RecordedRun], *, fits_beside: boo
         now = timings
 
         def misfit(logs: Sequence[float], now: Timings = now) -> float:
-            found = [figures_of(simulate(each, _scaled(now, *logs))) for each in settings]
+            found = [summarize_run(simulate(each, _scaled(now, *logs))) for each in settings]
             return sum(_distance(figures, actual) for figures, actual in zip(found, measured, strict=True))
 
         axes = range(len(start))
@@ -139,7 +139,7 @@ def _scaled(timings: Timings, log_scale: float, log_beside: float = 0.0) -> Timi
     return timings.model_copy(update={"engine": engine, "engine_beside": beside})
 
 
-def _distance(figures: SimulatedFigures, actual: Measured) -> float:
+def _distance(figures: SimulatedMetrics, actual: Measured) -> float:
     idle = (figures.trainer_idle - actual.trainer_idle) ** 2
     if actual.rollout_idle is not None:
         idle += (figures.rollout_idle - actual.rollout_idle) ** 2
@@ -148,7 +148,7 @@ def _distance(figures: SimulatedFigures, actual: Measured) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The figures of a recorded run, over the steps that `results.in_stride` would take."""
+    """The figures of a recorded run, over the steps that `results.select_steady_steps` would take."""
 
     tokens_per_s: float
     trainer_idle: float
@@ -161,7 +161,7 @@ class Measured:
 
 def measure(run: RecordedRun) -> Measured:
     """The figures of a run that was made."""
-    head = run.config.max_staleness + 1 + WARM_STEPS
+    head = run.config.max_staleness + 1 + WARM_UP_STEPS
     rows = run.steps[head : len(run.steps) - run.config.max_staleness]
     rows = list(run.undisturbed(rows if len(rows) >= 2 else run.steps[1:]))
     spent_s, tokens = sum(numbers(rows, "step_s")), sum(numbers(rows, "trained_tokens"))

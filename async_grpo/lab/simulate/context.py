@@ -13,7 +13,7 @@ from async_grpo.lab.simulate.timings import Timings
 
 @dataclass(frozen=True, slots=True)
 class SimulationContext:
-    """The run to simulate, its speed, its clock, and its one source of random numbers."""
+    """Settings and timings of the simulated run, its clock, and its only source of random numbers."""
 
     settings: SimulatedSettings
     timings: Timings

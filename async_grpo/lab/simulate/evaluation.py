@@ -11,36 +11,40 @@ from rollout_server.evaluation.milestones import milestone_of
 
 
 class HeldOutPrompt:
-    """A prompt of an evaluation, which its completions share."""
+    """A prompt of an evaluation, shared by its completions."""
 
-    __slots__ = ("prompt_read",)
+    __slots__ = ("is_prompt_read",)
 
     def __init__(self) -> None:
-        self.prompt_read = False
+        self.is_prompt_read = False
 
 
 @dataclass(slots=True)
 class SimulatedEvaluation:
-    """An evaluation as `EvalRunner` makes it: rounds one after another (sampled completions, then greedy ones), and of
-    a round at most `room` completions at once, in places that are separate from those of training.
+    """An evaluation in rounds, one after another: sampled completions, then greedy ones.
 
-    Started all at once instead, thousands of completions would slow each other, and the groups of training next to
-    them, far more than they do.
+    Like the real evaluation, it runs at most `capacity` completions at a time, in slots separate from those of
+    training. If all of them started together, thousands of completions would slow each other and the training groups
+    far more than they do.
     """
 
-    began_s: float
-    room: int
+    started_s: float
+    capacity: int
     rounds: deque[deque[SimulatedSample]]
     """Completions that have not started."""
     running: int = 0
     ended_s: float | None = None
 
-    def next_samples(self) -> list[SimulatedSample]:
-        """The completions that may start now."""
+    def take_startable(self) -> list[SimulatedSample]:
+        """Remove and return the completions that may start now; they count as running."""
+        # A round starts when the last completion of the one before has ended.
         while self.rounds and not self.rounds[0] and self.running == 0:
             self.rounds.popleft()
-        waiting = self.rounds[0] if self.rounds else deque[SimulatedSample]()
-        count = min(len(waiting), self.room - self.running)
+        if not self.rounds:
+            return []
+
+        waiting = self.rounds[0]
+        count = min(len(waiting), self.capacity - self.running)
         self.running += count
         return [waiting.popleft() for _ in range(count)]
 
@@ -55,34 +59,40 @@ class EvaluationClaims:
 
     def __init__(self, context: SimulationContext) -> None:
         self.evaluations: list[SimulatedEvaluation] = []
-        self.tokens = 0.0
-        """Tokens generated for evaluations."""
+        self.generated_tokens = 0.0
         self._context = context
-        self._claimed = -1
+        self._claimed_milestone = -1
 
     def claim_evaluation(self, version: int) -> SimulatedEvaluation | None:
-        """The evaluation that is due at this version; None if there is none or another server has claimed it."""
+        """Start the evaluation that is due at this version. None if none is, or another server has claimed it."""
         settings = self._context.settings
         milestone = milestone_of(version, every_steps=settings.eval_every, final=settings.steps)
-        if milestone <= self._claimed or settings.eval_prompts == 0 or not (version == 0 or milestone > 0):
+        if milestone <= self._claimed_milestone or settings.eval_prompts == 0:
             return None
-        self._claimed = milestone
-        rounds = [settings.eval_samples] + [1] * settings.eval_greedy
+        if version > 0 and milestone == 0:
+            return None  # the first milestone is past: it is evaluated with version 0 only
+        self._claimed_milestone = milestone
+
+        completions_per_round = [settings.eval_samples]
+        if settings.eval_greedy:
+            completions_per_round.append(1)
         evaluation = SimulatedEvaluation(
-            began_s=self._context.events.now_s,
-            room=settings.max_concurrency,
-            rounds=deque(self._draw_round(completions) for completions in rounds),
+            started_s=self._context.events.now_s,
+            capacity=settings.max_concurrency,
+            rounds=deque(self._draw_round(completions) for completions in completions_per_round),
         )
         self.evaluations.append(evaluation)
         return evaluation
 
     def _draw_round(self, completions: int) -> deque[SimulatedSample]:
-        """`completions` samples per held-out prompt, in the order in which they start."""
-        timings, count = self._context.timings, self._context.settings.eval_prompts * completions
-        slower = timings.evaluation_factor
-        lengths = timings.lengths.groups(self._context.generator, 1, count)[0]
+        """Draw `completions` samples per held-out prompt, in the order in which they start."""
+        timings = self._context.timings
+        count = self._context.settings.eval_prompts * completions
+        lengths = timings.lengths.draw_groups(self._context.generator, 1, count)[0]
+
         samples: deque[SimulatedSample] = deque()
         for first in range(0, count, completions):
             prompt = HeldOutPrompt()
-            samples.extend(SimulatedSample(prompt, slower * length) for length in lengths[first : first + completions])
+            for length in lengths[first : first + completions]:
+                samples.append(SimulatedSample(prompt, timings.evaluation_factor * length))
         return samples

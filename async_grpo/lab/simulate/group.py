@@ -1,4 +1,4 @@
-"""Simulated groups: their samples and lengths, which the records in the buffer leave out."""
+"""Simulated groups. They hold the samples and lengths, which the records in the buffer leave out."""
 
 from __future__ import annotations
 
@@ -12,51 +12,55 @@ GROUPS_PER_DRAW = 512
 
 
 class SimulatedGroup:
-    """A ticket's samples. It is complete once `needed` have ended; with over-sampling there are more."""
+    """The samples of a ticket. Complete once `needed` of them have finished; over-sampling starts more."""
 
     __slots__ = (
-        "committed",
-        "ended",
+        "admitted_s",
+        "committed_slots",
+        "finished",
+        "is_prompt_read",
         "needed",
-        "prompt_read",
         "samples",
         "seq",
-        "started_s",
         "ticket",
-        "versions_before_insert",
+        "versions_until_insert",
     )
 
     def __init__(self, seq: int, lengths: list[float], needed: int) -> None:
         self.seq = seq
         self.samples = [SimulatedSample(self, length) for length in lengths]
         self.needed = needed
-        self.ended: list[SimulatedSample] = []
-        self.prompt_read = False
+        self.finished: list[SimulatedSample] = []
+        """Finished samples in the order in which they ended."""
+        self.is_prompt_read = False
+        """True if the prompt is in the prefix cache of the engine."""
         self.ticket: Ticket | None = None
-        self.committed = 0
-        """Samples that count as committed in the server's slots."""
-        self.started_s = 0.0
-        self.versions_before_insert = 0
-        """Versions published between its admission and its insert."""
+        self.committed_slots = 0
+        """Samples that the server's slots count as committed."""
+        self.admitted_s = 0.0
+        self.versions_until_insert = 0
+        """Versions published between the group's admission and its insert."""
 
     @property
-    def missing(self) -> list[SimulatedSample]:
-        """The samples that have not ended; none once enough have."""
-        return [] if len(self.ended) >= self.needed else [sample for sample in self.samples if sample.left > 0]
+    def unfinished_samples(self) -> list[SimulatedSample]:
+        """Samples that still need tokens; empty once the group is complete."""
+        if len(self.finished) >= self.needed:
+            return []
+        return [sample for sample in self.samples if sample.remaining > 0]
 
     @property
-    def tokens(self) -> dict[int, float]:
-        """Version -> tokens of the samples that count."""
+    def tokens_by_version(self) -> dict[int, float]:
+        """Tokens of the samples that are trained."""
         total: dict[int, float] = {}
-        for sample in self.ended[: self.needed]:
-            for version, tokens in sample.tokens.items():
+        for sample in self.finished[: self.needed]:
+            for version, tokens in sample.tokens_by_version.items():
                 total[version] = total.get(version, 0.0) + tokens
         return total
 
-    def record(self) -> Group:
-        """The group as the buffer takes it: one sample without tokens that has the oldest and the newest version."""
+    def to_wire_group(self) -> Group:
+        """Build the record for the buffer: one sample without tokens that spans the oldest and the newest version."""
         assert self.ticket is not None
-        versions = self.tokens
+        versions = self.tokens_by_version
         oldest, newest = min(versions), max(versions)
         spans = [VersionSpan(oldest, 0, 0), VersionSpan(newest, 0, 0)]
         samples = [Sample(tokens=b"", logprobs=b"", spans=spans)]
@@ -64,35 +68,37 @@ class SimulatedGroup:
 
 
 class SimulatedGroups(dict[int, SimulatedGroup]):
-    """Groups that a batch may still contain, by sequence. Draws the lengths of new ones."""
+    """Groups that a batch may still contain, by sequence number. Draws the lengths of new groups."""
 
     def __init__(self, context: SimulationContext) -> None:
         super().__init__()
         self._settings = context.settings
         self._lengths = context.timings.lengths
         self._generator = context.generator
-        self._drawn: list[list[float]] = []
-        """Lengths of the samples of groups to come, the next group last."""
-        self._drawn_so_far = 0
+        self._next_lengths: list[list[float]] = []
+        """Lengths of the samples of future groups, the next group last."""
+        self._drawn_groups = 0
 
-    def find_or_create(self, seq: int) -> SimulatedGroup:
-        """The group of that sequence: as an earlier attempt left it, or new."""
+    def get_or_create(self, seq: int) -> SimulatedGroup:
+        """Return the group as its last attempt left it, or a new one."""
         group = self.get(seq)
         if group is None:
-            if not self._drawn:
+            if not self._next_lengths:
                 self._draw_lengths()
-            group = self[seq] = SimulatedGroup(seq, self._drawn.pop(), self._settings.group_size)
+            group = SimulatedGroup(seq, self._next_lengths.pop(), self._settings.group_size)
+            self[seq] = group
         return group
 
-    def forget(self, group: SimulatedGroup) -> None:
-        """Drop a group that ended untrained, if it is still here. Where such groups are generated again (`recycles`),
-        the next new one gets its lengths."""
-        known = self.pop(group.seq, None)
-        if self._settings.recycles and known is not None:
-            self._drawn.append([sample.done for sample in group.samples])
+    def drop_untrained(self, group: SimulatedGroup) -> None:
+        """Drop a group that ended untrained. With `regenerates_stale` the next new group gets its lengths."""
+        dropped = self.pop(group.seq, None)
+        # The group may be gone already. Its lengths must not be used twice.
+        if dropped is not None and self._settings.regenerates_stale:
+            self._next_lengths.append([sample.generated_tokens for sample in group.samples])
 
     def _draw_lengths(self) -> None:
-        size, first = self._settings.started_samples, self._drawn_so_far
-        lengths = self._lengths.groups(self._generator, GROUPS_PER_DRAW, size, first=first)
-        self._drawn = lengths[::-1].tolist()
-        self._drawn_so_far += GROUPS_PER_DRAW
+        lengths = self._lengths.draw_groups(
+            self._generator, GROUPS_PER_DRAW, self._settings.started_samples, first=self._drawn_groups
+        )
+        self._next_lengths = lengths[::-1].tolist()
+        self._drawn_groups += GROUPS_PER_DRAW

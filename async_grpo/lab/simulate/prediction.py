@@ -17,19 +17,19 @@ from async_grpo.app.report.drawing import BLUE, GREEN, GREY, ORANGE, legend_abov
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.lab.simulate.calibrate import calibrate, measure
-from async_grpo.lab.simulate.determined import (
+from async_grpo.lab.simulate.devices import estimate
+from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
+from async_grpo.lab.simulate.results import SimulatedMetrics, summarize_run, with_enough_steps
+from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.simulation import simulate
+from async_grpo.lab.simulate.timings import Timings
+from async_grpo.lab.simulate.uncertainty import (
     PredictedRange,
     Uncertainty,
     baseline_of,
     uncertainty_of_estimate,
     uncertainty_of_runs,
 )
-from async_grpo.lab.simulate.devices import estimate
-from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
-from async_grpo.lab.simulate.results import SimulatedFigures, figures_of, with_enough_steps
-from async_grpo.lab.simulate.settings import SimulatedSettings
-from async_grpo.lab.simulate.simulation import simulate
-from async_grpo.lab.simulate.timings import Timings
 from async_grpo.lab.simulate.whatif import Change
 from async_grpo.lab.sweep.plan import assignments, combinations, parse_axis
 
@@ -48,7 +48,7 @@ class Prediction:
 
     label: str
     settings: SimulatedSettings
-    figures: SimulatedFigures
+    figures: SimulatedMetrics
     range: PredictedRange | None = None
 
 
@@ -84,7 +84,7 @@ class TimingsOptions:
 
     def _replaced(self, timings: Timings) -> Timings:
         """The timings with what the file says instead."""
-        return timings if self.file is None else Timings.read(self.file, instead_of=timings)
+        return timings if self.file is None else Timings.read(self.file, base=timings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class CheckedRuns:
     """What a simulation says of a run that was made, or of several repetitions of one, beside what was measured."""
 
     runs: Sequence[RecordedRun]
-    simulated: SimulatedFigures
+    simulated: SimulatedMetrics
     baseline: float | None = None
     """Tokens/s by a + b / (S + 1), fitted to the runs that were calibrated on."""
 
@@ -131,12 +131,12 @@ def compare(
     runs to which the baseline is fitted as well."""
     found: dict[SimulatedSettings, list[RecordedRun]] = {}
     for run in recorded:
-        found.setdefault(SimulatedSettings.of(run.config), []).append(run)
+        found.setdefault(SimulatedSettings.from_config(run.config), []).append(run)
     speeds = [measure(run).tokens_per_s for run in fitted_to]
     return [
         CheckedRuns(
             runs,
-            figures_of(simulate(settings, timings, seed=seed)),
+            summarize_run(simulate(settings, timings, seed=seed)),
             baseline_of(fitted_to, speeds, settings.max_staleness),
         )
         for settings, runs in found.items()
@@ -209,12 +209,12 @@ def predict(
     for values in combinations([parse_axis(text) for text in grid]):
         typed = assignments(values)
         config = plan_run(file, [*overrides, *typed], download=False).config
-        settings = SimulatedSettings.of(config)
+        settings = SimulatedSettings.from_config(config)
         settings = with_enough_steps(settings, timings) if steps is None else settings.with_steps(steps)
-        own = timings.model_copy(update={"lengths": timings.lengths.at_most(config.sampling.max_tokens)})
+        own = timings.model_copy(update={"lengths": timings.lengths.with_default_cap(config.sampling.max_tokens)})
         label = ", ".join(typed) or config.name
         span = None if uncertainty is None else uncertainty.range_of(settings, own, seed=seed)
-        found.append(Prediction(label, settings, figures_of(simulate(settings, own, seed=seed)), span))
+        found.append(Prediction(label, settings, summarize_run(simulate(settings, own, seed=seed)), span))
     return found
 
 

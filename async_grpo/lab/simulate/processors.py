@@ -1,4 +1,8 @@
-"""Engines and trainer that share processors, power or memory: each is slower while the other works."""
+"""Slows engines and trainer down while both work on a machine that they share.
+
+trainer computes   -->  every engine runs at 1 / engine_beside of its speed
+an engine works    -->  the trainer runs at 1 / trainer_beside of its speed
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,23 @@ from async_grpo.lab.simulate.timings import Timings
 
 
 class EngineHost(Protocol):
-    """A server, of which this module sees the speed and the load."""
+    """A server, as seen from the shared machine."""
 
     engine: SimulatedEngine
 
-    def slow_down(self, factor: float) -> None:
-        """Generate at 1 / `factor` of the speed that the engine has alone."""
+    def set_slowdown(self, factor: float) -> None:
+        """Generate `factor` times slower than alone from now on."""
 
 
 class TrainingHost(Protocol):
-    """The trainer, of which this module sees the speed."""
+    """The trainer, as seen from the shared machine."""
 
-    def slow_down(self, factor: float) -> None:
-        """Train at 1 / `factor` of the speed that the trainer has alone."""
+    def set_slowdown(self, factor: float) -> None:
+        """Train `factor` times slower than alone from now on."""
 
 
 class SharedProcessors:
-    """The machine that engines and trainer share, as far as `engine_beside` and `trainer_beside` say that they do."""
+    """The machine of engines and trainer. Factors of 1 in the timings mean that they share nothing."""
 
     def __init__(self, timings: Timings) -> None:
         self._engine_factor = timings.engine_beside
@@ -36,19 +40,21 @@ class SharedProcessors:
         self._engines_work = False
 
     def connect(self, servers: Sequence[EngineHost], trainer: TrainingHost) -> None:
-        """Name the roles that share the processors."""
-        self._servers, self._trainer = servers, trainer
+        """Set the roles that share the processors."""
+        self._servers = servers
+        self._trainer = trainer
 
-    def note_training(self, computing: bool) -> None:
-        """The trainer started or stopped computing: change the speed of the engines."""
+    def update_engine_speed(self, trainer_computes: bool) -> None:
+        """Adjust the engines after the trainer has started or stopped computing."""
         if self._engine_factor > 1:
             for server in self._servers:
-                server.slow_down(self._engine_factor if computing else 1.0)
+                server.set_slowdown(self._engine_factor if trainer_computes else 1.0)
 
-    def note_generation(self) -> None:
-        """Samples started or ended: change the speed of the trainer if all engines are idle now, or no longer are."""
-        if self._trainer_factor > 1 and self._trainer is not None:
-            engines_work = any(server.engine.running for server in self._servers)
-            if engines_work != self._engines_work:
-                self._engines_work = engines_work
-                self._trainer.slow_down(self._trainer_factor if engines_work else 1.0)
+    def update_trainer_speed(self) -> None:
+        """Adjust the trainer after samples have started or ended, if that changed whether any engine works."""
+        if self._trainer_factor == 1 or self._trainer is None:
+            return
+        engines_work = any(server.engine.running for server in self._servers)
+        if engines_work != self._engines_work:
+            self._engines_work = engines_work
+            self._trainer.set_slowdown(self._trainer_factor if engines_work else 1.0)

@@ -1,11 +1,16 @@
-"""A simulated rollout server: tickets become groups, as the dispatcher makes them.
+"""A simulated rollout server, which turns tickets into groups as the real dispatcher does.
 
     buffer --admit--> SimulatedGroup --samples--> SimulatedEngine --> verifiers --> insert | discard --> buffer
 
-Real code decides whether another group is wanted and how many (`SampleSlots`), how many samples run at once
-(`next_concurrency`), and everything of the buffer (`BufferState`). A server waits for a free slot, a ticket, weights of
-the ticket's version, its samples, and verifiers. It loads new weights as `rollout.interruption` says, but none while an
-evaluation runs.
+A group on its way through a server:
+
+    admitted --> waits for weights of its ticket's version --> queued --> running --> judged --> inserted or discarded
+                                                                 ^            |
+                                  next attempt, here or elsewhere +--- interrupted, expired, or lost in a crash
+
+Real code decides how many groups to request (`SampleSlots`), how many samples may run (`next_concurrency`), and
+everything about the buffer (`BufferState`). New weights are loaded as `rollout.interruption` requires, but not during
+an evaluation, which pins the version.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from rollout_server.engines.base import EngineLoad
 
 
 class SimulatedServer:
-    """One server and its engine. It meets the other roles only in the buffer, and on `processors`."""
+    """A server and its engine. It interacts with the other roles only through the buffer and the shared processors."""
 
     def __init__(
         self,
@@ -39,321 +44,392 @@ class SimulatedServer:
     ) -> None:
         self.name = f"rollout-{number}"
         self._number = number
-        self._settings, self._timings = context.settings, context.timings
-        self._events, self._generator = context.events, context.generator
+        self._settings = context.settings
+        self._timings = context.timings
+        self._events = context.events
+        self._generator = context.generator
         self._buffer = buffer
         self._evaluations = evaluations
         self._processors = processors
+
         self.slots = SampleSlots(self._settings.min_concurrency or self._settings.max_concurrency)
-        engine = _engine_timings(self._timings, number, self._settings.servers)
-        self.engine = SimulatedEngine(engine, prompt_tokens=self._timings.prompt_tokens)
+        self.engine = SimulatedEngine(
+            _engine_timings(self._timings, number, self._settings.servers), prompt_tokens=self._timings.prompt_tokens
+        )
         self.groups: dict[int, SimulatedGroup] = {}
+        """Groups that this server has a lease for, by sequence number."""
         self.is_up = True
-        self._takes_groups = False
-        """False until the first version is evaluated, if that is due: only then a server requests tickets."""
+        self._requests_tickets = False
+        """False until the evaluation of the first version, if one is due, has ended."""
         self._queue: deque[SimulatedSample] = deque()
-        self._early: list[SimulatedGroup] = []
-        """Groups whose ticket is of a version that the engine does not have yet."""
-        self._newest = 0
-        self._pinned = False
-        self._draining = False
+        """Samples that wait for a slot."""
+        self._waiting_for_weights: list[SimulatedGroup] = []
+        """Groups whose tokens or ticket have a newer version than the engine."""
+        self._newest_version = 0
+        """Newest version on this machine; the engine may still have an older one."""
+        self._is_version_pinned = False
+        self._is_draining = False
+        """True while `interruption: drain` lets the running samples end before an update."""
         self._evaluation: SimulatedEvaluation | None = None
-        self._evaluated: set[SimulatedSample] = set()
-        """Completions of the evaluation that run."""
-        self._look = 0
-        """Number of the latest scheduled look at the engine."""
-        self._verifiers_free_s = [0.0] * self._timings.verifier.workers
+        self._evaluation_samples: set[SimulatedSample] = set()
+        """Running completions of the evaluation."""
+        self._engine_check = 0
+        """Number of the latest scheduled engine check. Earlier ones do nothing."""
+        self._verifiers_free_at_s = [0.0] * self._timings.verifier.workers
         if self._settings.min_concurrency:
             self._events.call_later(ADJUST_INTERVAL_S, self._adjust_slots, recurring=True)
 
     def start(self) -> None:
         """Evaluate the first version if it is due, then request tickets."""
-        self._evaluate_if_due()
-        if not self._pinned:
-            self._start_taking_groups()
+        self._start_due_evaluation()
+        if not self._is_version_pinned:
+            self._start_requesting_tickets()
 
     # Tickets
 
     @property
-    def need(self) -> tuple[float, int]:
-        """Orders waiting servers as the buffer serves them (`buffer.fair_share`): by the share of free slots."""
+    def priority(self) -> tuple[float, int]:
+        """Priority among waiting servers, as in `buffer.fair_share`: the fraction of free slots, then the number."""
         size = self._settings.started_samples
-        return self.slots.groups_to_fill_free_slots(size) / self.slots.groups_to_fill_all_slots(size), -self._number
+        free_fraction = self.slots.groups_to_fill_free_slots(size) / self.slots.groups_to_fill_all_slots(size)
+        return free_fraction, -self._number
 
     def request_tickets(self) -> None:
-        """Request tickets for all free slots, as long as the buffer has any."""
-        slots, size = self.slots, self._settings.started_samples
+        """Request tickets until the slots are full or the buffer has none."""
+        slots = self.slots
+        size = self._settings.started_samples
         self._buffer.stop_waiting(self)
-        while self.is_up and self._takes_groups and slots.has_room:
+
+        while self.is_up and self._requests_tickets and slots.has_room:
             tickets = self._buffer.admit_groups(
                 self, slots.groups_to_fill_free_slots(size), slots.groups_to_fill_all_slots(size)
             )
             if not tickets:
                 return
             for ticket in tickets:
-                self._take_group(ticket)
+                self._add_group(ticket)
+            # Where groups in flight are limited, the buffer chooses the server for each: the emptiest.
             if self._settings.groups_in_flight is not None:
                 return
 
-    def _start_taking_groups(self) -> None:
-        self._takes_groups = True
-        self._buffer.offer_room(self)
+    def _start_requesting_tickets(self) -> None:
+        self._requests_tickets = True
+        self._buffer.offer_tickets(self)
 
-    def _take_group(self, ticket: Ticket) -> None:
-        group = self._buffer.groups.find_or_create(ticket.seq)
-        group.ticket, group.started_s = ticket, self._events.now_s
+    def _add_group(self, ticket: Ticket) -> None:
+        group = self._buffer.groups.get_or_create(ticket.seq)
+        group.ticket = ticket
+        group.admitted_s = self._events.now_s
         self.groups[ticket.seq] = group
-        group.committed = len(group.missing)
-        self.slots.commit_samples(group.committed)
-        newest = max([ticket.version, *(version for sample in group.samples for version in sample.tokens)])
-        if self.engine.version < newest:
-            self._early.append(group)
+        group.committed_slots = len(group.unfinished_samples)
+        self.slots.commit_samples(group.committed_slots)
+
+        # A continued group may hold tokens of another server's newer version. If our older engine continued it,
+        # versions within a sample would decrease.
+        needed_version = max([ticket.version, *(v for sample in group.samples for v in sample.tokens_by_version)])
+        if self.engine.version < needed_version:
+            self._waiting_for_weights.append(group)
         else:
             call_s = self._timings.engine.call_s
-            self._buffer.exchange(lambda: self._events.call_later(call_s, lambda: self._queue_group(group)))
+            self._buffer.schedule_exchange(lambda: self._events.call_later(call_s, lambda: self._queue_group(group)))
 
-    def _free_slots(self, group: SimulatedGroup, samples: int) -> None:
-        group.committed -= samples
+    def _release_slots(self, group: SimulatedGroup, samples: int) -> None:
+        group.committed_slots -= samples
         self.slots.finish_samples(samples)
 
     # Samples
 
-    def slow_down(self, factor: float) -> None:
-        """Generate at 1 / `factor` of the speed that the engine has alone."""
-        self.engine.slow_down(self._events.now_s, factor)
-        self._schedule_look()
+    def set_slowdown(self, factor: float) -> None:
+        """Generate `factor` times slower than alone from now on."""
+        self.engine.set_slowdown(self._events.now_s, factor)
+        self._schedule_engine_check()
 
     def _queue_group(self, group: SimulatedGroup) -> None:
         if self.groups.get(group.seq) is not group:
-            return
-        if group.missing:
-            self._queue.extend(group.missing)
+            return  # expired, or given back, since it was admitted
+        if group.unfinished_samples:
+            self._queue.extend(group.unfinished_samples)
             self._start_samples()
-        else:  # an earlier server generated all, and could not judge it
+        else:
+            # An earlier attempt generated everything but failed before the group was judged.
             self._judge_group(group)
 
     def _start_samples(self) -> None:
         """Start queued samples while slots are free."""
-        now_s, slots, engine = self._events.now_s, self.slots, self.engine
-        shared = self._timings.engine.shared_prompt
-        while self._queue and slots.in_use < slots.capacity and not self._draining:
+        now_s = self._events.now_s
+        slots = self.slots
+        shares_prompts = self._timings.engine.shared_prompt
+
+        while self._queue and slots.in_use < slots.capacity and not self._is_draining:
             sample = self._queue.popleft()
             group = sample.group
             assert isinstance(group, SimulatedGroup)
             if self.groups.get(group.seq) is not group:
-                continue
-            engine.start(now_s, sample, prompt=not (shared and group.prompt_read))
-            group.prompt_read = True
+                continue  # the group has left this server since the sample was queued
+            is_cached = shares_prompts and group.is_prompt_read
+            self.engine.start_sample(now_s, sample, prompt=0.0 if is_cached else 1.0)
+            group.is_prompt_read = True
             slots.in_use += 1
-        self._schedule_look()
+        self._schedule_engine_check()
 
-    def _schedule_look(self) -> None:
-        """Look at the engine again when its next sample ends. Looks that were scheduled before lapse."""
-        self._look += 1
-        look, end_s = self._look, self.engine.next_s()
+    def _schedule_engine_check(self) -> None:
+        """Check the engine when its next sample ends.
+
+        Anything that changes the engine's speed or its samples must call this: a check that was scheduled before is
+        at the wrong time, so it lapses.
+        """
+        self._engine_check += 1
+        check = self._engine_check
+        end_s = self.engine.next_end_s()
         if end_s < math.inf:
-            self._events.call_at(end_s, lambda: self._collect_ended(look))
+            self._events.call_at(end_s, lambda: self._handle_finished_samples(check))
 
-    def _collect_ended(self, look: int) -> None:
-        if look != self._look:
+    def _handle_finished_samples(self, check: int) -> None:
+        if check != self._engine_check:
             return
-        for sample in self.engine.finished(self._events.now_s):
+
+        for sample in self.engine.collect_finished(self._events.now_s):
             if isinstance(sample.group, SimulatedGroup):
-                self._end_sample(sample.group, sample)
+                self._finish_sample(sample.group, sample)
             elif self._evaluation is not None:
-                self._evaluations.tokens += sample.done
-                self._evaluated.remove(sample)
+                self._evaluations.generated_tokens += sample.generated_tokens
+                self._evaluation_samples.remove(sample)
                 self._evaluation.running -= 1
+
         if self._evaluation is not None:
             self._continue_evaluation(self._evaluation)
-        if self._draining and self.slots.in_use == 0:
-            self._draining = False
-            self._load_newest()
+        if self._is_draining and self.slots.in_use == 0:
+            self._is_draining = False
+            self._load_newest_version()
         self._start_samples()
         if self._settings.groups_in_flight is None:
             self.request_tickets()
-        self._processors.note_generation()
+        self._processors.update_trainer_speed()
 
-    def _end_sample(self, group: SimulatedGroup, sample: SimulatedSample) -> None:
-        group.ended.append(sample)
+    def _finish_sample(self, group: SimulatedGroup, sample: SimulatedSample) -> None:
+        group.finished.append(sample)
         self.slots.in_use -= 1
-        if len(group.ended) < group.needed:
-            if not self._settings.slots_by_group:
-                self._free_slots(group, 1)
+        if len(group.finished) < group.needed:
+            if not self._settings.holds_slots_per_group:
+                self._release_slots(group, 1)
             return
-        for extra in group.samples:  # over-sampling: the others are not needed
+
+        # The group is complete. With over-sampling, others are still running and no longer needed.
+        for extra in group.samples:
             self._abort_sample(group, extra)
-        self._free_slots(group, group.committed)
+        self._release_slots(group, group.committed_slots)
         self._judge_group(group)
 
-    def _abort_sample(self, group: SimulatedGroup, sample: SimulatedSample, *, lose: float = 0.0) -> None:
-        if sample.is_running:
-            self.engine.stop(self._events.now_s, sample, lose=lose)
-            self.slots.in_use -= 1
-            if sample.left <= 0:  # it got its last token at this very moment, so nobody generates it again
-                group.ended.append(sample)
+    def _abort_sample(self, group: SimulatedGroup, sample: SimulatedSample, *, lost_tokens: float = 0.0) -> None:
+        if not sample.is_running:
+            return
+        self.engine.stop_sample(self._events.now_s, sample, lost_tokens=lost_tokens)
+        self.slots.in_use -= 1
+        # It may have got its last token at this very moment. Then no later attempt would generate it, and the group
+        # would never be complete.
+        if sample.remaining <= 0:
+            group.finished.append(sample)
 
     def _judge_group(self, group: SimulatedGroup) -> None:
-        judged_s, ticket = self._judge_samples(group.needed), group.ticket
-        self._events.call_at(judged_s, lambda: self._buffer.exchange(lambda: self._settle_group(group, ticket)))
+        judged_s = self._queue_for_verifiers(group.needed)
+        ticket = group.ticket
+        self._events.call_at(
+            judged_s, lambda: self._buffer.schedule_exchange(lambda: self._end_judged_group(group, ticket))
+        )
 
-    def _judge_samples(self, count: int) -> float:
-        """Queue `count` samples for the verifiers; returns when they are judged."""
-        verifier, now_s = self._timings.verifier, self._events.now_s
+    def _queue_for_verifiers(self, samples: int) -> float:
+        """Assign samples to the verifiers that are free first; returns the time at which all are judged."""
+        verifier = self._timings.verifier
+        now_s = self._events.now_s
         if verifier.sample_s == 0:
             return now_s + verifier.latency_s
-        free_s, done_s = self._verifiers_free_s, now_s
-        for _ in range(count):
-            worker = free_s.index(min(free_s))
-            free_s[worker] = max(free_s[worker], now_s) + verifier.sample_s
-            done_s = max(done_s, free_s[worker])
-        return done_s + verifier.latency_s
 
-    def _settle_group(self, group: SimulatedGroup, ticket: Ticket | None) -> None:
-        """End a judged group, unless this server lost the lease with which it was judged."""
+        free_at_s = self._verifiers_free_at_s
+        judged_s = now_s
+        for _ in range(samples):
+            worker = free_at_s.index(min(free_at_s))
+            free_at_s[worker] = max(free_at_s[worker], now_s) + verifier.sample_s
+            judged_s = max(judged_s, free_at_s[worker])
+        return judged_s + verifier.latency_s
+
+    def _end_judged_group(self, group: SimulatedGroup, ticket: Ticket | None) -> None:
+        # The lease may have been lost while the group was judged. If this server was admitted to it again since, the
+        # new attempt has another ticket and ends on its own.
         if self.groups.get(group.seq) is not group or group.ticket is not ticket:
             return
         del self.groups[group.seq]
-        self._buffer.settle_group(group)
-        self._buffer.offer_room(self)
+        self._buffer.end_group(group)
+        self._buffer.offer_tickets(self)
 
-    # Groups that end early
+    # Groups that leave before they are complete
 
-    def drop_expired(self, group: SimulatedGroup) -> None:
-        """Stop a group that has lost its lease: the buffer ended it as too old."""
+    def abandon_expired_group(self, group: SimulatedGroup) -> None:
+        """Stop generating a group that the buffer has ended as too old."""
         if self.groups.get(group.seq) is not group:
             return
-        self._drop_group(group)
+        self._remove_group(group)
         self._start_samples()
-        self._buffer.offer_room(self)
+        self._buffer.offer_tickets(self)
 
-    def _give_all_back(self) -> None:
-        """`abort`: store what there is of the groups that may be interrupted again, and give them back. Those that are
-        being judged stay: the engine has none of their samples."""
+    def _give_back_groups(self) -> None:
+        """interruption: abort. Give back the unfinished groups that may be interrupted again, with their tokens.
+
+        Groups that are being judged stay: the engine has none of their samples.
+        """
         for group in list(self.groups.values()):
             assert group.ticket is not None
-            if group.missing and group.ticket.attempt <= self._settings.max_interruptions:
-                self._drop_group(group)
+            if group.unfinished_samples and group.ticket.attempt <= self._settings.max_interruptions:
+                self._remove_group(group)
                 self._buffer.give_back_group(group)
 
-    def _drop_group(self, group: SimulatedGroup, *, lose: float = 0.0) -> None:
-        """Stop a group; its samples keep their tokens, without the last `lose`."""
+    def _remove_group(self, group: SimulatedGroup, *, lost_tokens: float = 0.0) -> None:
+        """Remove a group. Its samples keep their tokens, except the last `lost_tokens` of each."""
         del self.groups[group.seq]
-        self._free_slots(group, group.committed)
+        self._release_slots(group, group.committed_slots)
         for sample in group.samples:
-            self._abort_sample(group, sample, lose=lose)
-        group.prompt_read = False
-        if group in self._early:
-            self._early.remove(group)
+            self._abort_sample(group, sample, lost_tokens=lost_tokens)
+        group.is_prompt_read = False  # the next attempt may run on another server
+        if group in self._waiting_for_weights:
+            self._waiting_for_weights.remove(group)
 
     # Weights
 
     def receive_weights(self, version: int) -> None:
-        """Load a version that has arrived on this machine, unless the engine is pinned or has a newer one."""
-        self._newest = max(self._newest, version)
-        if self.is_up and not self._pinned and not self._draining and self._newest > self.engine.version:
-            self._start_load()
+        """Load a version that has arrived on this machine.
 
-    def _start_load(self) -> None:
+        While the version is pinned, the engine drains or the server restarts, the version is only noted and loaded
+        afterwards.
+        """
+        self._newest_version = max(self._newest_version, version)
+        is_ready = self.is_up and not self._is_version_pinned and not self._is_draining
+        if is_ready and self._newest_version > self.engine.version:
+            self._start_update()
+
+    def _start_update(self) -> None:
         interruption = self._settings.interruption
         if interruption == "drain" and self.slots.in_use:
-            self._draining = True
+            self._is_draining = True
             return
         if interruption == "abort":
-            self._give_all_back()
-        self._load_newest()
+            self._give_back_groups()
+        self._load_newest_version()
 
-    def _load_newest(self) -> None:
-        encode_again = self._settings.interruption == "recompute"
-        version, load_s = self._newest, self._timings.sync.load_s
-        loaded_s = self.engine.load(self._events.now_s, version, load_s, encode_again=encode_again)
-        self._schedule_look()
-        self._events.call_at(loaded_s, lambda: self._finish_load(version))
+    def _load_newest_version(self) -> None:
+        version = self._newest_version
+        loaded_s = self.engine.load_weights(
+            self._events.now_s,
+            version,
+            self._timings.sync.load_s,
+            encode_again=self._settings.interruption == "recompute",
+        )
+        self._schedule_engine_check()
+        self._events.call_at(loaded_s, lambda: self._finish_update(version))
 
-    def _finish_load(self, version: int) -> None:
+    def _finish_update(self, version: int) -> None:
         if version != self.engine.version or not self.is_up:
-            return
-        self._start_early_groups()
-        self._evaluate_if_due()
-        self._buffer.offer_room(self)
-        if self._newest > version:
-            self.receive_weights(self._newest)
+            return  # a newer version is being loaded, or the server failed meanwhile
+        self._queue_waiting_groups()
+        self._start_due_evaluation()
+        self._buffer.offer_tickets(self)
+        if self._newest_version > version:
+            self.receive_weights(self._newest_version)
 
-    def _start_early_groups(self) -> None:
-        ready = [group for group in self._early if group.ticket and group.ticket.version <= self.engine.version]
-        self._early = [group for group in self._early if group not in ready]
+    def _queue_waiting_groups(self) -> None:
+        ready: list[SimulatedGroup] = []
+        waiting: list[SimulatedGroup] = []
+        for group in self._waiting_for_weights:
+            if group.ticket and group.ticket.version <= self.engine.version:
+                ready.append(group)
+            else:
+                waiting.append(group)
+
+        self._waiting_for_weights = waiting
         for group in ready:
             self._queue_group(group)
 
     # Evaluations
 
-    def _evaluate_if_due(self) -> None:
-        """Pin the version and generate for held-out prompts, if a milestone was reached and no other server does it."""
+    def _start_due_evaluation(self) -> None:
+        """Pin the version and start an evaluation if a milestone was reached and no other server has claimed it."""
         evaluation = self._evaluations.claim_evaluation(self.engine.version)
         if evaluation is not None:
-            self._pinned, self._evaluation = True, evaluation
+            self._is_version_pinned = True
+            self._evaluation = evaluation
             self._continue_evaluation(evaluation)
 
     def _continue_evaluation(self, evaluation: SimulatedEvaluation) -> None:
-        """Start completions in the places that are free; unpin the version when none is left."""
-        now_s, timings = self._events.now_s, self._timings
-        for sample in evaluation.next_samples():
+        """Start the completions for which there is room; unpin the version when all have ended."""
+        now_s = self._events.now_s
+        timings = self._timings
+        for sample in evaluation.take_startable():
             prompt = sample.group
             assert isinstance(prompt, HeldOutPrompt)
-            is_read = timings.engine.shared_prompt and prompt.prompt_read
-            self.engine.start(now_s, sample, prompt=0.0 if is_read else timings.evaluation_factor)
-            prompt.prompt_read = True
-            self._evaluated.add(sample)
+            is_cached = timings.engine.shared_prompt and prompt.is_prompt_read
+            self.engine.start_sample(now_s, sample, prompt=0.0 if is_cached else timings.evaluation_factor)
+            prompt.is_prompt_read = True
+            self._evaluation_samples.add(sample)
+
         if evaluation.is_over:
             evaluation.ended_s = now_s
             self._evaluation = None
             self._unpin_version()
-        self._schedule_look()
+        self._schedule_engine_check()
 
     def _unpin_version(self) -> None:
-        self._pinned = False
-        self.receive_weights(self._newest)
-        if not self._takes_groups:
-            self._start_taking_groups()
+        self._is_version_pinned = False
+        self.receive_weights(self._newest_version)
+        if not self._requests_tickets:
+            self._start_requesting_tickets()
 
     # Faults and adaptive concurrency
 
     def crash(self) -> None:
-        """End the process: what was not stored is lost. Its leases end with its restart, or by themselves."""
-        settings, restart_s = self._settings, self._timings.faults.server_restart_s
+        """Fail: tokens since the last stored partials are lost. The leases end at the restart, or when they expire."""
+        settings = self._settings
+        restart_s = self._timings.faults.server_restart_s
         leased_s = min(settings.lease_s, restart_s)
-        lost_s = float(self._generator.random()) * settings.progress_interval_s
-        tokens_per_s = 1 / max(1e-9, self.engine.beside * self._timings.engine.step_s)
-        self.is_up, self._pinned, self._draining = False, False, False
+        since_progress_s = float(self._generator.random()) * settings.progress_interval_s
+        tokens_per_s = 1 / max(1e-9, self.engine.slowdown * self._timings.engine.step_s)
+
+        self.is_up = False
+        self._is_version_pinned = False
+        self._is_draining = False
         self._buffer.stop_waiting(self)
         for group in list(self.groups.values()):
-            self._drop_group(group, lose=lost_s * tokens_per_s)
+            self._remove_group(group, lost_tokens=since_progress_s * tokens_per_s)
             self._events.call_later(leased_s, partial(self._buffer.give_back_group, group), recurring=True)
-        for sample in self._evaluated:
-            self.engine.stop(self._events.now_s, sample)
+
+        for sample in self._evaluation_samples:
+            self.engine.stop_sample(self._events.now_s, sample)
         self._queue.clear()
-        self._evaluation, self._evaluated = None, set()
-        self._takes_groups = True
+        self._evaluation = None
+        self._evaluation_samples = set()
+        self._requests_tickets = True
         self._events.call_later(restart_s, self._restart, recurring=True)
 
     def _restart(self) -> None:
         self.is_up = True
-        self._start_load()
+        self._start_update()
 
     def _adjust_slots(self) -> None:
         """Adapt the number of slots to the engine's load, as the dispatcher does every second."""
-        settings, engine = self._settings, self.engine
-        engine.advance(self._events.now_s)
-        room = self._timings.engine.cache_tokens
-        load = EngineLoad(engine.running, 0, 0, kv_use=engine.context_tokens / room if room else 0.0)
+        settings = self._settings
+        engine = self.engine
+        engine.advance_to(self._events.now_s)
+        cache_tokens = self._timings.engine.cache_tokens
+        kv_use = engine.context_tokens / cache_tokens if cache_tokens else 0.0
+        load = EngineLoad(engine.running, 0, 0, kv_use=kv_use)
+
         wanted = next_concurrency(self.slots.capacity, self.slots.in_use, load)
         self.slots.resize(min(settings.max_concurrency, max(settings.min_concurrency, wanted)))
         self._start_samples()
-        self._buffer.offer_room(self)
+        self._buffer.offer_tickets(self)
         self._events.call_later(ADJUST_INTERVAL_S, self._adjust_slots, recurring=True)
 
 
 def _engine_timings(timings: Timings, number: int, servers: int) -> EngineTimings:
-    """Timings of that server's engine. Those of the last servers may be slower."""
-    slower, from_last = timings.slow_servers, servers - 1 - number
-    return timings.engine.times(slower[from_last] if from_last < len(slower) else 1.0)
+    """Timings of the engine of server `number`. The last servers may be slower."""
+    from_last = servers - 1 - number
+    if from_last < len(timings.slow_servers):
+        return timings.engine.slowed_by(timings.slow_servers[from_last])
+    return timings.engine

@@ -1,4 +1,4 @@
-"""What a simulation is of: the settings of a run that matter for its speed and its ages."""
+"""The settings of a simulation: those of a run that affect its speed and the ages of its tokens."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from async_grpo.staleness import ReplayPolicy, StalenessWindow
 
 
 @dataclass(frozen=True, slots=True)
-class CountedWindow(StalenessWindow):
-    """A window of so many groups, whatever S is: how other systems bound what is admitted (a queue of Q groups and C in
-    flight; (1 + s) P with a fraction s)."""
+class FixedWindow(StalenessWindow):
+    """A window of a fixed number of groups, independent of S.
+
+    Models other systems, which bound admission directly: by a queue of Q groups and C in flight, or by (1 + s) P with
+    a fraction s.
+    """
 
     groups: int = 0
 
     @property
     def capacity(self) -> int:
-        """Groups that may be active."""
+        """Number of groups that may be active."""
         return self.groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSettings:
-    """The settings of a run that a simulation needs, and some by which other systems differ."""
+    """Settings of the simulated run. The last ones model other systems; `from_config` leaves them at their defaults."""
 
     policy: ReplayPolicy
     steps: int
     group_size: int
     servers: int
     max_concurrency: int
-    """Samples in flight in one engine."""
+    """Samples in flight per engine."""
     min_concurrency: int = 0
     oversample: int = 0
     interruption: Literal["keep", "recompute", "drain", "abort"] = "keep"
@@ -44,33 +47,34 @@ class SimulatedSettings:
     checkpoint_steps: int = 0
     eval_every: int = 0
     eval_prompts: int = 0
-    """Held-out prompts of one evaluation."""
+    """Held-out prompts per evaluation."""
     eval_samples: int = 4
-    """Sampled completions of each of them."""
+    """Sampled completions per held-out prompt."""
     eval_greedy: bool = True
-    """True if each gets one more completion, at temperature 0."""
+    """True if each held-out prompt also gets a completion at temperature 0."""
+    auto_staleness: AutoStalenessConfig | None = None
+    """The controller of `max_staleness: auto`. None: S is constant."""
+
     groups_in_flight: int | None = None
-    """Most groups that are generated at once, over all servers, each new one on the server with the fewest. None: only
-    max_concurrency counts."""
-    slots_by_group: bool = False
-    """Whether a group holds its slots until its longest sample has ended. Ours frees each when its sample ends."""
-    prefetches: bool = False
-    """Whether new weights wait until the next batch is complete, so that its tokens are one version older: how slime
-    and miles keep an update out of a batch in the making."""
-    least_part: int = 1
-    """streaming: groups that must be ready before a part is trained."""
+    """Maximum number of groups that are generated at a time, over all servers; each new group goes to the server with
+    the fewest. None: only max_concurrency limits them."""
+    holds_slots_per_group: bool = False
+    """True if a group keeps all of its slots until its longest sample has ended. Ours frees each with its sample."""
+    prefetches_batches: bool = False
+    """True if new weights wait until the next batch is complete, so its tokens are one version older. slime and miles
+    keep updates out of an unfinished batch this way."""
+    min_part_groups: int = 1
+    """streaming: minimum number of ready groups for the trainer to take a part of a batch."""
     finishes_stale: bool = False
-    """Whether a server goes on with groups that are too old to be trained."""
-    recycles: bool = False
-    """Whether a group that is too old to be trained is generated again, with completions of the same lengths."""
+    """True if servers continue groups that are already too old to be trained."""
+    regenerates_stale: bool = False
+    """True if a group that became too old is generated again, with completions of the same lengths."""
     sync_every: int = 1
-    """Steps between two versions that engines get."""
-    auto: AutoStalenessConfig | None = None
-    """max_staleness: auto. None: S stays as it is."""
+    """Steps between two versions that are sent to the engines."""
 
     @property
     def started_samples(self) -> int:
-        """Samples that a group starts with."""
+        """Number of samples with which a group starts."""
         return self.group_size + self.oversample
 
     @property
@@ -84,9 +88,10 @@ class SimulatedSettings:
         return self.policy.window.max_staleness
 
     @classmethod
-    def of(cls, config: RunConfig) -> SimulatedSettings:
-        """The settings of a configured run."""
-        rollout, trainer = config.rollout, config.trainer
+    def from_config(cls, config: RunConfig) -> SimulatedSettings:
+        """Settings of a configured run."""
+        rollout = config.rollout
+        trainer = config.trainer
         return cls(
             policy=config.replay_policy,
             steps=config.steps,
@@ -106,10 +111,10 @@ class SimulatedSettings:
             eval_prompts=config.eval.prompts,
             eval_samples=config.eval.samples,
             eval_greedy=config.eval.greedy,
-            auto=config.auto_staleness,
+            auto_staleness=config.auto_staleness,
         )
 
     def with_steps(self, steps: int) -> SimulatedSettings:
-        """The same run with another number of steps."""
+        """Copy with another number of steps."""
         window = replace(self.policy.window, horizon=steps * self.groups_per_step)
         return replace(self, steps=steps, policy=replace(self.policy, window=window))

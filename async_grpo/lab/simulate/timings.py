@@ -1,15 +1,16 @@
-"""Timings: how fast each part of a run is, as a file that people can read, write and compare.
+"""Timings: the speed of each part of a run, as a file to read, edit and compare.
 
-    --from runs/NAME   calibrate.py fits them to a run       --device h100   devices.py estimates them
-    --timings FILE     this file, by hand
+    --from runs/NAME   fitted to a run (`calibrate`)
+    --device h100      estimated from a data sheet (`devices`)
+    --timings FILE     this file, edited by hand
 
-    one token of every running sample takes   step_s + request_s * running + context_s * tokens in the KV cache
-    reading a prompt takes                    prefill_s a token, in which the engine's other samples wait
-    a training step takes                     base_s + token_s * tokens read (prompts and completions)
-    the buffer's server                       exchange_s at a group's admission and at its insert, one after another
-    weights arrive                            transfer_s after the trainer went on; loading pauses an engine for load_s
+    decoding step       step_s + request_s * running samples + context_s * tokens in the KV cache
+    prefill             prefill_s per prompt token; the engine's other samples wait
+    training step       base_s + token_s * tokens read (prompts and completions)
+    buffer              exchange_s per admission and per insert of a group, one after another
+    weight update       transfer_s after the trainer continued; loading pauses an engine for load_s
 
-All times are seconds, all speeds those of one server, or of all ranks of the trainer together.
+All times are seconds. Speeds are per server for engines, and of all ranks together for the trainer.
 """
 
 from __future__ import annotations
@@ -24,105 +25,111 @@ from async_grpo.config.base import PositiveInt, StrictModel
 from async_grpo.errors import ConfigError
 from async_grpo.lab.simulate.lengths import LengthModel
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Span = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1)]
 
 
 class EngineTimings(StrictModel):
     """One rollout server and its engine."""
 
-    step_s: Span = 0.005
-    """Seconds of a decoding step with no request in it: reading the weights, and Python."""
-    request_s: Span = 0.0001
-    """Seconds that each running sample adds to a decoding step."""
-    context_s: Span = 0.0
-    """Seconds that each token in the KV cache adds to a decoding step: attention reads it."""
-    prefill_s: Span = 0.00005
-    """Seconds to read one token of a prompt."""
+    step_s: Seconds = 0.005
+    """Fixed seconds per decoding step: reading the weights, and Python."""
+    request_s: Seconds = 0.0001
+    """Seconds per decoding step and running sample."""
+    context_s: Seconds = 0.0
+    """Seconds per decoding step and token in the KV cache, which attention reads."""
+    prefill_s: Seconds = 0.00005
+    """Seconds per prompt token."""
     shared_prompt: bool = True
-    """Whether the samples of a group share one reading of their prompt (prefix cache)."""
-    call_s: Span = 0.001
-    """Seconds from a free slot to a sample that runs in the engine: the buffer, Python."""
+    """True if the samples of a group share one prefill of their prompt (prefix cache)."""
+    call_s: Seconds = 0.001
+    """Seconds from a free slot to a running sample: the buffer, Python."""
     cache_tokens: PositiveInt | None = None
-    """Tokens for which the KV cache has room; used where rollout.min_concurrency lets the engine's load decide. None:
-    no limit."""
+    """Capacity of the KV cache in tokens; used where rollout.min_concurrency adapts concurrency to the load. None: no
+    limit."""
 
-    def times(self, factor: float) -> EngineTimings:
-        """An engine that is so many times slower."""
+    def slowed_by(self, factor: float) -> EngineTimings:
+        """Copy of an engine that is `factor` times slower."""
+        if factor == 1:
+            return self
         keys = ("step_s", "request_s", "context_s", "prefill_s")
-        return self.model_copy(update={key: getattr(self, key) * factor for key in keys}) if factor != 1 else self
+        return self.model_copy(update={key: getattr(self, key) * factor for key in keys})
 
 
 class TrainerTimings(StrictModel):
     """The trainer, all ranks together."""
 
-    base_s: Span = 0.1
-    """Seconds of a step whatever its batch."""
-    token_s: Span = 0.00001
-    """Seconds for each token read."""
-    part_s: Span = 0.0
-    """trainer.streaming: seconds that each part of a batch adds."""
-    variation: Span = 0.0
-    """Standard deviation of a step's time over its mean."""
-    checkpoint_s: Span = 0.0
-    """Seconds that a checkpoint stops the trainer."""
-    take_s: Span = 0.002
-    """Seconds from a batch that is ready to its first micro-batch."""
+    base_s: Seconds = 0.1
+    """Fixed seconds per step."""
+    token_s: Seconds = 0.00001
+    """Seconds per token read."""
+    part_s: Seconds = 0.0
+    """trainer.streaming: seconds per part of a batch."""
+    variation: Seconds = 0.0
+    """Standard deviation of a step's time, divided by its mean."""
+    checkpoint_s: Seconds = 0.0
+    """Seconds for which a checkpoint stops the trainer."""
+    take_s: Seconds = 0.002
+    """Seconds from a ready batch to its first micro-batch."""
+
+    def slowed_by(self, factor: float) -> TrainerTimings:
+        """Copy of a trainer that computes `factor` times slower."""
+        return self.model_copy(update={"base_s": self.base_s * factor, "token_s": self.token_s * factor})
 
 
 class SyncTimings(StrictModel):
     """New weights on their way to the engines."""
 
-    stall_s: Span = 0.01
+    stall_s: Seconds = 0.01
     """Seconds for which publishing stops the trainer."""
-    transfer_s: Span = 0.05
-    """Seconds from then until a server has them, while both sides work."""
-    load_s: Span = 0.05
+    transfer_s: Seconds = 0.05
+    """Seconds from then until a server has the weights. Both sides keep working."""
+    load_s: Seconds = 0.05
     """Seconds for which an engine pauses to load them."""
 
 
 class VerifierTimings(StrictModel):
     """Rewards."""
 
-    latency_s: Span = 0.0
-    """Seconds from the last token of a group to its insert, beside judging: the pool, the buffer."""
-    sample_s: Span = 0.0
+    latency_s: Seconds = 0.0
+    """Seconds from a group's last token to its insert, without judging: the pool, the buffer."""
+    sample_s: Seconds = 0.0
     """Seconds to judge one sample."""
     workers: PositiveInt = 1
-    """Samples judged at the same time, on each server."""
-    filtered: Share = 0.0
-    """rollout.dynamic_sampling: share of the groups whose rewards are all equal."""
+    """Samples judged in parallel per server."""
+    filtered: Fraction = 0.0
+    """rollout.dynamic_sampling: fraction of the groups whose rewards are all equal."""
 
 
 class BufferTimings(StrictModel):
-    """The server that holds the buffer, which does one thing after another. `python -m benchmarks.control_plane`
-    measures both figures."""
+    """The process that holds the buffer and handles one call after another. Measured by
+    `python -m benchmarks.control_plane`."""
 
-    exchange_s: Span = 0.0
-    """Seconds of its processor for each of the two exchanges of a group: its admission and its insert."""
-    server_share: Share = 0.0
-    """Share of its processor that heartbeats and other repeated calls of one rollout server take."""
+    exchange_s: Seconds = 0.0
+    """Processor seconds for each of a group's two exchanges: its admission and its insert."""
+    server_share: Fraction = 0.0
+    """Fraction of the processor that heartbeats and other periodic calls of one rollout server take."""
 
 
 class FaultTimings(StrictModel):
     """Failures and restarts. 0 seconds between failures: none."""
 
-    server_every_s: Span = 0.0
-    """Mean seconds between two failures of one server."""
-    server_restart_s: Span = 60.0
-    """Seconds until a server that died generates again."""
-    trainer_every_s: Span = 0.0
+    server_every_s: Seconds = 0.0
+    """Mean seconds between two failures of a server."""
+    server_restart_s: Seconds = 60.0
+    """Seconds until a failed server generates again."""
+    trainer_every_s: Seconds = 0.0
     """Mean seconds between two failures of the trainer."""
-    trainer_restart_s: Span = 120.0
-    """Seconds until a trainer that died has loaded its checkpoint."""
+    trainer_restart_s: Seconds = 120.0
+    """Seconds until a failed trainer has loaded its checkpoint."""
 
 
 class Timings(StrictModel):
-    """Everything that a simulation must know beside the configuration of the run."""
+    """Input of a simulation in addition to the run's configuration."""
 
     source: str = "defaults"
-    """Where these figures come from, in words."""
+    """Origin of these timings, in words."""
     prompt_tokens: Annotated[float, Field(gt=0)] = 64
     """Mean length of a prompt."""
     lengths: LengthModel = LengthModel(mean=256)
@@ -133,31 +140,31 @@ class Timings(StrictModel):
     buffer: BufferTimings = BufferTimings()
     faults: FaultTimings = FaultTimings()
     engine_beside: Factor = 1.0
-    """How much slower engines are while the trainer computes: they share processors, power or memory."""
+    """Factor by which engines are slower while the trainer computes: both share processors, power or memory."""
     trainer_beside: Factor = 1.0
-    """How much slower the trainer is while an engine generates."""
-    task_s: Span = 0.0
-    """Seconds that the source of tasks takes for one. 0: nobody waits for it."""
+    """Factor by which the trainer is slower while an engine generates."""
+    task_s: Seconds = 0.0
+    """Seconds per task that the task source takes. 0: tasks are always available."""
     evaluation_factor: Annotated[float, Field(gt=0)] = 1.0
-    """How many times longer an evaluation takes than its completions would as groups of training: they are requested
-    one by one, and graded."""
+    """Factor by which completions of an evaluation take longer than those of training groups: they are requested one by
+    one, and graded."""
     slow_servers: list[Factor] = []
-    """How many times slower than `engine` the engines of the last servers are, one factor each."""
-    engine_contended: Share = 0.0
-    """Share of the engines' time in which they waited for a processor: with processors of their own, `engine` would be
-    faster by that."""
-    trainer_contended: Share = 0.0
-    """The same share of the trainer's computing."""
-    first_step_s: Span = 0.0
-    """Seconds before the first training step beside waiting: both sides start."""
+    """Factors by which the engines of the last servers are slower than `engine`, one per server."""
+    engine_contended: Fraction = 0.0
+    """Fraction of the engines' time spent waiting for a processor. With dedicated processors `engine` would be faster
+    by that."""
+    trainer_contended: Fraction = 0.0
+    """The same fraction of the trainer's computing."""
+    first_step_s: Seconds = 0.0
+    """Extra seconds of the first training step, while both sides start up."""
 
     @classmethod
-    def read(cls, path: Path, *, instead_of: Timings | None = None) -> Timings:
-        """The timings in a YAML file; with `instead_of` those, with what the file says instead. Raises ConfigError."""
+    def read(cls, path: Path, *, base: Timings | None = None) -> Timings:
+        """Read timings from a YAML file. With `base`, the file's keys replace those of `base`. Raises ConfigError."""
         try:
             plain = yaml.safe_load(path.read_text()) or {}
-            if instead_of is not None and isinstance(plain, dict):
-                plain = _merge(instead_of.model_dump(mode="json", exclude_defaults=True), plain)
+            if base is not None and isinstance(plain, dict):
+                plain = _merge_sections(base.model_dump(mode="json", exclude_defaults=True), plain)
             return cls.model_validate(plain)
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read timings from {path}: {error}. Write one with --write-timings") from error
@@ -167,19 +174,19 @@ class Timings(StrictModel):
             raise ConfigError(f"{path}: {key or 'the file'}: {first['msg']}. See docs/simulate.md") from error
 
     def write(self, path: Path) -> None:
-        """Write them as YAML, without what is at its default."""
+        """Write the values that differ from the defaults, as YAML."""
         text = yaml.safe_dump(
             self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=120, default_flow_style=None
         )
-        path.write_text(f"# Timings of `async-grpo simulate --timings`; docs/simulate.md explains every key.\n{text}")
+        path.write_text(f"# Timings for `async-grpo simulate --timings`; docs/simulate.md explains every key.\n{text}")
 
 
-def _merge(known: dict[str, Any], instead: dict[str, Any]) -> dict[str, Any]:
-    """The sections of both, where the keys of `instead` win. Lengths are replaced as a whole."""
-    merged = dict(known)
-    for key, value in instead.items():
-        if isinstance(value, dict) and isinstance(known.get(key), dict) and key != "lengths":
-            merged[key] = {**known[key], **value}
+def _merge_sections(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Merge two files, key by key within a section. `lengths` is replaced whole: half of a distribution is none."""
+    merged = dict(base)
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict) and key != "lengths":
+            merged[key] = {**base[key], **value}
         else:
             merged[key] = value
     return merged

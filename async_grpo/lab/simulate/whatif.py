@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from async_grpo.lab.simulate.results import SimulatedFigures, figures_of, with_enough_steps
+from async_grpo.lab.simulate.results import SimulatedMetrics, summarize_run, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
@@ -20,7 +20,7 @@ class Change:
     label: str
     key: str
     """The configuration key, with its new value; "" for a change of the machine."""
-    figures: SimulatedFigures
+    figures: SimulatedMetrics
     speedup: float
     """Tokens a second over those without the change."""
 
@@ -28,9 +28,9 @@ class Change:
 def changes(settings: SimulatedSettings, timings: Timings, *, steps: int | None = None, seed: int = 1) -> list[Change]:
     """Every change of `_candidates` simulated, the best first; over as many steps as their figures need, or `steps`."""
 
-    def figures_with(settings: SimulatedSettings, timings: Timings) -> SimulatedFigures:
+    def figures_with(settings: SimulatedSettings, timings: Timings) -> SimulatedMetrics:
         settings = with_enough_steps(settings, timings) if steps is None else settings.with_steps(steps)
-        return figures_of(simulate(settings, timings, seed=seed))
+        return summarize_run(simulate(settings, timings, seed=seed))
 
     now = figures_with(settings, timings)
     found = []
@@ -44,7 +44,7 @@ def with_staleness(settings: SimulatedSettings, max_staleness: int) -> Simulated
     """The same run with another S."""
     policy = settings.policy
     window = replace(policy.window, max_staleness=max_staleness, staleness=None)
-    return replace(settings, policy=replace(policy, window=window), auto=None)
+    return replace(settings, policy=replace(policy, window=window), auto_staleness=None)
 
 
 def with_groups(settings: SimulatedSettings, groups_per_step: int) -> SimulatedSettings:
@@ -90,7 +90,7 @@ def _more_servers(settings: SimulatedSettings) -> SimulatedSettings:
 
 def _uncontended(timings: Timings) -> Timings:
     """The timings without what both sides waited for processors."""
-    engine = timings.engine.times(1 - timings.engine_contended)
+    engine = timings.engine.slowed_by(1 - timings.engine_contended)
     less = {key: getattr(timings.trainer, key) * (1 - timings.trainer_contended) for key in ("base_s", "token_s")}
     return timings.model_copy(update={"engine": engine, "trainer": timings.trainer.model_copy(update=less)})
 

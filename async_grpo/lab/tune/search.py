@@ -17,7 +17,7 @@ from async_grpo.app.launch.plan import plan_run
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.lab.simulate.calibrate import Measured
-from async_grpo.lab.simulate.results import SimulatedFigures, figures_of, with_enough_steps
+from async_grpo.lab.simulate.results import SimulatedMetrics, summarize_run, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
@@ -40,7 +40,7 @@ class TunedPoint:
     places: Places
     overrides: Overrides
     config: RunConfig
-    simulated: SimulatedFigures
+    simulated: SimulatedMetrics
     figures: PointFigures
 
     def measured(self, found: Measured) -> PointFigures:
@@ -131,8 +131,8 @@ class TuningSearch:
         config = load(self._file, self._typed(overrides))
         before = self.present.config.trainer.processes if self._points else config.trainer.processes
         timings = timings_for(self._timings, config, config.trainer.processes / before)
-        settings = with_enough_steps(SimulatedSettings.of(config), timings)
-        found = figures_of(simulate(settings, timings, seed=self._seed))
+        settings = with_enough_steps(SimulatedSettings.from_config(config), timings)
+        found = summarize_run(simulate(settings, timings, seed=self._seed))
         changed = self._changes(overrides)
         judged = PointFigures(
             tokens_per_s=found.tokens_per_s,
@@ -177,7 +177,7 @@ def timings_for(timings: Timings, config: RunConfig, ranks: float) -> Timings:
     """The timings for a configuration whose trainer has `ranks` times as many ranks: the time that depends on the
     tokens shrinks with them, the rest stays."""
     trainer = timings.trainer.model_copy(update={"token_s": timings.trainer.token_s / ranks})
-    lengths = timings.lengths.at_most(config.sampling.max_tokens)
+    lengths = timings.lengths.with_default_cap(config.sampling.max_tokens)
     return timings.model_copy(update={"trainer": trainer, "lengths": lengths})
 
 

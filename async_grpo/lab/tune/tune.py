@@ -18,11 +18,11 @@ from async_grpo.app.report.drawing import save_figures
 from async_grpo.app.runs.run import Run
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.lab.simulate.calibrate import Measured, measure
-from async_grpo.lab.simulate.determined import determined_in_words
 from async_grpo.lab.simulate.prediction import TimingsOptions
 from async_grpo.lab.simulate.recorded import read_recorded
-from async_grpo.lab.simulate.results import steps_aside, with_enough_steps
+from async_grpo.lab.simulate.results import transient_steps, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
+from async_grpo.lab.simulate.uncertainty import determined_in_words
 from async_grpo.lab.sweep.folder import SweepFolder
 from async_grpo.lab.sweep.plan import Point, SweepPlan, point_name
 from async_grpo.lab.sweep.report import read_all
@@ -93,7 +93,7 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
         say(line)
     notes += beyond
     if uncertainty is not None and chosen.config.trainer.processes == base.trainer.processes:
-        settings = with_enough_steps(SimulatedSettings.of(chosen.config), timings)
+        settings = with_enough_steps(SimulatedSettings.from_config(chosen.config), timings)
         span = uncertainty.range_of(settings, timings_for(timings, chosen.config, 1.0), seed=options.seed)
         determined = determined_in_words([span], uncertainty)
         notes.append(f"recommended: between {span.low:,.0f} and {span.high:,.0f} tokens/s, {determined}")
@@ -156,7 +156,7 @@ def _run(
     for one in points:
         values = changes_of(one, present)
         own = point_name(name, values, one.config.seed)
-        steps = f"steps={options.real_steps + steps_aside(one.config.max_staleness)}"
+        steps = f"steps={options.real_steps + transient_steps(one.config.max_staleness)}"
         typed = [*options.overrides, *(f"{key}={value}" for key, value in values.items()), *_SHORT, steps]
         config = plan_run(options.config, typed, download=True).config
         update = {"name": own, "runs_dir": folder.runs_dir}

@@ -156,7 +156,7 @@ class SlowSide:
             group_size=8,
             servers=1,
             max_concurrency=128,
-            auto=auto,
+            auto_staleness=auto,
         )
         timings = Timings(
             prompt_tokens=64,
@@ -205,7 +205,7 @@ def test_a_simulated_run_says_what_was_decided_and_keeps_books() -> None:
             group_size=8,
             servers=1,
             max_concurrency=128,
-            auto=AutoStalenessConfig(start=0),
+            auto_staleness=AutoStalenessConfig(start=0),
         ),
         Timings(lengths=LengthModel(mean=120), trainer=TrainerTimings(base_s=0.6)),
         SlowSide(None, "none"),

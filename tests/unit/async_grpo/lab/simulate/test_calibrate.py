@@ -13,7 +13,7 @@ from async_grpo.lab.simulate.calibrate import calibrate, fit_source, fit_verifie
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.prediction import compare
 from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
-from async_grpo.lab.simulate.results import figures_of
+from async_grpo.lab.simulate.results import summarize_run
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
@@ -71,14 +71,14 @@ def test_two_runs_tell_every_speed(found: Timings) -> None:
 def test_it_predicts_the_staleness_bounds_that_it_has_not_seen(found: Timings, tmp_path: Path) -> None:
     for max_staleness in (1, 4):
         settings, _ = settings_of(tmp_path, max_staleness)
-        true, predicted = (figures_of(simulate(settings, timings)) for timings in (TRUE, found))
+        true, predicted = (summarize_run(simulate(settings, timings)) for timings in (TRUE, found))
         assert predicted.tokens_per_s == pytest.approx(true.tokens_per_s, rel=0.04)
         assert predicted.age_mean == pytest.approx(true.age_mean, abs=0.15)
 
 
 def test_what_it_was_calibrated_on_is_simulated_again(recorded: list[RecordedRun], found: Timings) -> None:
     for run in recorded:
-        simulated = figures_of(simulate(SimulatedSettings.of(run.config), found)).tokens_per_s
+        simulated = summarize_run(simulate(SimulatedSettings.from_config(run.config), found)).tokens_per_s
         assert simulated == pytest.approx(measure(run).tokens_per_s, rel=0.04)
 
 
@@ -86,7 +86,7 @@ def test_evaluations_and_the_steps_between_them_each_take_their_recorded_time(tm
     brief = TRUE.model_copy(update={"evaluation_factor": 0.4, "engine_beside": 1.0, "trainer_beside": 1.0})
     run = recorded_run(tmp_path, 2, brief, eval={"every_steps": 8, "prompts": 60})
     recorded = run.servers[0].evaluations
-    simulated = simulate(SimulatedSettings.of(run.config), calibrate([run]).timings)
+    simulated = simulate(SimulatedSettings.from_config(run.config), calibrate([run]).timings)
     assert mean_length(simulated.evaluations) == pytest.approx(mean_length(recorded), rel=0.03)
     made = [(row["time_s"] - row["step_s"], row["time_s"], row["trained_tokens"]) for row in run.steps]
     again = [(row.ended_s - row.step_s, row.ended_s, row.tokens) for row in simulated.steps]

@@ -10,7 +10,7 @@ import pytest
 from async_grpo.config import validate
 from async_grpo.errors import ConfigError
 from async_grpo.lab.simulate.devices import estimate
-from async_grpo.lab.simulate.lengths import LengthModel, tail
+from async_grpo.lab.simulate.lengths import LengthModel, tail_ratio
 from async_grpo.lab.simulate.timings import EngineTimings, Timings
 
 GENERATOR = np.random.default_rng(7)
@@ -29,7 +29,7 @@ GENERATOR = np.random.default_rng(7)
 def test_a_distribution_has_the_moments_that_it_was_given(
     given: dict[str, float], mean: float, median: float | None, p99: float | None
 ) -> None:
-    drawn = LengthModel.model_validate(given).groups(GENERATOR, 20_000, 8)
+    drawn = LengthModel.model_validate(given).draw_groups(GENERATOR, 20_000, 8)
     assert drawn.mean() == pytest.approx(mean, rel=0.02)
     if median is not None:
         assert np.median(drawn) == pytest.approx(median, rel=0.02)
@@ -38,13 +38,13 @@ def test_a_distribution_has_the_moments_that_it_was_given(
 
 
 def test_no_length_is_above_the_cap_or_below_one() -> None:
-    drawn = LengthModel(kind="lognormal", mean=20, sigma=2.0, cap=64).groups(GENERATOR, 1000, 8)
+    drawn = LengthModel(kind="lognormal", mean=20, sigma=2.0, cap=64).draw_groups(GENERATOR, 1000, 8)
     assert (drawn.min(), drawn.max()) == (1, 64)
 
 
 def test_samples_of_a_group_are_alike_if_the_variance_lies_between_groups() -> None:
     tails = [
-        tail(LengthModel(kind="lognormal", mean=100, sigma=1.0, within=within).groups(GENERATOR, 4000, 8))
+        tail_ratio(LengthModel(kind="lognormal", mean=100, sigma=1.0, within=within).draw_groups(GENERATOR, 4000, 8))
         for within in (0.1, 1.0)
     ]
     assert tails[0] < 1.7 < tails[1]
@@ -52,11 +52,11 @@ def test_samples_of_a_group_are_alike_if_the_variance_lies_between_groups() -> N
 
 def test_recorded_groups_come_in_their_order_again_and_again() -> None:
     model = LengthModel(kind="recorded", recorded=[[1, 2], [3, 4], [5, 6]])
-    assert model.groups(GENERATOR, 5, 2).tolist() == [[1, 2], [3, 4], [5, 6], [1, 2], [3, 4]]
+    assert model.draw_groups(GENERATOR, 5, 2).tolist() == [[1, 2], [3, 4], [5, 6], [1, 2], [3, 4]]
 
 
 def test_recorded_lengths_are_drawn_one_by_one_if_groups_are_too_small() -> None:
-    drawn = LengthModel(kind="recorded", recorded=[[5], [7, 9]]).groups(GENERATOR, 50, 3)
+    drawn = LengthModel(kind="recorded", recorded=[[5], [7, 9]]).draw_groups(GENERATOR, 50, 3)
     assert set(drawn.flatten()) == {5, 7, 9}
 
 

@@ -17,12 +17,12 @@ def ends(engine: SimulatedEngine, samples: dict[float, SimulatedSample]) -> list
     """When the samples end that are started at these times."""
     waiting, found = sorted(samples.items()), {}
     while len(found) < len(samples):
-        next_s = engine.next_s()
+        next_s = engine.next_end_s()
         if waiting and waiting[0][0] <= next_s:
             at_s, sample = waiting.pop(0)
-            engine.start(at_s, sample, prompt=True)
+            engine.start_sample(at_s, sample, prompt=1.0)
             continue
-        for sample in engine.finished(next_s):
+        for sample in engine.collect_finished(next_s):
             found[id(sample)] = next_s
     return [found[id(sample)] for _, sample in sorted(samples.items())]
 
@@ -56,41 +56,41 @@ def test_a_prompt_that_is_read_holds_up_the_others() -> None:
 
 def test_tokens_are_of_the_version_that_was_there_when_they_were_made() -> None:
     engine, sample = engine_of(), SimulatedSample(None, 10)
-    engine.start(0.0, sample, prompt=True)
-    engine.load(4.0, 1, load_s=2.0)
-    assert engine.next_s() == 12.0
-    engine.load(9.0, 2, load_s=0.0)
-    assert engine.finished(12.0) == [sample]
-    assert sample.tokens == pytest.approx({0: 4, 1: 3, 2: 3})
+    engine.start_sample(0.0, sample, prompt=1.0)
+    engine.load_weights(4.0, 1, load_s=2.0)
+    assert engine.next_end_s() == 12.0
+    engine.load_weights(9.0, 2, load_s=0.0)
+    assert engine.collect_finished(12.0) == [sample]
+    assert sample.tokens_by_version == pytest.approx({0: 4, 1: 3, 2: 3})
 
 
 def test_a_sample_without_a_token_is_of_the_next_version_alone() -> None:
     engine, sample = engine_of(), SimulatedSample(None, 3)
-    engine.start(1.0, sample, prompt=True)
-    engine.load(1.0, 1, load_s=0.5)
-    engine.finished(engine.next_s())
-    assert sample.tokens == pytest.approx({1: 3})
+    engine.start_sample(1.0, sample, prompt=1.0)
+    engine.load_weights(1.0, 1, load_s=0.5)
+    engine.collect_finished(engine.next_end_s())
+    assert sample.tokens_by_version == pytest.approx({1: 3})
 
 
 def test_a_stopped_sample_goes_on_where_it_was_and_reads_its_prefix_again() -> None:
     engine, sample = engine_of(prefill_s=0.1), SimulatedSample(None, 10)
-    engine.start(0.0, sample, prompt=True)  # 10 prompt tokens: 1 s
-    engine.stop(5.0, sample, lose=1.0)  # 4 tokens, of which the last is lost
-    assert (sample.left, sample.tokens) == (pytest.approx(7), pytest.approx({0: 3}))
-    engine.start(20.0, sample, prompt=True)  # 13 tokens are read: 1.3 s
-    assert engine.next_s() == pytest.approx(28.3)
+    engine.start_sample(0.0, sample, prompt=1.0)  # 10 prompt tokens: 1 s
+    engine.stop_sample(5.0, sample, lost_tokens=1.0)  # 4 tokens, of which the last is lost
+    assert (sample.remaining, sample.tokens_by_version) == (pytest.approx(7), pytest.approx({0: 3}))
+    engine.start_sample(20.0, sample, prompt=1.0)  # 13 tokens are read: 1.3 s
+    assert engine.next_end_s() == pytest.approx(28.3)
 
 
 def test_a_trainer_beside_it_slows_it_while_it_computes() -> None:
     engine, sample = engine_of(), SimulatedSample(None, 10)
-    engine.start(0.0, sample, prompt=True)
-    engine.slow_down(4.0, 2.0)  # 6 tokens to go, 2 s each
-    engine.slow_down(8.0, 1.0)  # 4 tokens to go
-    assert engine.next_s() == pytest.approx(12.0)
+    engine.start_sample(0.0, sample, prompt=1.0)
+    engine.set_slowdown(4.0, 2.0)  # 6 tokens to go, 2 s each
+    engine.set_slowdown(8.0, 1.0)  # 4 tokens to go
+    assert engine.next_end_s() == pytest.approx(12.0)
 
 
 def test_it_is_busy_while_anything_runs() -> None:
     engine = engine_of()
     ends(engine, {1.0: SimulatedSample(None, 2), 2.0: SimulatedSample(None, 2), 10.0: SimulatedSample(None, 1)})
     assert engine.busy_s == pytest.approx(4.0)
-    assert engine.generated == pytest.approx(5.0)
+    assert engine.generated_tokens == pytest.approx(5.0)

@@ -10,7 +10,7 @@ import pytest
 from async_grpo.errors import ConfigError
 from async_grpo.lab.simulate.buffer import SimulatedBuffer
 from async_grpo.lab.simulate.lengths import LengthModel
-from async_grpo.lab.simulate.results import figures_of
+from async_grpo.lab.simulate.results import summarize_run
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import (
@@ -61,7 +61,7 @@ def settings_of(
 
 def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     # transfer 2 + load 3 + generation 10 + training 4 + stall 1
-    figures = figures_of(simulate(settings_of(0), CONSTANT))
+    figures = summarize_run(simulate(settings_of(0), CONSTANT))
     assert figures.step_s == pytest.approx(20.0)
     assert figures.tokens_per_s == pytest.approx(16 * 10 / 20.0)
     assert figures.trainer_idle == pytest.approx(15 / 20)
@@ -85,14 +85,14 @@ def test_servers_share_a_window_that_is_smaller_than_their_slots() -> None:
 def test_with_a_step_ahead_the_slower_side_sets_the_pace() -> None:
     # A trainer of 30 s hides the 10 s of generation: 30 + 1 s of stall, with tokens that are one step old.
     slow = CONSTANT.model_copy(update={"trainer": TrainerTimings(base_s=30.0, token_s=0.0, take_s=0.0)})
-    figures = figures_of(simulate(settings_of(1), slow))
+    figures = summarize_run(simulate(settings_of(1), slow))
     assert figures.step_s == pytest.approx(31.0)
     assert (figures.trainer_idle, figures.age_mean) == (pytest.approx(0.0), pytest.approx(1.0))
 
 
 def test_verifiers_that_are_few_are_the_bottleneck() -> None:
     judged = CONSTANT.model_copy(update={"verifier": VerifierTimings(sample_s=5.0, workers=2)})
-    figures = figures_of(simulate(settings_of(4), judged))
+    figures = summarize_run(simulate(settings_of(4), judged))
     assert figures.step_s == pytest.approx(16 * 5.0 / 2, rel=0.01)
 
 
@@ -104,7 +104,7 @@ def test_streaming_trains_what_is_there() -> None:
             "sync": SyncTimings(stall_s=0, transfer_s=0, load_s=0),
         }
     )
-    figures = figures_of(simulate(settings_of(0, max_concurrency=8, streaming=True), parts))
+    figures = summarize_run(simulate(settings_of(0, max_concurrency=8, streaming=True), parts))
     assert figures.step_s == pytest.approx(22 + 6 + 4)
 
 
@@ -141,7 +141,7 @@ def test_exact_age_simulates_as_many_steps_of_age_as_it_says(interruption: str) 
 def test_every_way_to_load_weights_ends_with_all_steps(interruption: str) -> None:
     settings = settings_of(2, interruption=interruption, servers=2)
     run = simulate(settings, TAILED)
-    figures = figures_of(run)
+    figures = summarize_run(run)
     assert len(run.steps) == 30
     assert run.released == {"trained": 120}
     assert figures.age_mean <= 2
@@ -149,14 +149,14 @@ def test_every_way_to_load_weights_ends_with_all_steps(interruption: str) -> Non
 
 def test_draining_engines_wait_and_those_that_keep_do_not() -> None:
     speeds = {
-        way: figures_of(simulate(settings_of(4, interruption=way), TAILED)).rollout_idle for way in ("keep", "drain")
+        way: summarize_run(simulate(settings_of(4, interruption=way), TAILED)).rollout_idle for way in ("keep", "drain")
     }
     assert speeds["keep"] < speeds["drain"]
 
 
 def test_over_sampling_leaves_the_longest_out() -> None:
-    alone = figures_of(simulate(settings_of(0), TAILED))
-    over = figures_of(simulate(settings_of(0, oversample=2), TAILED))
+    alone = summarize_run(simulate(settings_of(0), TAILED))
+    over = summarize_run(simulate(settings_of(0, oversample=2), TAILED))
     assert over.step_s < alone.step_s
     assert over.wasted > 0.1
     assert alone.wasted == pytest.approx(0, abs=0.01)
@@ -229,7 +229,7 @@ def test_groups_that_are_used_twice_train_half_as_many() -> None:
 
 def test_a_batch_that_is_taken_before_the_update_is_a_version_older() -> None:
     ages = {
-        prefetches: figures_of(simulate(settings_of(4, prefetches=prefetches), CONSTANT)).group_age
+        prefetches: summarize_run(simulate(settings_of(4, prefetches_batches=prefetches), CONSTANT)).group_age
         for prefetches in (False, True)
     }
     assert ages[True] > ages[False]
@@ -247,10 +247,10 @@ def test_a_buffer_that_does_one_thing_after_another_limits_the_groups_a_second()
     free = CONSTANT.model_copy(update={**at_once, "sync": SyncTimings(stall_s=0.0, transfer_s=0.0, load_s=0.0)})
     slow = free.model_copy(update={"buffer": BufferTimings(exchange_s=0.25)})
     run = simulate(servers, slow)
-    assert figures_of(run).groups_per_s == pytest.approx(2.0, rel=0.1) and run.exchange_s > 0.25
-    assert figures_of(simulate(servers, free)).groups_per_s > 2.5
+    assert summarize_run(run).groups_per_s == pytest.approx(2.0, rel=0.1) and run.exchange_s > 0.25
+    assert summarize_run(simulate(servers, free)).groups_per_s > 2.5
     beats = slow.model_copy(update={"buffer": BufferTimings(exchange_s=0.25, server_share=0.05)})  # 0.4 cores of 8
-    assert figures_of(simulate(servers, beats)).groups_per_s == pytest.approx(2.0 * 0.6, rel=0.1)
+    assert summarize_run(simulate(servers, beats)).groups_per_s == pytest.approx(2.0 * 0.6, rel=0.1)
     with pytest.raises(ConfigError, match=r"heartbeats of 8 servers alone need 1.60 cores"):
         simulate(servers, slow.model_copy(update={"buffer": BufferTimings(server_share=0.2)}))
 
@@ -307,7 +307,7 @@ def test_steps_of_half_the_groups_cost_what_a_step_costs_beside_its_tokens() -> 
 
 
 def test_more_staleness_is_never_slower() -> None:
-    speeds = [figures_of(simulate(with_staleness(settings_of(), bound), TAILED)).tokens_per_s for bound in (0, 1, 4)]
+    speeds = [summarize_run(simulate(with_staleness(settings_of(), bound), TAILED)).tokens_per_s for bound in (0, 1, 4)]
     assert speeds == sorted(speeds)
 
 

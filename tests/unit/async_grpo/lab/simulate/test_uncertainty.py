@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from async_grpo.lab.simulate.calibrate import calibrate
-from async_grpo.lab.simulate.determined import (
+from async_grpo.lab.simulate.lengths import LengthModel
+from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
+from async_grpo.lab.simulate.results import summarize_run
+from async_grpo.lab.simulate.simulation import simulate
+from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings
+from async_grpo.lab.simulate.uncertainty import (
     baseline_of,
     determined_in_words,
     uncertainty_of_estimate,
     uncertainty_of_runs,
 )
-from async_grpo.lab.simulate.lengths import LengthModel
-from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
-from async_grpo.lab.simulate.results import figures_of
-from async_grpo.lab.simulate.simulation import simulate
-from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings
 from tests.support.recorded_runs import recorded_run, settings_of
 
 TRUE = Timings(
@@ -45,7 +45,7 @@ def test_the_range_of_what_one_run_does_not_tell_holds_the_true_speed(
     run: RecordedRun, found: Timings, tmp_path: Path
 ) -> None:
     settings, _ = settings_of(tmp_path, 0)
-    true, predicted = (figures_of(simulate(settings, timings)).tokens_per_s for timings in (TRUE, found))
+    true, predicted = (summarize_run(simulate(settings, timings)).tokens_per_s for timings in (TRUE, found))
     assert predicted < 0.95 * true  # alone, the sides are faster than next to each other
     uncertainty = uncertainty_of_runs([run], found)
     span = uncertainty.range_of(settings, found, seed=1)
@@ -63,7 +63,7 @@ def test_the_recorded_run_itself_is_well_determined(run: RecordedRun, found: Tim
 
 def test_an_estimate_has_a_range_on_both_sides(tmp_path: Path) -> None:
     settings, _ = settings_of(tmp_path, 2)
-    alone = figures_of(simulate(settings, TRUE)).tokens_per_s
+    alone = summarize_run(simulate(settings, TRUE)).tokens_per_s
     span = uncertainty_of_estimate(TRUE).range_of(settings, TRUE, seed=1)
     assert span.low < 0.9 * alone and span.high > 1.02 * alone
 
@@ -78,7 +78,7 @@ def test_the_baseline_goes_through_two_measured_bounds_and_needs_two(run: Record
 def test_a_file_replaces_some_of_the_timings_of_a_run(tmp_path: Path) -> None:
     file = tmp_path / "timings.yaml"
     file.write_text("trainer: {base_s: 9}\nlengths: {kind: constant, mean: 10}\n")
-    mixed = Timings.read(file, instead_of=TRUE)
+    mixed = Timings.read(file, base=TRUE)
     assert (mixed.trainer.base_s, mixed.trainer.token_s) == (9, TRUE.trainer.token_s)
     assert (mixed.lengths, mixed.engine) == (LengthModel(mean=10), TRUE.engine)
 

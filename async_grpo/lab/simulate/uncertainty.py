@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_grpo.lab.simulate.recorded import RecordedRun, overlap_share
-from async_grpo.lab.simulate.results import figures_of, with_enough_steps
+from async_grpo.lab.simulate.results import summarize_run, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
@@ -76,14 +76,14 @@ def uncertainty_of_runs(runs: Sequence[RecordedRun], timings: Timings) -> Uncert
     engine's speed depends on how full it is."""
     run = runs[-1]
     alternatives = [] if len(runs) > 1 else [_beside_each_other(run, timings), *_filled_otherwise(run, timings)]
-    return Uncertainty(alternatives, SimulatedSettings.of(run.config), _noise_of(run))
+    return Uncertainty(alternatives, SimulatedSettings.from_config(run.config), _noise_of(run))
 
 
 def uncertainty_of_estimate(timings: Timings) -> Uncertainty:
     """An estimate's engines and trainer may each be faster or slower than the shares of the peak say."""
     found = []
     for factor in (1 / ESTIMATE_FACTOR, ESTIMATE_FACTOR):
-        found.append(timings.model_copy(update={"engine": timings.engine.times(factor)}))
+        found.append(timings.model_copy(update={"engine": timings.engine.slowed_by(factor)}))
         slower = {key: getattr(timings.trainer, key) * factor for key in ("base_s", "token_s")}
         found.append(timings.model_copy(update={"trainer": timings.trainer.model_copy(update=slower)}))
     return Uncertainty(found)
@@ -114,7 +114,7 @@ def baseline_of(runs: Sequence[RecordedRun], measured: Sequence[float], max_stal
 
 
 def _speed(settings: SimulatedSettings, timings: Timings, seed: int) -> float:
-    return figures_of(simulate(settings, timings, seed=seed)).tokens_per_s
+    return summarize_run(simulate(settings, timings, seed=seed)).tokens_per_s
 
 
 def _beside_each_other(run: RecordedRun, timings: Timings) -> Timings:
@@ -127,7 +127,7 @@ def _beside_each_other(run: RecordedRun, timings: Timings) -> Timings:
     faster = {key: getattr(timings.trainer, key) / (1 + more * trainer) for key in ("base_s", "token_s")}
     return timings.model_copy(
         update={
-            "engine": timings.engine.times(1 / (1 + more * engine)),
+            "engine": timings.engine.slowed_by(1 / (1 + more * engine)),
             "trainer": timings.trainer.model_copy(update=faster),
             "engine_beside": OTHER_BESIDE,
             "trainer_beside": OTHER_BESIDE,
