@@ -25,7 +25,7 @@ from async_grpo.data.jsonl import JsonlSource
 from async_grpo.data.prepare.pipeline import prepare_dataset
 from async_grpo.data.prepared_source import PreparedSource
 from async_grpo.data.tokenizer import Tokenizer
-from async_grpo.lab.bench.measure import Measurement, Step, Stopwatch, progress_bar
+from async_grpo.lab.bench.measure import Measurement, Step, Stopwatch, add_progress_bar
 from async_grpo.models.tiny.random_qwen2 import train_tokenizer
 from benchmarks.harness import main, make_parser
 
@@ -45,7 +45,7 @@ async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
 def _measure(progress: Progress, quick: bool) -> list[Measurement]:
     rows = _QUICK_ROWS if quick else _FULL_ROWS
     pairs = _QUICK_PAIRS if quick else _FULL_PAIRS
-    step = progress_bar(progress, "preparing data", 2 * pairs)
+    step = add_progress_bar(progress, "preparing data", 2 * pairs)
 
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as name:
         bench = _DataBench(Path(name), rows)

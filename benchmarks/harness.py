@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from async_grpo.errors import AsyncGrpoError
-from async_grpo.lab.bench.measure import Machine, Measurement, make_room, table, write
+from async_grpo.lab.bench.measure import Machine, Measurement, ensure_writable, measurement_table, write_measurements
 
 Measure = Callable[..., Coroutine[Any, Any, Sequence[Measurement]]]
 Render = Callable[[str, Sequence[Measurement], Machine], RenderableType]
@@ -33,20 +33,20 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(title: str, parser: argparse.ArgumentParser, measure: Measure, render: Render = table) -> None:
+def main(title: str, parser: argparse.ArgumentParser, measure: Measure, render: Render = measurement_table) -> None:
     """Measure, print and write the results. Prints an AsyncGrpoError without a traceback and exits with 1."""
     options: dict[str, Any] = vars(parser.parse_args())
     json_file: Path | None = options.pop("json")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         if json_file is not None:
-            make_room(json_file)  # before measuring: a path that cannot be written fails now, not after minutes
-        machine = Machine.here()
+            ensure_writable(json_file)  # before measuring: a path that cannot be written fails now, not after minutes
+        machine = Machine.detect()
         with Progress(*columns, console=Console(stderr=True)) as progress:
             measurements = uvloop.run(measure(progress, **options))
         Console().print(render(title, measurements, machine))
         if json_file is not None:
-            write(json_file, measurements, machine)
+            write_measurements(json_file, measurements, machine)
     except AsyncGrpoError as error:
         Console(stderr=True).print(f"{type(error).__name__}: {error}", highlight=False, markup=False)
         sys.exit(1)

@@ -28,7 +28,7 @@ import numpy as np
 from rich.progress import Progress
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.lab.bench.measure import Measurement, Step, paired_rounds, progress_bar
+from async_grpo.lab.bench.measure import Measurement, Step, add_progress_bar, measure_pairs
 from async_grpo.lab.bench.rig import Fsync, bench_server, check_trained
 from async_grpo.staleness import StalenessWindow
 from async_grpo.wire import Partial, ReleaseReason, Ticket
@@ -115,12 +115,12 @@ async def measure(
     with bench_server(url, fsync) as redis:
         async with bench_workers(1 + MANY_PRODUCERS) as workers:
             for producers in (1, MANY_PRODUCERS):
-                step = progress_bar(progress, f"throughput, producers: {producers}", size.pairs)
+                step = add_progress_bar(progress, f"throughput, producers: {producers}", size.pairs)
                 shape = Shape(producers, StalenessWindow(max_staleness=2, groups_per_step=16, horizon=size.groups))
                 measurements.append(await measure_throughput(redis, workers, shape, size.pairs, step))
-            step = progress_bar(progress, "latency", size.paced_pairs)
+            step = add_progress_bar(progress, "latency", size.paced_pairs)
             measurements += await measure_latency(redis, workers, size.paced_groups, size.paced_pairs, step)
-        step = progress_bar(progress, "cost of a transition", WARM_UP_CYCLES + size.cycles + 2)
+        step = add_progress_bar(progress, "cost of a transition", WARM_UP_CYCLES + size.cycles + 2)
         measurements += await measure_scaling(redis, size.large, size.cycles, step)
     return measurements
 
@@ -165,7 +165,7 @@ async def _run_pairs(
 ) -> list[tuple[BufferRound, BufferRound]]:
     buffer = partial(run_round, redis, workers, shape, "buffer")
     plain = partial(run_round, redis, workers, shape, "plain")
-    return await paired_rounds(buffer, plain, count, step)
+    return await measure_pairs(buffer, plain, count, step)
 
 
 async def run_round(redis: RedisConfig, workers: Workers, shape: Shape, system: System) -> BufferRound:

@@ -48,18 +48,18 @@ async def run_jobs(workers: Workers, jobs: Sequence[BenchJob]) -> list[WorkerRep
     """
     pairs = list(zip(workers, jobs, strict=False))
     for worker, job in pairs:
-        worker.tell(msgspec.json.encode(job) + b"\n")
+        worker.write_line(msgspec.json.encode(job) + b"\n")
     for worker, job in pairs:
         line = await _read_answer(worker, job)
         if line != READY:
             _decode_report(line, job)  # raises the worker's error
     for worker, _ in pairs:
-        worker.tell(GO)
+        worker.write_line(GO)
     return [_decode_report(await _read_answer(worker, job), job) for worker, job in pairs]
 
 
 async def _read_answer(worker: LineChild, job: BenchJob) -> bytes:
-    return await worker.hear(f"a {job.role} of the bench (process {worker.process_id})", 2 * WAIT_S)
+    return await worker.expect_line(f"a {job.role} of the bench (process {worker.process_id})", 2 * WAIT_S)
 
 
 def _decode_report(line: bytes, job: BenchJob) -> WorkerReport:

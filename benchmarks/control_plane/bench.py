@@ -21,7 +21,14 @@ from rich.console import Group, RenderableType
 from rich.progress import Progress
 from rich.table import Table
 
-from async_grpo.lab.bench.measure import Machine, Measurement, final_load, progress_bar, short, table
+from async_grpo.lab.bench.measure import (
+    Machine,
+    Measurement,
+    add_progress_bar,
+    format_value,
+    measure_load_average,
+    measurement_table,
+)
 from async_grpo.lab.bench.rig import bench_server
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.timings import BufferTimings, EngineTimings, SyncTimings, Timings, TrainerTimings
@@ -68,7 +75,7 @@ async def measure(
         servers, faster, seconds, token_s = [2, 4], [], QUICK_S, QUICK_TOKEN_S
 
     rounds = [(size, 1) for size in servers] + [(min(servers), factor) for factor in faster]
-    step = progress_bar(progress, "rounds", len(rounds))
+    step = add_progress_bar(progress, "rounds", len(rounds))
     measurements: list[Measurement] = []
     results: list[RoundResult] = []
     for size, factor in rounds:
@@ -80,7 +87,7 @@ async def measure(
     costs = fit_costs(results)
     if write_timings is not None:
         make_timings(lengths, token_s, costs).write(write_timings)
-    return [*measurements, *measure_capacity(costs, max(servers)), final_load()]
+    return [*measurements, *measure_capacity(costs, max(servers)), measure_load_average()]
 
 
 async def _run_round(servers: int, lengths: list[int], token_s: float, slots: int, seconds: float) -> RoundResult:
@@ -194,11 +201,11 @@ def render(title: str, measurements: Sequence[Measurement], machine: Machine) ->
         rounds.add_row(f"{row_name} {cells[0].unit}".strip(), *(_cell_text(cell) for cell in cells))
 
     others = [measurement for measurement in measurements if measurement.name not in by_name]
-    return Group(rounds, table("", others, machine))
+    return Group(rounds, measurement_table("", others, machine))
 
 
 def _cell_text(measurement: Measurement) -> str:
-    text = short(measurement.value)
+    text = format_value(measurement.value)
     if measurement.ratio is not None:
         text += f" ({measurement.ratio:.2f})"
     return text

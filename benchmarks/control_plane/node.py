@@ -19,7 +19,7 @@ import uvloop
 
 import buffer
 from async_grpo.config import RunConfig
-from async_grpo.lab.bench.rig import AnswerLines
+from async_grpo.lab.bench.rig import LineServer
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.telemetry.logging import configure_logging
 from async_grpo.utils.aio import cancel_and_wait
@@ -203,4 +203,4 @@ class VirtualServers:
 
 if __name__ == "__main__":
     configure_logging("node")
-    uvloop.run(AnswerLines().serve(VirtualServers()))
+    uvloop.run(LineServer().serve(VirtualServers()))

@@ -17,7 +17,7 @@ import psutil
 import buffer
 from async_grpo.app.launch.role_process import find_last_error
 from async_grpo.errors import RoleFailed
-from async_grpo.lab.bench.rig import LineChild, ask_all
+from async_grpo.lab.bench.rig import LineChild, request_all
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.weights.manifest import make_layout
 from async_grpo.weights.shared_memory import remove_stores
@@ -155,15 +155,15 @@ async def run_round(plan: ReplayPlan, seconds: float) -> RoundResult:
                 opens: list[dict[str, Any]] = []
                 for node, servers in enumerate(servers_per_node):
                     opens.append({"ask": "open", "plan": packed_plan, "node": node, "servers": servers})
-                await ask_all(WHO, nodes, opens, OPEN_TIMEOUT_S)
-                await ask_all(WHO, nodes, [{"ask": "serve"}] * len(nodes), MARGIN_S)
+                await request_all(WHO, nodes, opens, OPEN_TIMEOUT_S)
+                await request_all(WHO, nodes, [{"ask": "serve"}] * len(nodes), MARGIN_S)
                 await asyncio.sleep(warm_s)
 
                 before = await trainer.read_counters()
                 observe = {"ask": "observe", "seconds": seconds}
-                observed = await ask_all(WHO, nodes, [observe] * len(nodes), seconds + MARGIN_S)
+                observed = await request_all(WHO, nodes, [observe] * len(nodes), seconds + MARGIN_S)
                 after = await trainer.read_counters()
-                await ask_all(WHO, nodes, [{"ask": "stop"}] * len(nodes), MARGIN_S)
+                await request_all(WHO, nodes, [{"ask": "stop"}] * len(nodes), MARGIN_S)
 
             # The engines alone run after the trainer has stopped, on the same processes and cores.
             bares: list[dict[str, Any]] = []
@@ -171,7 +171,7 @@ async def run_round(plan: ReplayPlan, seconds: float) -> RoundResult:
                 bares.append(
                     {"ask": "bare", "plan": packed_plan, "warm_s": warm_s, "seconds": seconds, "servers": servers}
                 )
-            bare_groups = await ask_all(WHO, nodes, bares, warm_s + seconds + MARGIN_S)
+            bare_groups = await request_all(WHO, nodes, bares, warm_s + seconds + MARGIN_S)
 
     reports = [msgspec.convert(report, NodeReport) for report in observed]
     return RoundResult(plan, before, after, reports, trainer.published_s, sum(bare_groups) / seconds)

@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.lab.bench.measure import Machine, Spread, in_turns
+from async_grpo.lab.bench.measure import Machine, Spread, alternate_order
 from benchmarks.trl.plot import draw
 from benchmarks.trl.policies import make_policies
 from benchmarks.trl.sides import TRL_PYTHON, Pace, SideRun, bind, command, our_side, pace, run_ours, run_trl
@@ -76,7 +76,7 @@ def main() -> None:
     if not TRL_PYTHON.exists():
         sys.exit(f"{TRL_PYTHON} is missing: TRL's environment has not been made. Run `make bench-trl`")
     bind(arguments.cores)
-    machine, console = Machine.here(), Console()
+    machine, console = Machine.detect(), Console()
     make_policies(CACHE)
     workloads = [chosen(WORKLOADS[name], arguments) for name in arguments.workload or WORKLOADS]
     comparisons = []
@@ -102,7 +102,7 @@ def compare(workload: Workload, arguments: argparse.Namespace, console: Console)
     }
     sides["TRL"] = partial(run_trl, workload)
     runs: dict[str, list[SideRun]] = {side: [] for side in sides}
-    for repetition, order in enumerate(in_turns(sides, arguments.repeats)):
+    for repetition, order in enumerate(alternate_order(sides, arguments.repeats)):
         for side in order:
             console.print(f"{workload.name}, {repetition + 1} of {arguments.repeats}: {side}")
             run = sides[side]((arguments.out / workload.name / str(repetition)).absolute())

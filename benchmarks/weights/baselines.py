@@ -120,11 +120,11 @@ class TransferBaseline:
         """Copy the block to the worker. Returns the seconds until it is complete. Raises RoleFailed, WaitTimeout."""
         with Stopwatch() as stopwatch:
             if self._concurrent:
-                self._worker.tell(GO)
+                self._worker.write_line(GO)
             await asyncio.to_thread(self._send, block)
             if not self._concurrent:
-                self._worker.tell(GO)
-            if await self._worker.hear(self._description, WAIT_S) != DONE:
+                self._worker.write_line(GO)
+            if await self._worker.expect_line(self._description, WAIT_S) != DONE:
                 raise RoleFailed(f"{self._description} ended; see its error above")
         return stopwatch.seconds
 

@@ -40,7 +40,7 @@ from rich.progress import Progress
 from async_grpo.config.model import TinyQwen2Config
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt
-from async_grpo.lab.bench.measure import Measurement, Step, Stopwatch, progress_bar
+from async_grpo.lab.bench.measure import Measurement, Step, Stopwatch, add_progress_bar
 from async_grpo.lab.bench.rollout.bench import LARGE, TINY
 from async_grpo.telemetry.logging import configure_logging
 from async_grpo.weights import delta
@@ -110,24 +110,24 @@ async def measure(
     sizes = QUICK if quick else FULL
     measurements: list[Measurement] = []
     if engine != "none":  # first, so that a missing vLLM is reported before minutes of other measurements
-        step = progress_bar(progress, "an engine that generates", WARM_UPS + sizes.engine_rounds)
+        step = add_progress_bar(progress, "an engine that generates", WARM_UPS + sizes.engine_rounds)
         measurements += await update_engine(sizes.engine, engine, sizes.engine_rounds, step)
 
-    step = progress_bar(progress, "a whole model to one receiver", WARM_UPS + sizes.rounds)
+    step = add_progress_bar(progress, "a whole model to one receiver", WARM_UPS + sizes.rounds)
     measurements += await measure_transfer(sizes.whole, sizes.rounds, step)
 
-    step = progress_bar(progress, "patches", WARM_UP_STEPS + sizes.part_rounds)
+    step = add_progress_bar(progress, "patches", WARM_UP_STEPS + sizes.part_rounds)
     measurements += await measure_patches(sizes.part, sizes.part_rounds, step)
 
     locations = 1 if bucket is None else 2
-    step = progress_bar(progress, "through a folder or a bucket", locations * (WARM_UPS + sizes.part_rounds))
+    step = add_progress_bar(progress, "through a folder or a bucket", locations * (WARM_UPS + sizes.part_rounds))
     measurements += await measure_locations(Training(sizes.part.layout()), bucket, sizes.part_rounds, step)
 
     for ranks in RANKS:
-        step = progress_bar(progress, f"published by {ranks} ranks", WARM_UPS + sizes.ranks_rounds)
+        step = add_progress_bar(progress, f"published by {ranks} ranks", WARM_UPS + sizes.ranks_rounds)
         measurements += await publish_from_ranks(ranks, sizes.layers, sizes.ranks_rounds, step)
     for receivers in RECEIVERS:
-        step = progress_bar(progress, f"to {receivers} receivers", WARM_UPS + sizes.part_rounds)
+        step = add_progress_bar(progress, f"to {receivers} receivers", WARM_UPS + sizes.part_rounds)
         measurements += await measure_fanout(sizes.part, receivers, sizes.part_rounds, step)
     return measurements
 

@@ -26,7 +26,7 @@ from async_grpo.config.model import TinyQwen2Config
 from async_grpo.config.rollout import RolloutConfig, VllmConfig
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import EngineError, WaitTimeout
-from async_grpo.lab.bench.measure import Measurement, Step, paired_rounds
+from async_grpo.lab.bench.measure import Measurement, Step, measure_pairs
 from async_grpo.lab.bench.rollout.workload import number_model
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, make_layout
@@ -68,7 +68,7 @@ async def update_engine(
         extra={"use_tqdm_on_load": False},  # otherwise every reload of the baseline draws a progress bar
     )
     async with _start_bench(size, RolloutConfig(max_concurrency=IN_FLIGHT, vllm=vllm)) as bench:
-        pairs = await paired_rounds(bench.update_from_store, bench.update_from_folder, WARM_UPS + rounds, step)
+        pairs = await measure_pairs(bench.update_from_store, bench.update_from_folder, WARM_UPS + rounds, step)
         megabytes = bench.weights.layout.total_bytes / 1e6
     return _make_measurements(megabytes, pairs[WARM_UPS:])
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.lab.bench.rig import AnswerLines
+from async_grpo.lab.bench.rig import LineServer
 from async_grpo.models.shapes import shape_of
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.source_reader import SourceReader
@@ -172,12 +172,12 @@ def _make_config(ranks: int, folder: Path) -> Any:
 
 def main() -> None:
     """Serve requests as an engine or as a rank, until standard input is closed."""
-    lines = AnswerLines()
+    server = LineServer()
     if sys.argv[1] == ENGINE:
-        asyncio.run(lines.serve(CopyingEngine()))
+        asyncio.run(server.serve(CopyingEngine()))
         return
     rank, ranks, layers, folder = sys.argv[1:]
-    asyncio.run(lines.serve(TrainerRank(int(rank), int(ranks), int(layers), Path(folder))))
+    asyncio.run(server.serve(TrainerRank(int(rank), int(ranks), int(layers), Path(folder))))
 
 
 if __name__ == "__main__":

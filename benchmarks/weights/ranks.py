@@ -22,7 +22,7 @@ from typing import Any
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.lab.bench.measure import Measurement, Step
-from async_grpo.lab.bench.rig import LineChild, ask_all
+from async_grpo.lab.bench.rig import LineChild, request_all
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.node.receiver import SharedWeightReceiver
 from async_grpo.weights.shared_memory import allocate_file, remove_stores, store_path
@@ -166,7 +166,7 @@ class RanksBench:
 
     async def _request(self, children: Sequence[LineChild], name: str, **arguments: Any) -> list[Any]:
         requests: list[Mapping[str, Any]] = [{"ask": name, **arguments}] * len(children)
-        return await ask_all("the ranks or the engines of the bench", children, requests, WAIT_S)
+        return await request_all("the ranks or the engines of the bench", children, requests, WAIT_S)
 
 
 def _make_measurements(ranks: int, sizes: StoreSizes, rounds: Sequence[RanksRound]) -> list[Measurement]:

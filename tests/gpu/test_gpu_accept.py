@@ -11,6 +11,6 @@ from async_grpo.lab.accept.accept import accept
 
 
 @pytest.mark.timeout(1800)
-def test_every_stage_is_right(tmp_path: Path) -> None:
+def test_every_stage_passes(tmp_path: Path) -> None:
     report = asyncio.run(accept("cuda", tmp_path))
     assert report.ok, report.text()

@@ -28,7 +28,7 @@ def stale_head() -> None:
 
 
 def blind_check() -> None:
-    """The engine's check of weight updates takes any gap for rounding."""
+    """The engine's check of weight updates accepts any gap as rounding."""
     from rollout_server.engines.vllm import update_check
 
     update_check.ROUNDING = {"float32": 1e9, "bfloat16": 1e9}
@@ -40,10 +40,10 @@ def dropped_float64() -> None:
     import torch
     import torch.distributed as dist
 
-    real = dist.all_reduce
+    original = dist.all_reduce
 
     def all_reduce(tensor, *arguments, **named):  # type: ignore[no-untyped-def]
-        return real(tensor.float() if tensor.dtype == torch.float64 else tensor, *arguments, **named)
+        return original(tensor.float() if tensor.dtype == torch.float64 else tensor, *arguments, **named)
 
     dist.all_reduce = all_reduce
 

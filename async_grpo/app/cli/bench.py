@@ -120,23 +120,23 @@ def _measure(name: str, json_file: Path | None, plot: Path | None = None, **opti
     """
     import uvloop
 
-    from async_grpo.lab.bench.measure import Machine, Picture, make_room, table, write
+    from async_grpo.lab.bench.measure import Machine, Picture, ensure_writable, measurement_table, write_measurements
 
     # Create the folders first: a path that cannot be written must fail before half an hour of measuring.
     for file in (json_file, plot):
         if file is not None:
-            make_room(file)
-    machine = Machine.here()
+            ensure_writable(file)
+    machine = Machine.detect()
     bench = import_module(MODULES[name])
     pictures: list[Picture] = []
     if plot is not None:
         options["picture"] = pictures.append
     with progress_bar() as progress:
         figures = uvloop.run(bench.measure(progress, **options))
-    view = getattr(bench, "view", table)
+    view = getattr(bench, "view", measurement_table)
     Console().print(view(f"async-grpo bench {name}", figures, machine))
     if json_file is not None:
-        write(json_file, figures, machine)
+        write_measurements(json_file, figures, machine)
     if plot is not None:
         for picture in pictures:
             picture(plot)

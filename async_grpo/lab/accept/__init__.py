@@ -1,1 +1,1 @@
-"""`async-grpo accept`: the checks of the first hour on a device, with a report that can be sent back."""
+"""`async-grpo accept`: checks a new device before the first run and writes a report that users can send back."""

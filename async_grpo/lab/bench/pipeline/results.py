@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from async_grpo.lab.bench.measure import Machine, Measurement, Spread, table
+from async_grpo.lab.bench.measure import Machine, Measurement, Spread, measurement_table
 from async_grpo.lab.bench.pipeline.observe import Observed
 from async_grpo.telemetry.charts import Color
 
@@ -174,7 +174,7 @@ def view(title: str, figures: Sequence[Measurement], machine: Machine) -> Render
         ratio, share = own[TOKENS].ratio, by_name.get(f"{row}: {SHARE}")
         cells = ["" if ratio is None else f"{ratio:.2f}", "" if share is None else f"{share.value:.2f}"]
         shown.add_row(row, _with_spread(by_name, row, TOKENS), *cells, *(_short(own[name]) for name in _COLUMNS[1:]))
-    return Group(shown, table("", rest, machine))
+    return Group(shown, measurement_table("", rest, machine))
 
 
 def _measurements_at(results: Results, staleness: int) -> list[Measurement]:

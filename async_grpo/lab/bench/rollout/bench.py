@@ -22,7 +22,14 @@ from rich.progress import Progress
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.config.model import TinyQwen2Config
-from async_grpo.lab.bench.measure import Measurement, Spread, Step, final_load, paired_rounds, progress_bar
+from async_grpo.lab.bench.measure import (
+    Measurement,
+    Spread,
+    Step,
+    add_progress_bar,
+    measure_load_average,
+    measure_pairs,
+)
 from async_grpo.lab.bench.rig import bench_server
 from async_grpo.lab.bench.rollout.server_round import open_setup
 from async_grpo.lab.bench.rollout.workload import LogNormal, RolloutRound, RolloutWork, Uniform
@@ -79,16 +86,16 @@ async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
     with bench_server(None) as redis:
         for size in QUICK if quick else FULL:
             figures += await _measure(size, redis, 1 if quick else PAIRS, progress)
-    return [*figures, final_load()]
+    return [*figures, measure_load_average()]
 
 
 async def _measure(size: RolloutBenchSize, redis: RedisConfig, count: int, progress: Progress) -> list[Measurement]:
     longest = max(work.longest for work in (size.even, size.uneven) if work is not None)
     async with open_setup(size.model, size.vocabulary, redis, longest=longest) as setup:
-        step = progress_bar(progress, f"whole server, {setup.policy}", count)
+        step = add_progress_bar(progress, f"whole server, {setup.policy}", count)
         figures = overhead(setup.policy, size.even, await in_pairs(setup.whole, setup.bare, size.even, count, step))
         if size.uneven is not None:
-            step = progress_bar(progress, f"dispatch, {setup.policy}", count)
+            step = add_progress_bar(progress, f"dispatch, {setup.policy}", count)
             pairs = await in_pairs(setup.whole, setup.waves, size.uneven, count, step)
             figures += dispatch(setup.policy, size.uneven, pairs)
     return figures
@@ -107,7 +114,7 @@ async def in_pairs(whole: Feeder, baseline: Feeder, work: RolloutWork, count: in
 
     for feeder in (whole, baseline):
         await checked(feeder, replace(work, groups=work.groups_per_step))
-    return await paired_rounds(partial(checked, whole, work), partial(checked, baseline, work), count, step)
+    return await measure_pairs(partial(checked, whole, work), partial(checked, baseline, work), count, step)
 
 
 def overhead(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:

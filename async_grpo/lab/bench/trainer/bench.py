@@ -1,10 +1,9 @@
-"""The bench of the training step. It runs `async_grpo.lab.bench.trainer.main` in a process of its own, because the
-platform there replaces functions of torch.
+"""The bench of the training step, which runs in a separate process because the platform patches torch there.
 
-    this process --start--> async_grpo.lab.bench.trainer.main --lines: rounds that are done--> progress bar
-                                                              --file: figures--> list[Measurement]
+    this process --start--> async_grpo.lab.bench.trainer.main --lines: finished rounds--> progress bar
+                                                              --file: measurements------> list[Measurement]
 
-It waits for lines of that process, and kills it if none comes for too long.
+It waits for the lines of that process and kills it if none comes for too long.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import TrainingError
@@ -27,25 +26,41 @@ _SHOWN_CHARACTERS = 2000
 
 
 async def measure(progress: Progress, *, quick: bool, data: Path | None = None) -> list[Measurement]:
-    """All figures; `quick` only shows that the bench works, on a tiny model. `data`: a JSON-lines file with GSM8K's
-    fields, whose prompts are trained on. Raises TrainingError if the steps that are compared do not come to the same
-    loss, WaitTimeout."""
+    """Run the bench; `quick` only checks that it works, on a tiny model.
+
+    `data` is a JSON-lines file with GSM8K's fields whose prompts are trained on. Raises TrainingError if the compared
+    steps differ in loss, WaitTimeout if a round takes too long.
+    """
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
-        out, log = Path(folder) / "figures.json", Path(folder) / "log"
-        arguments = ["--out", str(out), *(["--quick"] if quick else []), *(["--data", str(data)] if data else [])]
-        environment = {**select_platform("cpu").rank_environment(TrainerConfig()), **os.environ}  # as a trainer has it
+        out = Path(folder) / "figures.json"
+        log = Path(folder) / "log"
+        arguments = ["--out", str(out)]
+        if quick:
+            arguments.append("--quick")
+        if data is not None:
+            arguments += ["--data", str(data)]
+        environment = {**select_platform("cpu").rank_environment(TrainerConfig()), **os.environ}  # as in a trainer
         task = progress.add_task("training steps", total=None)
+
         with log.open("w") as stderr:
             child = LineChild("async_grpo.lab.bench.trainer.main", *arguments, env=environment, stderr=stderr)
             async with child:
-                while line := await child.read("a round of the trainer's bench", _ROUND_TIMEOUT_S):
-                    word, _, number = line.decode().strip().partition(" ")
-                    if word == "total":
-                        progress.update(task, total=int(number))
-                    else:
-                        progress.advance(task)
+                await _show_rounds(child, progress, task)
                 code = await child.wait(_ROUND_TIMEOUT_S)
         if code:
-            end = log.read_text()[-_SHOWN_CHARACTERS:]
-            raise TrainingError(f"the bench of the trainer ended with exit code {code}:\n{end}")
-        return [Measurement(**figure) for figure in json.loads(out.read_text())]
+            log_end = log.read_text()[-_SHOWN_CHARACTERS:]
+            raise TrainingError(f"the trainer bench ended with exit code {code}:\n{log_end}")
+        return [Measurement(**fields) for fields in json.loads(out.read_text())]
+
+
+async def _show_rounds(child: LineChild, progress: Progress, task: TaskID) -> None:
+    """Advance the progress bar with every line until the child closes its output."""
+    while True:
+        line = await child.read_line("a round of the trainer bench", _ROUND_TIMEOUT_S)
+        if not line:
+            return
+        word, _, number = line.decode().strip().partition(" ")
+        if word == "total":
+            progress.update(task, total=int(number))
+        else:
+            progress.advance(task)

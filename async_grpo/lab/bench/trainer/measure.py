@@ -15,7 +15,7 @@ from statistics import median
 
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.errors import TrainingError
-from async_grpo.lab.bench.measure import Measurement, Stopwatch, in_turns
+from async_grpo.lab.bench.measure import Measurement, Stopwatch, alternate_order
 from async_grpo.lab.bench.trainer.baselines import (
     USUAL_ROWS,
     Attention,
@@ -129,7 +129,7 @@ def take_turns(contestants: Mapping[str, Contestant], rounds: int, say: Say) -> 
     Raises TrainingError if their losses or gradient norms differ.
     """
     found: dict[str, Timed] = {}
-    for names in in_turns(contestants, rounds):
+    for names in alternate_order(contestants, rounds):
         for name in names:
             with Stopwatch() as spent, Stopwatch(time.process_time) as cpu:
                 done = contestants[name]()

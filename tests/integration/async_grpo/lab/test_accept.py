@@ -1,4 +1,4 @@
-"""`async-grpo accept` on the CPU: the whole of it as a user starts it, and planted faults that its stages must name."""
+"""`async-grpo accept` on the CPU: the command as a user runs it, and planted faults that its stages must report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from async_grpo.lab.accept.accept import StageResult, accept
-from async_grpo.lab.accept.lab import Programs
+from async_grpo.lab.accept.context import Programs
 from async_grpo.lab.accept.stages import DROPPED_FLOAT64, RAW_LOGPROBS, STAGES, STALE_WEIGHTS
 from async_grpo.utils.child_process import child_argv
 
@@ -47,7 +47,7 @@ def started(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
             running.kill()
 
 
-def test_every_stage_is_right_on_a_cpu(tmp_path: Path) -> None:
+def test_every_stage_passes_on_a_cpu(tmp_path: Path) -> None:
     words = [word for name in STAGES if name != "doctor" for word in ("--stage", name)]  # tests run on any machine
     with started(tmp_path, *words, "--json", str(tmp_path / "copy.json")) as running:
         printed, _ = running.communicate(timeout=1400)
@@ -60,40 +60,40 @@ def test_every_stage_is_right_on_a_cpu(tmp_path: Path) -> None:
     assert figures["bytes"] > 1_000_000 and figures["tokens of the gap"] > 0
 
 
-def with_fault(tmp_path: Path, stage: str, **programs: str) -> StageResult:
+def run_with_fault(tmp_path: Path, stage: str, **programs: str) -> StageResult:
     (result,) = asyncio.run(accept("cpu", tmp_path, stages=[stage], programs=Programs(**programs))).stages
     return result
 
 
-def wrong(result: StageResult) -> list[str]:
-    return [figure.name for figure in result.figures if not figure.ok]
+def failed_metrics(result: StageResult) -> list[str]:
+    return [metric.name for metric in result.failed_metrics]
 
 
-def test_an_all_reduce_that_drops_float64_is_named(tmp_path: Path) -> None:
-    result = with_fault(tmp_path, "collectives", rank=f"{FAULTS} dropped_float64")
-    assert wrong(result) == ["all_reduce float64 on the host"]
+def test_an_all_reduce_that_drops_float64_is_reported(tmp_path: Path) -> None:
+    result = run_with_fault(tmp_path, "collectives", rank=f"{FAULTS} dropped_float64")
+    assert failed_metrics(result) == ["all_reduce float64 on the host"]
     assert result.advice == DROPPED_FLOAT64
 
 
-def test_log_probabilities_of_another_temperature_are_named(tmp_path: Path) -> None:
-    result = with_fault(tmp_path, "behaviour", engine=f"{FAULTS} raw_logprobs")
+def test_log_probabilities_of_another_temperature_are_reported(tmp_path: Path) -> None:
+    result = run_with_fault(tmp_path, "behaviour", engine=f"{FAULTS} raw_logprobs")
     assert "LogprobsWrong" in result.error
     assert result.advice == RAW_LOGPROBS
 
 
-def test_a_check_that_does_not_see_stale_graphs_is_named(tmp_path: Path) -> None:
-    result = with_fault(tmp_path, "graphs", engine=f"{FAULTS} blind_check")
-    assert wrong(result) == ["a planted layer that stays behind is found"]
+def test_a_check_that_misses_stale_graphs_is_reported(tmp_path: Path) -> None:
+    result = run_with_fault(tmp_path, "graphs", engine=f"{FAULTS} blind_check")
+    assert failed_metrics(result) == ["a planted stale layer is detected"]
 
 
-def test_a_stale_output_layer_is_named(tmp_path: Path) -> None:
-    result = with_fault(tmp_path, "weights", engine=f"{FAULTS} stale_head")
-    assert any("lm_head.weight" in figure for figure in wrong(result))
-    assert "gap at T = 0.8, version 1, mean" in wrong(result)
+def test_a_stale_output_layer_is_reported(tmp_path: Path) -> None:
+    result = run_with_fault(tmp_path, "weights", engine=f"{FAULTS} stale_head")
+    assert any("lm_head.weight" in name for name in failed_metrics(result))
+    assert "gap at T = 0.8, version 1, mean" in failed_metrics(result)
     assert result.advice == STALE_WEIGHTS
 
 
-def test_ctrl_c_leaves_no_process_and_a_report(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_report_and_no_process(tmp_path: Path) -> None:
     with started(tmp_path, "--stage", "collectives") as running:
         root, deadline = psutil.Process(running.pid), time.monotonic() + 300
         while len(family := root.children(recursive=True)) < 3:  # the node and its two ranks
@@ -106,7 +106,7 @@ def test_ctrl_c_leaves_no_process_and_a_report(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["stages"] == []
 
 
-def test_the_stages_of_ordinary_models_run_on_a_cpu_and_are_not_judged(tmp_path: Path) -> None:
+def test_scale_stages_run_on_a_cpu_without_being_checked(tmp_path: Path) -> None:
     with started(tmp_path, "--scale", "--json", str(tmp_path / "copy.json")) as running:
         printed, _ = running.communicate(timeout=1400)
     assert running.returncode == 0, printed

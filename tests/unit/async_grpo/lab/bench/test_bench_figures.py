@@ -1,4 +1,4 @@
-"""Figures of a bench: the table, the file, and what they are made of."""
+"""Results of a bench: the table, the file, and how they are computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
 from async_grpo.errors import ConfigError
-from async_grpo.lab.bench.measure import Machine, Measurement, Picture, Spread, make_room, table, write
+from async_grpo.lab.bench.measure import (
+    Machine,
+    Measurement,
+    Picture,
+    Spread,
+    ensure_writable,
+    measurement_table,
+    write_measurements,
+)
 from async_grpo.wire import Ticket, encode
 from benchmarks.buffer.systems import GroupMaker, make_task
 
@@ -26,26 +34,26 @@ FIGURES = [Measurement("speed", 1234.5, "groups/s", 2000.0, "a plain list", 0.61
 def test_the_table_shows_every_figure_and_its_machine() -> None:
     console = Console(width=140)
     with console.capture() as capture:
-        console.print(table("bench", FIGURES, MACHINE))
+        console.print(measurement_table("bench", FIGURES, MACHINE))
     shown = capture.get()
     for part in ("1,234 groups/s", "2,000 groups/s", "0.62", "a plain list", "0.0123 s", "a [bold]processor, 2 cores"):
         assert part in shown
 
 
 def test_the_file_holds_the_figures_and_the_machine(tmp_path: Path) -> None:
-    write(tmp_path / "figures.json", FIGURES, MACHINE)
+    write_measurements(tmp_path / "figures.json", FIGURES, MACHINE)
     content = json.loads((tmp_path / "figures.json").read_text())
     assert content == {"figures": [asdict(figure) for figure in FIGURES], **asdict(MACHINE)}
     assert set(content["figures"][0]) == {"name", "value", "unit", "baseline", "baseline_name", "ratio"}
 
 
 def test_the_folder_of_a_file_is_made_before_anything_is_measured(tmp_path: Path) -> None:
-    make_room(tmp_path / "new" / "er" / "figures.json")
-    write(tmp_path / "new" / "er" / "figures.json", FIGURES, MACHINE)
+    ensure_writable(tmp_path / "new" / "er" / "figures.json")
+    write_measurements(tmp_path / "new" / "er" / "figures.json", FIGURES, MACHINE)
     (tmp_path / "file").touch()
     for impossible, fault in (("file/figures.json", "file cannot be made"), ("new", "new cannot be written")):
         with pytest.raises(ConfigError, match=f"{tmp_path}/{fault}"):
-            make_room(tmp_path / impossible)
+            ensure_writable(tmp_path / impossible)
 
 
 def test_a_file_that_cannot_be_written_ends_a_bench_before_it_begins(
@@ -80,7 +88,7 @@ def test_the_picture_is_drawn_when_the_figures_are_safe(tmp_path: Path, monkeypa
 
 
 def test_this_machine_is_described() -> None:
-    machine = Machine.here()
+    machine = Machine.detect()
     assert machine.cores >= 1 and machine.cpu and machine.python.count(".") == 2
 
 
