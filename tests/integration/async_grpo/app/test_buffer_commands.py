@@ -127,7 +127,7 @@ def test_groups_are_listed_and_one_is_shown_whole(folder: RunFolder) -> None:
 def test_a_run_is_drained_and_goes_on(own: RunFolder) -> None:
     drained = type_in("drain", "--run-dir", own.path, "--timeout", "0")
     assert drained.exit_code == 1
-    assert "1 groups in flight (0 held by a server, 1 by no server)" in " ".join(drained.output.split())
+    assert "1 groups in flight (0 leased to a server, 1 without one)" in " ".join(drained.output.split())
     assert stats_of(own).horizon == 0
     assert "stopped by" in type_in("stats", "--run-dir", own.path).output
     resumed = type_in("drain", "--run-dir", own.path, "--resume")
@@ -170,11 +170,11 @@ def test_only_the_states_asked_for_are_exported(folder: RunFolder, tmp_path: Pat
     [
         (["stats"], "which run?"),
         (["stats", "--run-dir", "/nowhere"], "no run that was started"),
-        (["stats", CONFIGS / "quickstart.yaml", "--run-dir", "/nowhere"], "Leave out CONFIG"),
+        (["stats", CONFIGS / "quickstart.yaml", "--run-dir", "/nowhere"], "Omit CONFIG"),
         (["stats", CONFIGS / "quickstart.yaml", "-o", "name=never-started"], "no run that was started"),
         (["inspect", CONFIGS / "quickstart.yaml", "first"], "is not an ID"),
         (["export", "--run-dir", "RUN", "--to", "groups.csv"], ".jsonl"),
-        (["export", "--run-dir", "RUN", "--to", "groups.jsonl", "--state", "waiting"], "--state waiting is unknown"),
+        (["export", "--run-dir", "RUN", "--to", "groups.jsonl", "--state", "waiting"], "there is no --state waiting"),
         (["inspect", "--run-dir", "RUN", "999"], "no records of group 999"),
     ],
 )

@@ -140,9 +140,9 @@ async def test_a_live_run_is_asked_for_no_more_tokens_than_its_servers_give(monk
     live, options = LiveRun(config, {}), ChatOptions()
     async with _open(config, live, options) as terminal:
         assert terminal.session.max_tokens == 100
-        terminal.allow(99)
-        with pytest.raises(ConfigError, match=r"101 .* 100,.*rollout\.http\.max_tokens"):
-            terminal.allow(101)
+        terminal.set_max_tokens(99)
+        with pytest.raises(ConfigError, match=r"101 .*rollout\.http\.max_tokens \(100\)"):
+            terminal.set_max_tokens(101)
         assert terminal.session.max_tokens == 99
     with pytest.raises(ConfigError, match=r"101 .*rollout\.http\.max_tokens"):
         async with _open(config, live, replace(options, max_tokens=101)):
