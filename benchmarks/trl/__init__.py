@@ -1,1 +1,1 @@
-"""TRL's synchronous `GRPOTrainer` beside this project, on CPU: `python -m benchmarks.trl.compare`."""
+"""Comparison with TRL's synchronous `GRPOTrainer` on a CPU: `python -m benchmarks.trl.compare`."""

@@ -1,10 +1,10 @@
-"""A short search for the setting with which TRL is fastest here: `compare` then uses it.
+"""Search for TRL's fastest settings on this machine. `compare` then uses them.
 
     python -m benchmarks.trl.search [--workload checks]
 
-Each candidate runs a few steps in fresh processes; then the fastest of them run more, because a few steps with a long
-tail say little. Threads and ranks fill the cores in every one of them; a candidate that cannot run at all is reported
-with the last line of its log.
+Each candidate runs a few steps in fresh processes. Then the fastest candidates run more steps, because with a long tail
+of lengths a few steps are too noisy. Every candidate uses all cores, by threads or by ranks. A candidate that cannot
+run is reported with the last error in its log.
 """
 
 from __future__ import annotations
@@ -20,43 +20,46 @@ from rich.console import Console
 
 from async_grpo.errors import RoleFailed
 from benchmarks.trl.policies import make_policies
-from benchmarks.trl.sides import bind, command, run_trl
-from benchmarks.trl.workloads import CACHE, WORKLOADS, TrlDials, Workload
+from benchmarks.trl.sides import bind_cores, make_parser, run_trl
+from benchmarks.trl.workloads import CACHE, WORKLOADS, TrlSettings, Workload
 
 CANDIDATE_TIMEOUT_S = 600.0
 FINALISTS = 4
 
 
-def candidates(samples: int, cores: int) -> Iterator[TrlDials]:
-    """The settings to try: micro-batches of some sizes; ranks in place of threads; the other ways to generate."""
+def list_candidates(samples: int, cores: int) -> Iterator[TrlSettings]:
+    """Yield the settings to try: sizes of the micro-batch, ranks instead of threads, other ways to generate."""
     sizes = [rows for rows in (8, 16, 32, 64, 128, 256) if rows <= samples and samples // rows <= 16]
     for rows in sizes:
-        yield TrlDials(rows=rows, threads=cores)
+        yield TrlSettings(rows=rows, threads=cores)
     middle = sizes[len(sizes) // 2]
     if cores > 1:
         for rows in sizes[:3]:
-            yield TrlDials(rows=rows, threads=1, processes=cores)
-        yield TrlDials(rows=middle, threads=1, processes=cores, generation="continuous")
-    yield TrlDials(rows=middle, threads=cores, cache="static")
-    yield TrlDials(rows=middle, threads=cores, attention="eager")
-    yield TrlDials(rows=middle, threads=cores, generation="continuous")
+            yield TrlSettings(rows=rows, threads=1, processes=cores)
+        yield TrlSettings(rows=middle, threads=1, processes=cores, generation="continuous")
+    yield TrlSettings(rows=middle, threads=cores, cache="static")
+    yield TrlSettings(rows=middle, threads=cores, attention="eager")
+    yield TrlSettings(rows=middle, threads=cores, generation="continuous")
 
 
 def main() -> None:
-    """Try all candidates and keep the best of each workload."""
-    arguments = _arguments()
-    bind(arguments.cores)
+    """Try all candidates and store the fastest of each workload."""
+    options = _parse_arguments()
+    bind_cores(options.cores)
     make_policies(CACHE)
     cores = len(os.sched_getaffinity(0))
-    for name in arguments.workload or WORKLOADS:
+    for name in options.workload or WORKLOADS:
         workload = WORKLOADS[name]
         workload.write_prompts()
-        search = Search(workload, (arguments.out / name).absolute(), Console())
-        config = workload.config(search.out, name)
-        every = search.fastest_first(candidates(config.group_size * config.groups_per_step, cores), arguments.steps)
-        best = search.fastest_first(every[:FINALISTS], arguments.final_steps)[0]
+        search = Search(workload, (options.out / name).absolute(), Console())
+
+        config = workload.make_config(search.out, name)
+        candidates = list_candidates(config.group_size * config.groups_per_step, cores)
+        finalists = search.rank_candidates(candidates, options.steps)[:FINALISTS]
+        best = search.rank_candidates(finalists, options.final_steps)[0]
+
         search.console.print(f"{name}: best: {best}", markup=False)
-        workload.dials_file(cores).write_text(json.dumps(asdict(best), indent=2) + "\n", encoding="utf-8")
+        workload.settings_file(cores).write_text(json.dumps(asdict(best), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,38 +70,43 @@ class Search:
     out: Path
     console: Console
 
-    def fastest_first(self, dials: Iterable[TrlDials], steps: int) -> list[TrlDials]:
-        """Run each for so many steps; those that run, fastest first. Raises RoleFailed if none does."""
-        speeds: dict[TrlDials, float] = {}
-        for number, candidate in enumerate(dials):
+    def rank_candidates(self, candidates: Iterable[TrlSettings], steps: int) -> list[TrlSettings]:
+        """Run each candidate for `steps` steps. Returns those that run, fastest first.
+
+        Raises RoleFailed if none runs.
+        """
+        speeds: dict[TrlSettings, float] = {}
+        for number, candidate in enumerate(candidates):
             folder = self.out / f"{steps}-steps" / str(number)
+            workload = replace(self.workload, steps=steps, trl_settings=candidate)
             try:
-                speeds[candidate] = speed(replace(self.workload, steps=steps, dials=candidate), folder)
+                speeds[candidate] = measure_speed(workload, folder)
                 outcome = f"{speeds[candidate]:.3g} samples/s in {steps} steps"
             except RoleFailed as error:
                 outcome = f"does not run: {error} {find_last_error(folder / 'trl.log')}"
             self.console.print(f"{self.workload.name}: {candidate}: {outcome}", markup=False)
+
         if not speeds:
             raise RoleFailed(f"{self.workload.name}: TRL runs with none of the settings. The logs are in {self.out}")
         return sorted(speeds, key=speeds.__getitem__, reverse=True)
 
 
 def find_last_error(log: Path) -> str:
-    """The last line of a log that names an error."""
+    """Return the last line of the log that names an error, or an empty string."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "Error" in line]
     return lines[-1].strip()[:300] if lines else ""
 
 
-def speed(workload: Workload, out: Path) -> float:
-    """Samples/s of the steps after the first. Raises RoleFailed if it does not run."""
+def measure_speed(workload: Workload, out: Path) -> float:
+    """Run TRL and return the samples/s of the steps after the first. Raises RoleFailed if it does not run."""
     steps = run_trl(workload, out, timeout_s=CANDIDATE_TIMEOUT_S).steps
     return sum(step.samples for step in steps[1:]) / (steps[-1].ended_s - steps[0].ended_s)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = command("Look for TRL's fastest setting on this machine.", Path("runs/trl-search"))
-    parser.add_argument("--steps", type=int, default=6, help="of each candidate")
-    parser.add_argument("--final-steps", type=int, default=12, help=f"of the {FINALISTS} fastest, again")
+def _parse_arguments() -> argparse.Namespace:
+    parser = make_parser("Search for TRL's fastest settings on this machine.", Path("runs/trl-search"))
+    parser.add_argument("--steps", type=int, default=6, help="steps per candidate")
+    parser.add_argument("--final-steps", type=int, default=12, help=f"steps per finalist (the {FINALISTS} fastest)")
     return parser.parse_args()
 
 
