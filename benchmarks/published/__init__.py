@@ -1,1 +1,1 @@
-"""Published measurements of other systems, predicted: `python -m benchmarks.published`."""
+"""Predictions of other systems' published measurements: `python -m benchmarks.published`."""

@@ -1,8 +1,8 @@
-"""What a prediction of a published measurement is made of, and the baseline that it must beat.
+"""Building blocks of the studies: cells, simulation, calibration, and the baseline that a prediction must beat.
 
-Cell      one published figure: where it was measured, what it is, what was predicted, and whether it calibrated
-Study     the cells of one source with its assumptions
-baseline  period = a + b / (S + 1), fitted in hindsight to every cell of the study, those to be predicted too
+Cell      one published value and its prediction
+Study     the cells of one source with their assumptions
+baseline  period = a + b / (S + 1), fitted in hindsight to all cells of the study, including those to predict
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from async_grpo.staleness import RateLimit, ReplayPolicy
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One published figure and its prediction."""
+    """A published value and its prediction."""
 
     where: str
     quantity: str
@@ -30,26 +30,26 @@ class Cell:
     predicted: float
     calibrates: bool = False
     tolerance: float = 0.1
-    """Largest error that counts as a hit: a share, or with `absolute` the difference itself."""
+    """Largest error of a hit, relative to the measured value, or with `absolute` in the quantity's unit."""
     absolute: bool = False
     baseline: float | None = None
 
     @property
     def error(self) -> float:
-        """Predicted less measured, as a share of the measured unless `absolute`."""
-        return self._off(self.predicted)
+        """Predicted minus measured, relative to the measured value unless `absolute`."""
+        return self._compute_error(self.predicted)
 
     @property
     def baseline_error(self) -> float | None:
-        """The same of the baseline."""
-        return None if self.baseline is None else self._off(self.baseline)
+        """Error of the baseline; None if the cell has none."""
+        return None if self.baseline is None else self._compute_error(self.baseline)
 
     @property
-    def hits(self) -> bool:
-        """Whether the prediction is within the tolerance."""
+    def is_hit(self) -> bool:
+        """True if the error is within the tolerance."""
         return abs(self.error) <= self.tolerance
 
-    def _off(self, value: float) -> float:
+    def _compute_error(self, value: float) -> float:
         return value - self.measured if self.absolute else value / self.measured - 1
 
 
@@ -63,7 +63,7 @@ class Study:
     cells: Sequence[Cell]
 
 
-def settings_like(
+def make_settings(
     *,
     groups: int,
     max_staleness: int,
@@ -73,16 +73,20 @@ def settings_like(
     servers: int,
     concurrency: int,
     evicts: bool = False,
-    **others: object,
+    **options: object,
 ) -> SimulatedSettings:
-    """Settings of a system that trains `groups` groups a step in the order in which they finish, of at most `window`
-    admitted ones. `evicts`: a full queue drops its oldest group."""
+    """Make settings of a system that trains `groups` groups per step in completion order.
+
+    At most `window` groups are admitted. With `evicts`, a full queue drops its oldest group.
+    """
+    # Groups are evicted only under a rate limit, so we set one that is never reached.
+    rate = RateLimit(max_diff=1e14) if evicts else RateLimit()
     policy = ReplayPolicy(
         FixedWindow(max_staleness, groups, steps * groups, groups=window),
         selector="windowed_fifo",
         selector_window=window,
         on_stale="drop",
-        rate=RateLimit(max_diff=1e14) if evicts else RateLimit(),
+        rate=rate,
     )
     return SimulatedSettings(
         policy=policy,
@@ -90,31 +94,34 @@ def settings_like(
         group_size=group_size,
         servers=servers,
         max_concurrency=concurrency,
-        **others,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
 
 
-def run(settings: SimulatedSettings, timings: Timings) -> SimulatedMetrics:
-    """The figures of one simulation, always with the same seed."""
+def run_simulation(settings: SimulatedSettings, timings: Timings) -> SimulatedMetrics:
+    """Simulate once and return the results. The seed is always the same."""
     return summarize_run(simulate(settings, timings))
 
 
-def solve(guess: Sequence[float], errors: Callable[[Sequence[float]], Sequence[float]]) -> list[float]:
-    """Positive parameters for which the relative errors are least, within a factor of 10 around a guess."""
-    first = np.log(guess)
-    found = least_squares(
-        lambda logs: np.array(errors(np.exp(logs).tolist())),
-        first,
-        bounds=(first - np.log(10), first + np.log(10)),
-        diff_step=0.1,
+def fit_parameters(guess: Sequence[float], compute_errors: Callable[[Sequence[float]], Sequence[float]]) -> list[float]:
+    """Return the positive parameters with the least squared errors, within a factor of 10 around `guess`.
+
+    The fit is in logarithms, so that parameters stay positive and steps are relative.
+    """
+    log_guess = np.log(guess)
+    result = least_squares(
+        lambda logs: np.array(compute_errors(np.exp(logs).tolist())),
+        log_guess,
+        bounds=(log_guess - np.log(10), log_guess + np.log(10)),
+        diff_step=0.1,  # the simulation is not smooth, so a tiny difference would measure noise instead of the slope
         max_nfev=10,
     )
-    return [float(value) for value in np.exp(found.x)]
+    return [float(value) for value in np.exp(result.x)]
 
 
-def hindsight(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """S -> period of the baseline a + b / (S + 1) that fits the points (S, period) best in relative terms."""
-    spans = np.array([[1.0, 1.0 / (staleness + 1)] for staleness, _ in points])
+def fit_baseline(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Fit a + b / (S + 1) to the points (S, period) with the least relative errors. Returns S -> period."""
+    terms = np.array([[1.0, 1.0 / (staleness + 1)] for staleness, _ in points])
     periods = np.array([period for _, period in points])
-    (a, b), *_ = np.linalg.lstsq(spans / periods[:, None], np.ones(len(points)), rcond=None)
+    (a, b), *_ = np.linalg.lstsq(terms / periods[:, None], np.ones(len(points)), rcond=None)
     return lambda staleness: float(a + b / (staleness + 1))

@@ -1,1 +1,1 @@
-"""Is the choice of `async-grpo tune` as good as the best point of a grid of real runs?"""
+"""Compares the choice of `async-grpo tune` with the best point of a grid of real runs."""

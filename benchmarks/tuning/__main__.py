@@ -1,10 +1,10 @@
-"""`python -m benchmarks.tuning WORKLOAD --out DIR`: a grid of real runs, and what `async-grpo tune` chooses among it.
+"""`python -m benchmarks.tuning WORKLOAD --out DIR`: compare the choice of `async-grpo tune` with a grid of real runs.
 
-    calibration run --> async-grpo tune --> choice          the time of both counts as that of tune
-    every point of the grid, a real run each --> the best, and how far the choice is from it
+    calibration run --> async-grpo tune --> choice          both count as the time of tune
+    one real run per point of the grid --> best point --> distance of the choice from it
 
-The best point and the choice are run again: the best of many noisy figures is partly luck. The command may be stopped;
-it goes on with what is missing.
+The best point and the choice are run again, because the best of many noisy measurements is partly luck. The command can
+be interrupted; it then continues with the missing runs.
 """
 
 from __future__ import annotations
@@ -32,109 +32,140 @@ from benchmarks.tuning.workloads import WORKLOADS, TuningBench
 
 CALIBRATION, TUNE = "calibration", "tune"
 OUT_OF_TIME = 75
-"""Exit code where runs are still missing."""
+"""Exit code if runs are still missing."""
 
 
-class Runs:
-    """Real runs of a workload, each once; their seconds from start to end are kept in times.json."""
+class TimedRuns:
+    """Real runs of a workload, each done once. Their durations are stored in times.json."""
 
-    def __init__(self, bench: TuningBench, until_s: float) -> None:
+    def __init__(self, bench: TuningBench, deadline_s: float) -> None:
         self.bench = bench
-        self._until_s = until_s
+        self._deadline_s = deadline_s
         self._file = bench.folder / "times.json"
-        self.seconds: dict[str, float] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.seconds: dict[str, float] = {}
+        if self._file.exists():
+            self.seconds = json.loads(self._file.read_text())
 
-    def make(self, name: str, values: Mapping[str, str]) -> Measured:
-        """Do the run, unless it has been done. Exits with 75 if the time is over."""
+    def do_run(self, name: str, values: Mapping[str, str]) -> Measured:
+        """Do the run, unless it is complete, and return its speeds. Exits with OUT_OF_TIME after the deadline."""
         if name not in self.seconds:
-            if time.monotonic() > self._until_s:
+            if time.monotonic() > self._deadline_s:
                 raise SystemExit(OUT_OF_TIME)
-            began_s = time.monotonic()
-            asyncio.run(run_all(self.bench.folder, [self.bench.config(name, values)], lambda *_: None))
-            self.keep(name, began_s)
+            started_s = time.monotonic()
+            asyncio.run(run_all(self.bench.folder, [self.bench.make_config(name, values)], lambda *_: None))
+            self.store_duration(name, started_s)
         return measure(read_recorded(self.bench.folder / "runs" / name))
 
-    def keep(self, name: str, began_s: float) -> None:
-        """Note how long something took, from `began_s` of the monotonic clock until now."""
-        self.seconds[name] = time.monotonic() - began_s
+    def store_duration(self, name: str, started_s: float) -> None:
+        """Store the time since `started_s` of the monotonic clock. Marks `name` as complete."""
+        self.seconds[name] = time.monotonic() - started_s
         self._file.write_text(json.dumps(self.seconds, indent=2))
 
 
-def tune(runs: Runs) -> dict[str, Any]:
-    """What tune.json holds, by the command as a user types it."""
+def run_tune(runs: TimedRuns) -> dict[str, Any]:
+    """Run `async-grpo tune` as a user would, unless it is complete. Returns the content of tune.json."""
     bench = runs.bench
-    out, began_s = bench.folder / TUNE, time.monotonic()
-    if TUNE in runs.seconds:
-        known: dict[str, Any] = json.loads((out / "tune.json").read_text())
-        return known
-    typed = [TUNE, str(bench.file), "--from", str(bench.folder / "runs" / CALIBRATION), "--out", str(out)]
-    subprocess.run([sys.executable, "-m", "async_grpo.app.cli.main", *typed, *bench.workload.options], check=True)
-    runs.keep(TUNE, began_s)
-    found: dict[str, Any] = json.loads((out / "tune.json").read_text())
-    return found
+    out = bench.folder / TUNE
+    if TUNE not in runs.seconds:
+        calibration = bench.folder / "runs" / CALIBRATION
+        command = [sys.executable, "-m", "async_grpo.app.cli.main", TUNE, str(bench.config_file)]
+        command += ["--from", str(calibration), "--out", str(out), *bench.workload.tune_options]
+        started_s = time.monotonic()
+        subprocess.run(command, check=True)
+        runs.store_duration(TUNE, started_s)
+    result: dict[str, Any] = json.loads((out / "tune.json").read_text())
+    return result
 
 
-def name_of(values: Mapping[str, str]) -> str:
-    """The name of a point's run; fifo has no window."""
+def name_point(values: Mapping[str, str]) -> str:
+    """Return the name of a point's run. `tune` lists a window for fifo too, which has none, so it is left out."""
     is_fifo = values.get("buffer.selector.kind") == "fifo"
-    named = {key: value for key, value in values.items() if not (is_fifo and key.endswith(".window"))}
-    return "-".join(f"{key.split('.')[-1]}.{value}" for key, value in named.items())
+    parts = []
+    for key, value in values.items():
+        if not (is_fifo and key.endswith(".window")):
+            parts.append(f"{key.split('.')[-1]}.{value}")
+    return "-".join(parts)
 
 
 def main() -> None:
-    """Do what is missing, and print the table."""
+    """Do the missing runs, and print the table and the comparison."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuning")
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; they stay")
-    parser.add_argument("--minutes", type=float, default=60, help="start no run after so many minutes")
-    parser.add_argument("--repeats", type=int, default=2, help="further runs of the best point and of the choice")
-    typed = parser.parse_args()
+    parser.add_argument("--minutes", type=float, default=60, help="start no run after this many minutes")
+    parser.add_argument("--repeats", type=int, default=2, help="additional runs of the best point and of the choice")
+    options = parser.parse_args()
     configure_logging("bench")
-    bench = TuningBench((typed.out / typed.workload).absolute(), WORKLOADS[typed.workload])
+
+    bench = TuningBench((options.out / options.workload).absolute(), WORKLOADS[options.workload])
     bench.prepare()
-    runs = Runs(bench, time.monotonic() + 60 * typed.minutes)
-    runs.make(CALIBRATION, {})
-    tuned = tune(runs)
-    points = {name_of(values): values for values in bench.workload.grid}
+    runs = TimedRuns(bench, time.monotonic() + 60 * options.minutes)
+    runs.do_run(CALIBRATION, {})
+    tuned = run_tune(runs)
+
+    points = {name_point(values): values for values in bench.workload.grid}
     order = list(points)
-    random.Random(1).shuffle(order)  # so that a slow minute of the machine is not a column of the grid
-    found = {name: runs.make(name, points[name]) for name in order}
-    best = max(points, key=lambda name: found[name].tokens_per_s)
-    chosen = name_of(tuned["chosen"])
-    again: dict[str, list[Measured]] = {best: [], chosen: []}
-    for turn in range(1, typed.repeats + 1):  # in turns, so that both see the same machine
-        for name, more in again.items():
-            more.append(runs.make(f"{name}-again{turn}", points[name]))
-    Console(width=120).print(table(tuned, {name: found[name] for name in points}, best, chosen))
-    print(verdict(runs, found, again, best, chosen))
+    random.Random(1).shuffle(order)  # otherwise a slow minute of the machine could hit a whole column of the grid
+    measured = {name: runs.do_run(name, points[name]) for name in order}
+    best = max(points, key=lambda name: measured[name].tokens_per_s)
+    chosen = name_point(tuned["chosen"])
+
+    repeats: dict[str, list[Measured]] = {best: [], chosen: []}
+    for number in range(1, options.repeats + 1):  # alternating, so that other load affects both
+        for name, results in repeats.items():
+            results.append(runs.do_run(f"{name}-again{number}", points[name]))
+
+    Console(width=120).print(make_table(tuned, {name: measured[name] for name in points}, best, chosen))
+    print(describe_choice(runs, measured, repeats, best, chosen))
 
 
-def table(tuned: Mapping[str, Any], found: Mapping[str, Measured], best: str, chosen: str) -> Table:
-    """The grid beside the simulation."""
-    simulated = {name_of(one["values"]): one for one in tuned["points"]}
-    made = Table(title=f"{len(found)} real runs", title_justify="left")
+def make_table(tuned: Mapping[str, Any], measured: Mapping[str, Measured], best: str, chosen: str) -> Table:
+    """Make a table of the grid, measured and simulated."""
+    simulated = {name_point(point["values"]): point for point in tuned["points"]}
+    table = Table(title=f"{len(measured)} real runs", title_justify="left")
     for column in ("point", "tokens/s", "simulated", "mean age", "simulated", ""):
-        made.add_column(column, justify="left" if column in ("point", "") else "right")
-    for name, one in found.items():
-        said = simulated[name]
-        marks = [mark for mark, it in (("best", best), ("tune", chosen)) if it == name]
-        speeds = f"{one.tokens_per_s:,.0f}", f"{said['tokens_per_s']:,.0f}"
-        made.add_row(name, *speeds, f"{one.age_mean:.2f}", f"{said['age_mean']:.2f}", ", ".join(marks))
-    return made
+        table.add_column(column, justify="left" if column in ("point", "") else "right")
+    for name, result in measured.items():
+        point = simulated[name]
+        marks = []
+        if name == best:
+            marks.append("best")
+        if name == chosen:
+            marks.append("tune")
+        table.add_row(
+            name,
+            f"{result.tokens_per_s:,.0f}",
+            f"{point['tokens_per_s']:,.0f}",
+            f"{result.age_mean:.2f}",
+            f"{point['age_mean']:.2f}",
+            ", ".join(marks),
+        )
+    return table
 
 
-def verdict(
-    runs: Runs, found: Mapping[str, Measured], again: Mapping[str, Sequence[Measured]], best: str, chosen: str
+def describe_choice(
+    runs: TimedRuns,
+    measured: Mapping[str, Measured],
+    repeats: Mapping[str, Sequence[Measured]],
+    best: str,
+    chosen: str,
 ) -> str:
-    """How far the choice is from the best, how much two runs of one point differ, and what both ways took."""
-    grid_s, tune_s = sum(runs.seconds[name] for name in found), runs.seconds[CALIBRATION] + runs.seconds[TUNE]
-    fresh = {name: fmean(one.tokens_per_s for one in more) for name, more in again.items()}
-    spreads = [abs(one.tokens_per_s / found[name].tokens_per_s - 1) for name, more in again.items() for one in more]
+    """Compare the choice with the best point, the repeats with their first runs, and the time of both methods."""
+    grid_s = sum(runs.seconds[name] for name in measured)
+    tune_s = runs.seconds[CALIBRATION] + runs.seconds[TUNE]
+    ratio = measured[chosen].tokens_per_s / measured[best].tokens_per_s
+
+    repeat_speeds: dict[str, float] = {}
+    spreads: list[float] = []
+    for name, results in repeats.items():
+        repeat_speeds[name] = fmean(result.tokens_per_s for result in results)
+        spreads += [abs(result.tokens_per_s / measured[name].tokens_per_s - 1) for result in results]
+    repeat_ratio = repeat_speeds[chosen] / repeat_speeds[best]
+
     return (
-        f"tune chose {chosen}: {found[chosen].tokens_per_s / found[best].tokens_per_s - 1:+.1%} of the grid's best, "
-        f"{best}; in {len(again[best])} further runs of each {fresh[chosen] / fresh[best] - 1:+.1%}. A point that is "
-        f"run again differs by up to {max(spreads):.1%}. The calibration run and the search took {tune_s:.0f} s, the "
-        f"grid {grid_s:.0f} s ({tune_s / grid_s:.3f} of it)."
+        f"tune chose {chosen}: {ratio - 1:+.1%} compared with the grid's best, {best}; in {len(repeats[best])} "
+        f"additional runs of each {repeat_ratio - 1:+.1%}. A repeated point differs by up to {max(spreads):.1%}. The "
+        f"calibration run and the search took {tune_s:.0f} s, the grid {grid_s:.0f} s ({tune_s / grid_s:.3f} of it)."
     )
 
 
