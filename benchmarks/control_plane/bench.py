@@ -103,10 +103,10 @@ async def _run_round(servers: int, lengths: list[int], token_s: float, slots: in
 
 def _read_recorded_lengths(source: Path, slots: int) -> tuple[list[int], float]:
     """Return a recorded run's completion lengths, and its seconds per token with all slots busy. Raises ConfigError."""
-    from async_grpo.lab.simulate.prediction import calibrated
+    from async_grpo.lab.simulate.prediction import calibrate_and_check
     from async_grpo.lab.simulate.recorded import read_recorded
 
-    timings, _ = calibrated([read_recorded(source)])
+    timings, _ = calibrate_and_check([read_recorded(source)])
     return _draw_lengths(timings.lengths), timings.engine.step_s + slots * timings.engine.request_s
 
 

@@ -31,8 +31,8 @@ from async_grpo.lab.bench.rollout.workload import number_model
 from async_grpo.lab.simulate.calibrate import calibrate
 from async_grpo.lab.simulate.recorded import read_recorded
 from async_grpo.lab.simulate.settings import SimulatedSettings
-from async_grpo.lab.simulate.whatif import Change, changes
-from async_grpo.lab.simulate.why import Explanation, explain
+from async_grpo.lab.simulate.whatif import Change, simulate_changes
+from async_grpo.lab.simulate.why import Explanation, explain_run
 from async_grpo.telemetry.bottleneck import ADVICE
 from async_grpo.telemetry.logging import configure_logging
 from benchmarks.planted.causes import CONSTANT, GROUPS, PLANTED, PROMPT, SIZE, PlantedRun
@@ -119,10 +119,10 @@ def diagnose(name: str, planted: PlantedRun, folder: Path) -> Diagnosis:
     recorded = read_recorded(folder)
     try:
         timings = calibrate([recorded]).timings
-        best_change = changes(SimulatedSettings.from_config(recorded.config), timings)[0]
+        best_change = simulate_changes(SimulatedSettings.from_config(recorded.config), timings)[0]
     except AsyncGrpoError:
         best_change = None
-    return Diagnosis(name, planted, explain(recorded), best_change)
+    return Diagnosis(name, planted, explain_run(recorded), best_change)
 
 
 def make_table(diagnoses: Sequence[Diagnosis]) -> Table:

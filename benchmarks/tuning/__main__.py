@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_grpo.lab.bench.pipeline.setup import run_all
-from async_grpo.lab.simulate.calibrate import Measured, measure
+from async_grpo.lab.simulate.calibrate import MeasuredMetrics, measure_run
 from async_grpo.lab.simulate.recorded import read_recorded
 from async_grpo.telemetry.logging import configure_logging
 from benchmarks.tuning.workloads import WORKLOADS, TuningBench
@@ -46,7 +46,7 @@ class TimedRuns:
         if self._file.exists():
             self.seconds = json.loads(self._file.read_text())
 
-    def do_run(self, name: str, values: Mapping[str, str]) -> Measured:
+    def do_run(self, name: str, values: Mapping[str, str]) -> MeasuredMetrics:
         """Do the run, unless it is complete, and return its speeds. Exits with OUT_OF_TIME after the deadline."""
         if name not in self.seconds:
             if time.monotonic() > self._deadline_s:
@@ -54,7 +54,7 @@ class TimedRuns:
             started_s = time.monotonic()
             asyncio.run(run_all(self.bench.folder, [self.bench.make_config(name, values)], lambda *_: None))
             self.store_duration(name, started_s)
-        return measure(read_recorded(self.bench.folder / "runs" / name))
+        return measure_run(read_recorded(self.bench.folder / "runs" / name))
 
     def store_duration(self, name: str, started_s: float) -> None:
         """Store the time since `started_s` of the monotonic clock. Marks `name` as complete."""
@@ -110,7 +110,7 @@ def main() -> None:
     best = max(points, key=lambda name: measured[name].tokens_per_s)
     chosen = name_point(tuned["chosen"])
 
-    repeats: dict[str, list[Measured]] = {best: [], chosen: []}
+    repeats: dict[str, list[MeasuredMetrics]] = {best: [], chosen: []}
     for number in range(1, options.repeats + 1):  # alternating, so that other load affects both
         for name, results in repeats.items():
             results.append(runs.do_run(f"{name}-again{number}", points[name]))
@@ -119,7 +119,7 @@ def main() -> None:
     print(describe_choice(runs, measured, repeats, best, chosen))
 
 
-def make_table(tuned: Mapping[str, Any], measured: Mapping[str, Measured], best: str, chosen: str) -> Table:
+def make_table(tuned: Mapping[str, Any], measured: Mapping[str, MeasuredMetrics], best: str, chosen: str) -> Table:
     """Make a table of the grid, measured and simulated."""
     simulated = {name_point(point["values"]): point for point in tuned["points"]}
     table = Table(title=f"{len(measured)} real runs", title_justify="left")
@@ -145,8 +145,8 @@ def make_table(tuned: Mapping[str, Any], measured: Mapping[str, Measured], best:
 
 def describe_choice(
     runs: TimedRuns,
-    measured: Mapping[str, Measured],
-    repeats: Mapping[str, Sequence[Measured]],
+    measured: Mapping[str, MeasuredMetrics],
+    repeats: Mapping[str, Sequence[MeasuredMetrics]],
     best: str,
     chosen: str,
 ) -> str:

@@ -72,13 +72,13 @@ def simulate(
     from async_grpo.app.launch.plan import plan_run
     from async_grpo.lab.simulate import prediction
     from async_grpo.lab.simulate.recorded import read_recorded
-    from async_grpo.lab.simulate.uncertainty import determined_in_words
-    from async_grpo.lab.simulate.whatif import changes
+    from async_grpo.lab.simulate.uncertainty import describe_uncertainty
+    from async_grpo.lab.simulate.whatif import simulate_changes
 
     base = plan_run(config, override or [], download=False).config
     seen = [read_recorded(path) for path in check or []]
     options = prediction.TimingsOptions(runs or [], device, timings)
-    used, notes, uncertainty = options.read_with_uncertainty(base)
+    used, notes, uncertainty = options.read_timings(base)
     for line in notes:
         say(line)
     if write_timings is not None:
@@ -88,13 +88,13 @@ def simulate(
         config, override or [], grid or [], used, steps=steps, seed=seed, uncertainty=uncertainty
     )
     fitted_to = [read_recorded(path) for path in runs or []]
-    compared = prediction.compare(seen, used, seed=seed, fitted_to=fitted_to)
+    compared = prediction.compare_with_runs(seen, used, seed=seed, fitted_to=fitted_to)
     if json_file is not None:
         json_file.write_text(json.dumps(prediction.as_plain(predictions, used, compared), indent=2))
 
-    simulated_changes = [] if grid else changes(predictions[0].settings, used, steps=steps, seed=seed)
-    prediction.show(predictions, compared, simulated_changes)
+    simulated_changes = [] if grid else simulate_changes(predictions[0].settings, used, steps=steps, seed=seed)
+    prediction.print_tables(predictions, compared, simulated_changes)
     if uncertainty is not None:
-        say(determined_in_words([one.range for one in predictions if one.range is not None], uncertainty))
-    for path in prediction.draw(predictions, plots) if plots is not None else []:
+        say(describe_uncertainty([one.range for one in predictions if one.range is not None], uncertainty))
+    for path in prediction.save_plot(predictions, plots) if plots is not None else []:
         say(f"wrote {path}")

@@ -52,13 +52,13 @@ def why(
     Reads the run's files; the run may be live. The effect of changes is simulated with timings fitted to these files.
     """
     from async_grpo.lab.simulate.recorded import read_recorded
-    from async_grpo.lab.simulate.why import explain
+    from async_grpo.lab.simulate.why import explain_run
 
     console = Console()
     if follow:
         _follow(run, last or FOLLOWED_STEPS, console)
     recorded = read_recorded(run)
-    explanation = explain(recorded, last=last)
+    explanation = explain_run(recorded, last=last)
     _show(explanation, console)
     simulated = _simulate_changes(recorded, console) if changes else []
     if json_file is not None:
@@ -74,7 +74,7 @@ def _show(explanation: Explanation, console: Console) -> None:
     for name, seconds in explanation.outages.items():
         console.print(f"{name} was down and restarting for {seconds:.0f} s.", highlight=False)
     table = Table("the trainer's time", "seconds", "share", "faster without, at most", box=SIMPLE)
-    for name, seconds, share in explanation.shares():
+    for name, seconds, share in explanation.list_shares():
         table.add_row(name, f"{seconds:.1f}", f"{share:.1%}", f"{share / (1 - share):+.0%}" if share < 1 else "")
     console.print(table)
     for cause, seconds in sorted(explanation.waits.items(), key=lambda part: -part[1]):
@@ -86,7 +86,7 @@ def _show(explanation: Explanation, console: Console) -> None:
         table.add_row(server.name, *(f"{share:.0%}" for share in shares))
     console.print(table)
     _show_updates(explanation, console)
-    links = " > ".join(f"{name} {seconds:.3g} s" for name, seconds in explanation.path())
+    links = " > ".join(f"{name} {seconds:.3g} s" for name, seconds in explanation.critical_path())
     console.print(f"Critical path of a step, in the mean: {links}.", highlight=False)
     advice = ADVICE[explanation.cause].capitalize()
     console.print(
@@ -106,19 +106,19 @@ def _show_updates(explanation: Explanation, console: Console) -> None:
 
 def _simulate_changes(recorded: RecordedRun, console: Console) -> list[Change]:
     """Print and return the simulated effect of changes."""
-    from async_grpo.lab.simulate.prediction import calibrated, table_of_changes
+    from async_grpo.lab.simulate.prediction import calibrate_and_check, make_change_table
     from async_grpo.lab.simulate.settings import SimulatedSettings
-    from async_grpo.lab.simulate.whatif import changes
+    from async_grpo.lab.simulate.whatif import simulate_changes
 
     try:
-        timings, notes = calibrated([recorded])
+        timings, notes = calibrate_and_check([recorded])
     except AsyncGrpoError as error:
         say(f"the effect of changes cannot be simulated: {error}")
         return []
     for line in notes:
         say(line)
-    simulated = changes(SimulatedSettings.from_config(recorded.config), timings)
-    console.print(table_of_changes(simulated))
+    simulated = simulate_changes(SimulatedSettings.from_config(recorded.config), timings)
+    console.print(make_change_table(simulated))
     return simulated
 
 
@@ -126,7 +126,7 @@ def _follow(run: Path, last: int, console: Console) -> None:
     """Explain the last steps after every step, until the run is over."""
     from async_grpo.app.runs.run import Run, RunStatus
     from async_grpo.lab.simulate.recorded import read_recorded
-    from async_grpo.lab.simulate.why import explain
+    from async_grpo.lab.simulate.why import explain_run
 
     folder = Run.open(run)
     seen_steps = 0
@@ -138,7 +138,7 @@ def _follow(run: Path, last: int, console: Console) -> None:
         if recorded is not None and len(recorded.steps) != seen_steps:
             seen_steps = len(recorded.steps)
             console.rule(f"after step {seen_steps} of {recorded.config.steps}")
-            _show(explain(recorded, last=last), console)
+            _show(explain_run(recorded, last=last), console)
         time.sleep(POLL_INTERVAL_S)
     console.rule("the run is over")
 
@@ -151,8 +151,8 @@ def _as_plain(explanation: Explanation, simulated: list[Change]) -> dict[str, ob
         "advice": ADVICE[explanation.cause],
         "steps": explanation.steps,
         "seconds": explanation.seconds,
-        "shares": {name: share for name, _, share in explanation.shares()},
-        "critical_path": [{"link": name, "seconds": seconds} for name, seconds in explanation.path()],
+        "shares": {name: share for name, _, share in explanation.list_shares()},
+        "critical_path": [{"link": name, "seconds": seconds} for name, seconds in explanation.critical_path()],
         "servers": [asdict(server) for server in explanation.servers],
         "outages": explanation.outages,
         "changes": [{"label": change.label, "key": change.key, "speedup": change.speedup} for change in simulated],

@@ -1,4 +1,4 @@
-"""What one change would give: the same run, simulated with one more server, a larger S, faster weights, and so on."""
+"""The simulated effect of single changes to a run: one more server, a larger S, faster weight updates, and so on."""
 
 from __future__ import annotations
 
@@ -15,88 +15,120 @@ from async_grpo.telemetry.bottleneck import NOTEWORTHY
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change to a run and what comes of it."""
+    """One change to a run and its simulated effect."""
 
     label: str
     key: str
-    """The configuration key, with its new value; "" for a change of the machine."""
-    figures: SimulatedMetrics
+    """Configuration key with its new value, as typed. Empty for a change of the machine, which has no key."""
+    metrics: SimulatedMetrics
     speedup: float
-    """Tokens a second over those without the change."""
+    """Tokens per second, divided by those without the change."""
 
 
-def changes(settings: SimulatedSettings, timings: Timings, *, steps: int | None = None, seed: int = 1) -> list[Change]:
-    """Every change of `_candidates` simulated, the best first; over as many steps as their figures need, or `steps`."""
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A change to simulate: settings or timings differ from those of the run."""
 
-    def figures_with(settings: SimulatedSettings, timings: Timings) -> SimulatedMetrics:
+    label: str
+    key: str
+    settings: SimulatedSettings
+    timings: Timings
+
+
+def simulate_changes(
+    settings: SimulatedSettings, timings: Timings, *, steps: int | None = None, seed: int = 1
+) -> list[Change]:
+    """Simulate every change that applies to the run, the largest speedup first.
+
+    `steps`: number of steps to simulate. None: as many as the metrics need.
+    """
+
+    def simulate_metrics(settings: SimulatedSettings, timings: Timings) -> SimulatedMetrics:
         settings = with_enough_steps(settings, timings) if steps is None else settings.with_steps(steps)
         return summarize_run(simulate(settings, timings, seed=seed))
 
-    now = figures_with(settings, timings)
-    found = []
-    for label, key, changed, faster in _candidates(settings, timings):
-        figures = figures_with(changed, faster)
-        found.append(Change(label, key, figures, figures.tokens_per_s / now.tokens_per_s))
-    return sorted(found, key=lambda change: -change.speedup)
+    present = simulate_metrics(settings, timings)
+    changes: list[Change] = []
+    for candidate in _candidates(settings, timings):
+        metrics = simulate_metrics(candidate.settings, candidate.timings)
+        speedup = metrics.tokens_per_s / present.tokens_per_s
+        changes.append(Change(candidate.label, candidate.key, metrics, speedup))
+    return sorted(changes, key=lambda change: -change.speedup)
 
 
 def with_staleness(settings: SimulatedSettings, max_staleness: int) -> SimulatedSettings:
-    """The same run with another S."""
+    """Copy with another S."""
     policy = settings.policy
     window = replace(policy.window, max_staleness=max_staleness, staleness=None)
     return replace(settings, policy=replace(policy, window=window), auto_staleness=None)
 
 
-def with_groups(settings: SimulatedSettings, groups_per_step: int) -> SimulatedSettings:
-    """The same run with another P, and as many steps. A window of the selector that no longer fits is made smaller."""
+def with_groups_per_step(settings: SimulatedSettings, groups_per_step: int) -> SimulatedSettings:
+    """Copy with another P and as many steps. The selector's window shrinks if it no longer fits."""
     policy = settings.policy
     window = replace(policy.window, groups_per_step=groups_per_step, horizon=settings.steps * groups_per_step)
-    chosen = min(policy.selector_window, window.capacity)
-    return replace(settings, policy=replace(policy, window=window, selector_window=chosen))
+    selector_window = min(policy.selector_window, window.capacity)
+    return replace(settings, policy=replace(policy, window=window, selector_window=selector_window))
 
 
-def _candidates(settings: SimulatedSettings, timings: Timings) -> Iterator[tuple[str, str, SimulatedSettings, Timings]]:
-    further = max(1, 2 * settings.max_staleness)
-    yield "one more server", f"rollout.servers={settings.servers + 1}", _more_servers(settings), timings
-    yield "twice the staleness", f"max_staleness={further}", with_staleness(settings, further), timings
-    if settings.groups_per_step > 1 and settings.policy.rate == RateLimit():  # a limit of the rate counts on P
-        smaller = settings.groups_per_step // 2
-        yield "smaller steps", f"groups_per_step={smaller}", with_groups(settings, smaller), timings
+def _candidates(settings: SimulatedSettings, timings: Timings) -> Iterator[_Candidate]:
+    """Yield the changes that apply to the run. Equal speedups keep this order."""
+
+    def change_setting(label: str, key: str, value: int, changed: SimulatedSettings) -> _Candidate:
+        return _Candidate(label, f"{key}={value}", changed, timings)
+
+    def change_timings(label: str, changed: Timings, key: str = "") -> _Candidate:
+        return _Candidate(label, key, settings, changed)
+
+    servers = settings.servers + 1
+    yield change_setting("one more server", "rollout.servers", servers, replace(settings, servers=servers))
+
+    staleness = max(1, 2 * settings.max_staleness)
+    yield change_setting("twice the staleness", "max_staleness", staleness, with_staleness(settings, staleness))
+
+    # A rate limit depends on P, so it would be another limit with half of it.
+    if settings.groups_per_step > 1 and settings.policy.rate == RateLimit():
+        groups = settings.groups_per_step // 2
+        yield change_setting("smaller steps", "groups_per_step", groups, with_groups_per_step(settings, groups))
+
     slots = max(settings.max_concurrency + 1, settings.max_concurrency * 3 // 2)
-    more = replace(settings, max_concurrency=slots)
-    yield "more slots", f"rollout.max_concurrency={slots}", more, timings
-    yield "a trainer twice as fast", "", settings, _faster(timings, "trainer", "base_s", "token_s", "part_s")
-    yield "engines twice as fast", "", settings, _faster(timings, "engine", "step_s", "request_s", "context_s")
-    yield "weights in half the time", "", settings, _faster(timings, "sync", "stall_s", "transfer_s", "load_s")
-    yield "verifiers in half the time", "", settings, _faster(timings, "verifier", "sample_s", "latency_s")
+    yield change_setting("more slots", "rollout.max_concurrency", slots, replace(settings, max_concurrency=slots))
+
+    yield change_timings("a trainer twice as fast", _halve(timings, "trainer", "base_s", "token_s", "part_s"))
+    yield change_timings("engines twice as fast", _halve(timings, "engine", "step_s", "request_s", "context_s"))
+    yield change_timings("weights in half the time", _halve(timings, "sync", "stall_s", "transfer_s", "load_s"))
+    yield change_timings("verifiers in half the time", _halve(timings, "verifier", "sample_s", "latency_s"))
+
     if settings.checkpoint_steps and timings.trainer.checkpoint_s:
-        rarer = 2 * settings.checkpoint_steps
-        key = f"trainer.checkpoint.every_steps={rarer}"
-        yield "half as many checkpoints", key, replace(settings, checkpoint_steps=rarer), timings
+        every_steps = 2 * settings.checkpoint_steps
+        rarer = replace(settings, checkpoint_steps=every_steps)
+        yield change_setting("half as many checkpoints", "trainer.checkpoint.every_steps", every_steps, rarer)
+
     if settings.eval_every:
-        rarer = 2 * settings.eval_every
-        yield "half as many evaluations", f"eval.every_steps={rarer}", replace(settings, eval_every=rarer), timings
+        every_steps = 2 * settings.eval_every
+        rarer = replace(settings, eval_every=every_steps)
+        yield change_setting("half as many evaluations", "eval.every_steps", every_steps, rarer)
+
     if timings.task_s:
-        yield "tasks in half the time", "", settings, timings.model_copy(update={"task_s": timings.task_s / 2})
+        yield change_timings("tasks in half the time", timings.model_copy(update={"task_s": timings.task_s / 2}))
     if timings.slow_servers:
-        yield "no server slower than the others", "", settings, timings.model_copy(update={"slow_servers": []})
+        yield change_timings("no server slower than the others", timings.model_copy(update={"slow_servers": []}))
     if max(timings.engine_contended, timings.trainer_contended) >= NOTEWORTHY:
-        yield "processors of their own", "launch.cores", settings, _uncontended(timings)
+        yield change_timings("processors of their own", _without_contention(timings), key="launch.cores")
 
 
-def _more_servers(settings: SimulatedSettings) -> SimulatedSettings:
-    return replace(settings, servers=settings.servers + 1)
+def _without_contention(timings: Timings) -> Timings:
+    """Timings without the time that both sides spent waiting for processors."""
+    return timings.model_copy(
+        update={
+            "engine": timings.engine.slowed_by(1 - timings.engine_contended),
+            "trainer": timings.trainer.slowed_by(1 - timings.trainer_contended),
+        }
+    )
 
 
-def _uncontended(timings: Timings) -> Timings:
-    """The timings without what both sides waited for processors."""
-    engine = timings.engine.slowed_by(1 - timings.engine_contended)
-    less = {key: getattr(timings.trainer, key) * (1 - timings.trainer_contended) for key in ("base_s", "token_s")}
-    return timings.model_copy(update={"engine": engine, "trainer": timings.trainer.model_copy(update=less)})
-
-
-def _faster(timings: Timings, section: str, *keys: str) -> Timings:
-    """The timings with these keys of a section halved."""
+def _halve(timings: Timings, section: str, *keys: str) -> Timings:
+    """Timings with these keys of a section halved."""
     part = getattr(timings, section)
     halved = part.model_copy(update={key: getattr(part, key) / 2 for key in keys})
     return timings.model_copy(update={section: halved})

@@ -1,22 +1,21 @@
-"""Where the time of a run went, and what its trainer waited for: `async-grpo why`.
+"""Attributes the time of a run, and what its trainer waited for: `async-grpo why`.
 
-The trainer's own time is in metrics.jsonl. Each of its waits ended with a group, the last that its batch needed, and
-the life of that group says what held it up:
+The trainer's own time is in metrics.jsonl. Each of its waits ended with a group, the last one that its batch needed.
+The life of that group shows the causes of the wait:
 
     wait      |------------------------------------------------|
     group           admitted    first token            judged  inserted
               |--A--|-----B-----|----------C-----------|---D---|
     A  not admitted: the window was full, tasks were missing, or all slots were taken
-    B  waited for weights of its ticket's version, or for a slot
-    C  generated: beside an evaluation, while weights were loaded, with free slots that nothing could fill (tail,
-       window), on a slow server, or in a full engine
+    B  queued: for weights of its ticket's version, or for a slot
+    C  generated: during an evaluation, during a weight update, with free slots that nothing could fill (tail, window),
+       on a slow server, or in a full engine
     D  judged
 
-What a wait has in common with the outage of a server is the outage's: nothing that the configuration says would have
-shortened it.
+The part of a wait that overlaps the outage of a server is attributed to the outage: no setting would have shortened it.
 
-Seconds for which the server's processes waited for a processor are taken out of C and D, and those of the trainer out
-of its computing.
+Seconds in which the server's processes waited for a processor are separated from C and D, and those of the trainer from
+its computing.
 """
 
 from __future__ import annotations
@@ -27,21 +26,27 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from async_grpo.lab.simulate.recorded import RecordedGroup, RecordedRun, RecordedServer, slowness, span_of
+from async_grpo.lab.simulate.recorded import (
+    RecordedGroup,
+    RecordedRun,
+    RecordedServer,
+    server_slowdowns,
+    span_of_steps,
+)
 from async_grpo.telemetry.bottleneck import Cause, find_main_cause
 from async_grpo.telemetry.idle import Span, length, merged, overlap
 from async_grpo.telemetry.metrics import COMPUTE
 from async_grpo.telemetry.rows import Facts, number, numbers
 from async_grpo.telemetry.weight_updates import update_seconds
 
-TAILED = 1.6
-"""A group whose longest sample is so many times its mean is held up by its tail."""
-LEAST_LINK = 0.005
-"""Share of the time below which a link of the critical path is left out."""
+LONG_TAIL = 1.6
+"""Ratio of longest to mean sample from which a group counts as delayed by its tail."""
+MIN_PATH_SHARE = 0.005
+"""Minimum share of the time for a part of the critical path to be listed."""
 
 
 class WaitStage(StrEnum):
-    """What the last group of a batch went through, in this order."""
+    """Stages of the last group of a batch, in their order."""
 
     ADMISSION = "admission"
     QUEUE = "queue"
@@ -52,7 +57,7 @@ class WaitStage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WaitPart:
-    """A part of one wait of the trainer."""
+    """A part of one wait of the trainer, or the sum of such parts."""
 
     stage: WaitStage
     cause: Cause
@@ -61,7 +66,7 @@ class WaitPart:
 
 @dataclass(frozen=True, slots=True)
 class ServerUse:
-    """What a server did while the trainer made its steps, as shares of that time. They may overlap."""
+    """Activity of a server during the explained steps, as shares of their time. The shares may overlap."""
 
     name: str
     generating: float
@@ -77,74 +82,82 @@ class ServerUse:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where the seconds of a run's steps went."""
+    """The time of a run's steps by cause."""
 
     steps: int
     seconds: float
     trainer: dict[Cause, float]
     """Seconds of the trainer's own work."""
     parts: list[WaitPart]
-    """Its waits, by what they were for; every stage and cause once."""
+    """Its waits, one entry per stage and cause."""
     other: float
     """Seconds that neither explains."""
     servers: list[ServerUse]
     outages: dict[str, float]
-    """Seconds for which each server was away and was started again, of those that were."""
+    """Seconds in which a server was down and restarting, for servers that were."""
 
     @property
     def waits(self) -> dict[Cause, float]:
-        """Seconds of the trainer's waits, by cause."""
-        found: dict[Cause, float] = defaultdict(float)
+        """Seconds of the trainer's waits by cause."""
+        seconds: dict[Cause, float] = defaultdict(float)
         for part in self.parts:
-            found[part.cause] += part.seconds
-        return dict(found)
+            seconds[part.cause] += part.seconds
+        return dict(seconds)
 
     @property
     def wait_share(self) -> float:
         """Share of the time in which the trainer waited."""
-        return sum(part.seconds for part in self.parts) / self.seconds if self.seconds else 0.0
+        if not self.seconds:
+            return 0.0
+        return sum(part.seconds for part in self.parts) / self.seconds
 
     @property
     def cause(self) -> Cause:
         """The bottleneck."""
-        return find_main_cause(self.trainer, self.waits, self.seconds)[0]
+        cause, _ = find_main_cause(self.trainer, self.waits, self.seconds)
+        return cause
 
     @property
     def share(self) -> float:
         """The bottleneck's share of the time."""
-        return find_main_cause(self.trainer, self.waits, self.seconds)[1]
+        _, share = find_main_cause(self.trainer, self.waits, self.seconds)
+        return share
 
-    def shares(self) -> list[tuple[str, float, float]]:
-        """Every part of the time with its seconds and its share, the largest first; waits are named as such."""
-        named = [
-            ("computing without a processor" if cause is Cause.CPU else cause.value, spent)
-            for cause, spent in self.trainer.items()
-        ]
-        named += [(f"waiting: {cause.value}", spent) for cause, spent in self.waits.items()]
-        named += [("other", self.other)]
-        return [
-            (name, spent, spent / self.seconds) for name, spent in sorted(named, key=lambda part: -part[1]) if spent > 0
-        ]
+    def list_shares(self) -> list[tuple[str, float, float]]:
+        """List every part of the time with its seconds and its share, the largest first. Waits are named as such."""
+        parts: list[tuple[str, float]] = []
+        for cause, seconds in self.trainer.items():
+            parts.append(("computing without a processor" if cause is Cause.CPU else cause.value, seconds))
+        for cause, seconds in self.waits.items():
+            parts.append((f"waiting: {cause.value}", seconds))
+        parts.append(("other", self.other))
 
-    def path(self) -> list[tuple[str, float]]:
-        """The critical path of a mean step: what the trainer, or the group that it waited for, did one after another,
-        with its seconds. A stage of a wait has its main cause in brackets."""
-        links = []
+        parts.sort(key=lambda part: -part[1])
+        return [(name, seconds, seconds / self.seconds) for name, seconds in parts if seconds > 0]
+
+    def critical_path(self) -> list[tuple[str, float]]:
+        """The critical path of a mean step: names and seconds of what the trainer, or the group that it waited for, did
+        one after another. A stage of a wait has its main cause in brackets."""
+        links: list[tuple[str, float]] = []
         for stage in WaitStage:
             causes = {part.cause: part.seconds for part in self.parts if part.stage is stage}
             if causes:
-                links.append((f"{stage.value} ({max(causes, key=lambda cause: causes[cause])})", sum(causes.values())))
-        busy_s = self.trainer[Cause.COMPUTING] + self.trainer[Cause.CPU]
-        links.append((Cause.COMPUTING.value, busy_s))
-        links += [(cause.value, self.trainer[cause]) for cause in (Cause.PUBLISHING, Cause.CHECKPOINTS)]
-        return [(name, spent / self.steps) for name, spent in links if spent >= LEAST_LINK * self.seconds]
+                main_cause = max(causes, key=causes.__getitem__)
+                links.append((f"{stage.value} ({main_cause})", sum(causes.values())))
+
+        links.append((Cause.COMPUTING.value, self.trainer[Cause.COMPUTING] + self.trainer[Cause.CPU]))
+        links.append((Cause.PUBLISHING.value, self.trainer[Cause.PUBLISHING]))
+        links.append((Cause.CHECKPOINTS.value, self.trainer[Cause.CHECKPOINTS]))
+        min_seconds = MIN_PATH_SHARE * self.seconds
+        return [(name, seconds / self.steps) for name, seconds in links if seconds >= min_seconds]
 
 
-def explain(run: RecordedRun, *, last: int | None = None) -> Explanation:
-    """Where the time of the steps after the first went, or of the `last` ones."""
+def explain_run(run: RecordedRun, *, last: int | None = None) -> Explanation:
+    """Explain the time of all steps after the first, or of the `last` ones."""
     rows = run.steps[1:] if last is None else run.steps[1:][-last:]
-    whole = sum(numbers(rows, "step_s"))
-    window = span_of(rows)
+    window = span_of_steps(rows)
+    steps_s = sum(numbers(rows, "step_s"))
+
     computing_s = sum(sum(numbers(rows, f"{phase}_s")) for phase in COMPUTE)
     contended_s = min(computing_s, sum(numbers(rows, "cpu_wait_s")))
     trainer = {
@@ -153,164 +166,196 @@ def explain(run: RecordedRun, *, last: int | None = None) -> Explanation:
         Cause.CHECKPOINTS: sum(numbers(rows, "checkpoint_s")),
         Cause.PUBLISHING: sum(numbers(rows, "publish_s")),
     }
-    parts = _scaled(_Waits(run).parts(window), sum(numbers(rows, "wait_s")))
-    other = max(0.0, whole - sum(trainer.values()) - sum(part.seconds for part in parts))
-    away = {server.name: length(overlap([window], server.outages)) for server in run.servers}
+    parts = _sum_and_scale(_WaitSplitter(run).split_waits(window), sum(numbers(rows, "wait_s")))
+    other_s = max(0.0, steps_s - sum(trainer.values()) - sum(part.seconds for part in parts))
+
+    outages_s: dict[str, float] = {}
+    for server in run.servers:
+        outage_s = length(overlap([window], server.outages))
+        if outage_s > 0:
+            outages_s[server.name] = outage_s
     return Explanation(
         steps=len(rows),
-        seconds=whole,
+        seconds=steps_s,
         trainer=trainer,
         parts=parts,
-        other=other,
-        servers=[_use(server, window) for server in run.servers],
-        outages={name: seconds for name, seconds in away.items() if seconds > 0},
+        other=other_s,
+        servers=[_summarize_server(server, window) for server in run.servers],
+        outages=outages_s,
     )
 
 
-def _scaled(parts: Iterable[WaitPart], waited_s: float) -> list[WaitPart]:
-    """The parts of all waits added up, every stage and cause once, and scaled to the seconds that were waited."""
-    total: dict[tuple[WaitStage, Cause], float] = defaultdict(float)
+def _sum_and_scale(parts: Iterable[WaitPart], waited_s: float) -> list[WaitPart]:
+    """Sum the parts of all waits per stage and cause, and scale them to the seconds in metrics.jsonl.
+
+    The timeline may lack a few of the waits, and it includes replayed steps.
+    """
+    totals: dict[tuple[WaitStage, Cause], float] = defaultdict(float)
     for part in parts:
-        total[part.stage, part.cause] += part.seconds
-    counted = sum(total.values())
-    scale = waited_s / counted if counted else 0.0
-    return [WaitPart(stage, cause, seconds * scale) for (stage, cause), seconds in total.items()]
+        totals[part.stage, part.cause] += part.seconds
+    attributed_s = sum(totals.values())
+    scale = waited_s / attributed_s if attributed_s else 0.0
+    return [WaitPart(stage, cause, seconds * scale) for (stage, cause), seconds in totals.items()]
 
 
-def _use(server: RecordedServer, window: Span) -> ServerUse:
+def _summarize_server(server: RecordedServer, window: Span) -> ServerUse:
+    window_s = _seconds(window)
+
     def share(spans: Iterable[Span]) -> float:
-        return length(overlap([window], merged(spans))) / _seconds(window) if _seconds(window) else 0.0
+        return length(overlap([window], merged(spans))) / window_s if window_s else 0.0
 
     groups = [(group.started_s, group.ended_s) for group in server.groups]
     return ServerUse(
         name=server.name,
         generating=share(groups),
         evaluating=share(server.evaluations),
-        loading=share((begin, end) for begin, end, _ in server.loads),
+        loading=share((start, end) for start, end, _ in server.loads),
         idle=1 - share([*groups, *server.evaluations]),
-        contended=server.contended_s(window) / _seconds(window) if _seconds(window) else 0.0,
+        contended=server.contended_s(window) / window_s if window_s else 0.0,
         updates=update_seconds(server.updates),
     )
 
 
-class _Waits:
-    """The waits of the trainer, each split by what the group that ended it was doing."""
+class _WaitSplitter:
+    """Splits the trainer's waits by the stages of the groups that ended them."""
 
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
-        self._slow = [factor > 1 for factor in slowness(run.servers)]
-        self._hungry = [merged(server.ticket_waits) for server in run.servers]
+        self._is_slow = [factor > 1 for factor in server_slowdowns(run.servers)]
+        self._ticket_waits = [merged(server.ticket_waits) for server in run.servers]
+        """Spans in which a server had free slots and got no ticket, per server."""
         self._starved = merged(span for server in run.servers for span in server.starved)
+        """Spans in which the task source had no task."""
 
-    def parts(self, window: Span) -> Iterator[WaitPart]:
-        """The parts of the waits that ended within the window."""
-        away = self._run.outages
+    def split_waits(self, window: Span) -> Iterator[WaitPart]:
+        """Yield the parts of the waits that ended within the window."""
+        outages = self._run.outages
         for wait in self._run.waits:
             if window[0] < wait[1] <= window[1]:
-                away_s = length(overlap([wait], away))
-                left = 1 - away_s / _seconds(wait) if away_s else 1.0
-                yield WaitPart(WaitStage.ADMISSION, Cause.RESTART, away_s)
-                for stage, cause, seconds in self._parts_of(wait):
-                    yield WaitPart(stage, cause, left * seconds)
+                outage_s = length(overlap([wait], outages))
+                yield WaitPart(WaitStage.ADMISSION, Cause.RESTART, outage_s)
+                # The stages cover the whole wait. Shrink them to the time outside the outage.
+                remaining = 1 - outage_s / _seconds(wait) if outage_s else 1.0
+                for stage, cause, seconds in self._split_wait(wait):
+                    yield WaitPart(stage, cause, remaining * seconds)
 
-    def _parts_of(self, wait: Span) -> Iterator[tuple[WaitStage, Cause, float]]:
-        begin, end = wait
-        found = _last_group(self._run, begin, end)
-        if found is None:
-            yield WaitStage.BUFFER, Cause.BUFFER, end - begin
+    def _split_wait(self, wait: Span) -> Iterator[tuple[WaitStage, Cause, float]]:
+        start, end = wait
+        last = _last_group(self._run, start, end)
+        if last is None:
+            # No group ended within the wait: the batch was ready, and the buffer delivered it late.
+            yield WaitStage.BUFFER, Cause.BUFFER, end - start
             return
-        place, group = found
-        server = self._run.servers[place]
-        generated_s = group.ended_s - group.judged_s
-        first_s = min(group.started_s + group.queued_s, generated_s)
-        for cause, seconds in self._before_admission((begin, min(group.started_s, end)), place):
+
+        index, group = last
+        server = self._run.servers[index]
+        generated_s = group.generated_at_s
+        first_token_s = min(group.started_s + group.queued_s, generated_s)
+
+        for cause, seconds in self._split_admission((start, min(group.started_s, end)), index):
             yield WaitStage.ADMISSION, cause, seconds
-        for cause, seconds in _queued(_clipped((group.started_s, first_s), wait), group, server):
+        for cause, seconds in _split_queue(_clip((group.started_s, first_token_s), wait), group, server):
             yield WaitStage.QUEUE, cause, seconds
-        for cause, seconds in self._generating(_clipped((first_s, generated_s), wait), group, place):
+        for cause, seconds in self._split_generation(_clip((first_token_s, generated_s), wait), group, index):
             yield WaitStage.GENERATION, cause, seconds
-        judging = _clipped((generated_s, group.ended_s), wait)
-        contended = server.contended_s(judging)
-        yield WaitStage.JUDGING, Cause.CPU, contended
-        yield WaitStage.JUDGING, Cause.VERIFIERS, _seconds(judging) - contended
-        yield WaitStage.BUFFER, Cause.BUFFER, max(0.0, end - max(begin, group.ended_s))
 
-    def _before_admission(self, span: Span, place: int) -> Iterator[tuple[Cause, float]]:
-        asking = self._hungry_in(span, place)
-        yield from self._without_tasks(asking, span[1], Cause.WINDOW, length(asking))
-        yield Cause.SLOTS, _seconds(span) - length(asking)
+        judging = _clip((generated_s, group.ended_s), wait)
+        contended_s = server.contended_s(judging)
+        yield WaitStage.JUDGING, Cause.CPU, contended_s
+        yield WaitStage.JUDGING, Cause.VERIFIERS, _seconds(judging) - contended_s
+        yield WaitStage.BUFFER, Cause.BUFFER, max(0.0, end - max(start, group.ended_s))
 
-    def _generating(self, span: Span, group: RecordedGroup, place: int) -> Iterator[tuple[Cause, float]]:
+    def _split_admission(self, span: Span, index: int) -> Iterator[tuple[Cause, float]]:
+        """Before the group was admitted, its server waited for tickets or had no free slot."""
+        ticket_waits = self._ticket_waits_within(span, index)
+        waited_s = length(ticket_waits)
+        yield from self._split_ticket_wait(ticket_waits, span[1], Cause.WINDOW, waited_s)
+        yield Cause.SLOTS, _seconds(span) - waited_s
+
+    def _split_generation(self, span: Span, group: RecordedGroup, index: int) -> Iterator[tuple[Cause, float]]:
         if span[1] <= span[0]:
             return
-        server = self._run.servers[place]
-        loading = length(overlap([span], merged((begin, end) for begin, end, _ in server.loads)))
-        evaluating = length(overlap([span], merged(server.evaluations)))
-        contended = min(server.contended_s(span), max(0.0, _seconds(span) - loading - evaluating))
-        left = max(0.0, _seconds(span) - loading - evaluating - contended)
-        yield Cause.WEIGHTS, loading
-        yield Cause.EVALUATION, evaluating
-        yield Cause.CPU, contended
-        if self._slow[place]:
-            yield Cause.SLOW_SERVER, left
+        server = self._run.servers[index]
+        loading_s = length(overlap([span], server.load_spans))
+        evaluating_s = length(overlap([span], merged(server.evaluations)))
+        contended_s = min(server.contended_s(span), max(0.0, _seconds(span) - loading_s - evaluating_s))
+        remaining_s = max(0.0, _seconds(span) - loading_s - evaluating_s - contended_s)
+        yield Cause.WEIGHTS, loading_s
+        yield Cause.EVALUATION, evaluating_s
+        yield Cause.CPU, contended_s
+        if self._is_slow[index]:
+            yield Cause.SLOW_SERVER, remaining_s
             return
-        hungry = self._hungry_in(span, place)
-        free = min(left, length(hungry))
-        tailed = bool(group.lengths) and max(group.lengths) >= TAILED * statistics.fmean(group.lengths)
-        yield from self._without_tasks(hungry, span[1], Cause.TAIL if tailed else Cause.WINDOW, free)
-        yield Cause.SLOTS if _is_narrow(self._run) else Cause.ENGINE, left - free
 
-    def _hungry_in(self, span: Span, place: int) -> list[Span]:
-        return overlap([span], self._hungry[place]) if span[1] > span[0] else []
+        # With free slots, the engine only waited for this group: for its tail, or for room in the window for others.
+        ticket_waits = self._ticket_waits_within(span, index)
+        free_s = min(remaining_s, length(ticket_waits))
+        has_long_tail = bool(group.lengths) and max(group.lengths) >= LONG_TAIL * statistics.fmean(group.lengths)
+        yield from self._split_ticket_wait(ticket_waits, span[1], Cause.TAIL if has_long_tail else Cause.WINDOW, free_s)
+        yield Cause.SLOTS if _has_few_slots(self._run) else Cause.ENGINE, remaining_s - free_s
 
-    def _without_tasks(
-        self, hungry: list[Span], at_s: float, otherwise: Cause, most_s: float
+    def _ticket_waits_within(self, span: Span, index: int) -> list[Span]:
+        return overlap([span], self._ticket_waits[index]) if span[1] > span[0] else []
+
+    def _split_ticket_wait(
+        self, ticket_waits: list[Span], until_s: float, otherwise: Cause, max_s: float
     ) -> Iterator[tuple[Cause, float]]:
-        """A server's wait for tickets, of which `most_s` count: for want of tasks, or for the other cause."""
+        """Attribute up to `max_s` seconds of a ticket wait to task starvation, the rest to `otherwise`."""
         if self._starved:
-            starved = min(most_s, length(overlap(hungry, self._starved)))
+            starved_s = min(max_s, length(overlap(ticket_waits, self._starved)))
         else:
-            starved = most_s if _is_starved(self._run, at_s) else 0.0
-        yield Cause.TASKS, starved
-        yield otherwise, most_s - starved
+            # Timelines of older releases lack these spans, but the rows of steps have the number of waiting tasks.
+            starved_s = max_s if _had_no_tasks(self._run, until_s) else 0.0
+        yield Cause.TASKS, starved_s
+        yield otherwise, max_s - starved_s
 
 
-def _last_group(run: RecordedRun, begin: float, end: float) -> tuple[int, RecordedGroup] | None:
-    """The group that ended last within the wait, and the place of its server."""
-    ended = [
-        (place, group)
-        for place, server in enumerate(run.servers)
-        for group in server.groups
-        if begin < group.ended_s <= end
-    ]
-    return max(ended, key=lambda each: each[1].ended_s, default=None)
+def _last_group(run: RecordedRun, start: float, end: float) -> tuple[int, RecordedGroup] | None:
+    """The group that ended last within the wait, and the index of its server."""
+    last: tuple[int, RecordedGroup] | None = None
+    for index, server in enumerate(run.servers):
+        for group in server.groups:
+            if start < group.ended_s <= end and (last is None or group.ended_s > last[1].ended_s):
+                last = index, group
+    return last
 
 
-def _queued(span: Span, group: RecordedGroup, server: RecordedServer) -> Iterator[tuple[Cause, float]]:
-    """For weights until the engine has those of its ticket, then for a slot. An evaluation keeps the engine's version,
-    so that the weights may have been there all along: then the evaluation was waited for."""
-    loaded = next((end for _, end, version in server.loads if version >= group.version), span[0])
-    cut = min(max(span[0], loaded), span[1])
-    evaluating = length(overlap([(span[0], cut)], merged(server.evaluations))) if cut > span[0] else 0.0
-    yield Cause.EVALUATION, evaluating
-    yield Cause.WEIGHTS, max(0.0, cut - span[0] - evaluating)
-    yield Cause.SLOTS, max(0.0, span[1] - cut)
+def _split_queue(span: Span, group: RecordedGroup, server: RecordedServer) -> Iterator[tuple[Cause, float]]:
+    """Split a queued time into the wait for the ticket's weights and the wait for a slot after that.
+
+    An evaluation pins the engine's version although newer weights may have arrived long ago, so the first wait is
+    attributed to the evaluation as far as they overlap.
+    """
+    start, end = span
+    loaded_s = next((load_end for _, load_end, version in server.loads if version >= group.version), start)
+    weights_s = min(max(start, loaded_s), end)
+    evaluating_s = 0.0
+    if weights_s > start:
+        evaluating_s = length(overlap([(start, weights_s)], merged(server.evaluations)))
+    yield Cause.EVALUATION, evaluating_s
+    yield Cause.WEIGHTS, max(0.0, weights_s - start - evaluating_s)
+    yield Cause.SLOTS, max(0.0, end - weights_s)
 
 
-def _is_narrow(run: RecordedRun) -> bool:
-    """Whether a step's samples are many times what the engines run at once, so that more slots would fill."""
+def _has_few_slots(run: RecordedRun) -> bool:
+    """True if a step has at least twice as many samples as the engines have slots, so that more slots would fill."""
     slots = run.config.rollout.max_concurrency * len(run.servers)
     return slots * 2 <= run.config.groups_per_step * run.config.group_size
 
 
-def _is_starved(run: RecordedRun, at_s: float) -> bool:
-    """Whether no task was waiting after the step that ended then or next."""
-    row = next((row for row in run.steps if (number(row, "time_s") or 0.0) >= at_s), None)
-    groups = row.get("buffer_groups") if row is not None else None
-    return isinstance(groups, dict) and groups.get("waiting") == 0 and row is not run.steps[-1]
+def _had_no_tasks(run: RecordedRun, time_s: float) -> bool:
+    """True if no task was waiting at the end of the step that ended at that time or next.
+
+    The last step does not count: at the end of a run its tasks are used up.
+    """
+    row = next((row for row in run.steps if (number(row, "time_s") or 0.0) >= time_s), None)
+    if row is None or row is run.steps[-1]:
+        return False
+    groups = row.get("buffer_groups")
+    return isinstance(groups, dict) and groups.get("waiting") == 0
 
 
-def _clipped(span: Span, within: Span) -> Span:
+def _clip(span: Span, within: Span) -> Span:
     return max(span[0], within[0]), min(span[1], within[1])
 
 

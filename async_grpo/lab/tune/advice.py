@@ -15,7 +15,7 @@ from rich.table import Table
 
 from async_grpo.app.report.drawing import BLUE, GREEN, GREY, RED, legend_above, new_figure
 from async_grpo.config.load import find_key_lines, read_raw_config
-from async_grpo.lab.simulate.calibrate import Measured
+from async_grpo.lab.simulate.calibrate import MeasuredMetrics
 from async_grpo.lab.sweep.plots import place_labels
 from async_grpo.lab.tune.goals import UNITS, Goal
 from async_grpo.lab.tune.search import Places, TunedPoint, TuningSearch, front_of
@@ -37,7 +37,7 @@ class Advice:
     chosen: TunedPoint
     reasons: Mapping[str, str]
     """Configuration key -> why its value is changed."""
-    measured: Mapping[Places, Measured]
+    measured: Mapping[Places, MeasuredMetrics]
     notes: Sequence[str]
     """Where the timings come from, what was assumed, and which real runs failed."""
 

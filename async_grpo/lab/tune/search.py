@@ -16,7 +16,7 @@ from pathlib import Path
 from async_grpo.app.launch.plan import plan_run
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError, DependencyError
-from async_grpo.lab.simulate.calibrate import Measured
+from async_grpo.lab.simulate.calibrate import MeasuredMetrics
 from async_grpo.lab.simulate.results import SimulatedMetrics, summarize_run, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
@@ -43,7 +43,7 @@ class TunedPoint:
     simulated: SimulatedMetrics
     figures: PointFigures
 
-    def measured(self, found: Measured) -> PointFigures:
+    def measured(self, found: MeasuredMetrics) -> PointFigures:
         """Its figures by a real run: the simulated ages are shifted to the measured mean."""
         shift = found.age_mean - self.figures.age_mean
         ages = {age + shift: share for age, share in self.figures.ages.items()}

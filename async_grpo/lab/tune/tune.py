@@ -17,12 +17,12 @@ from async_grpo.app.launch.plan import plan_run
 from async_grpo.app.report.drawing import save_figures
 from async_grpo.app.runs.run import Run
 from async_grpo.errors import ConfigError, DataError
-from async_grpo.lab.simulate.calibrate import Measured, measure
+from async_grpo.lab.simulate.calibrate import MeasuredMetrics, measure_run
 from async_grpo.lab.simulate.prediction import TimingsOptions
 from async_grpo.lab.simulate.recorded import read_recorded
 from async_grpo.lab.simulate.results import transient_steps, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
-from async_grpo.lab.simulate.uncertainty import determined_in_words
+from async_grpo.lab.simulate.uncertainty import describe_uncertainty
 from async_grpo.lab.sweep.folder import SweepFolder
 from async_grpo.lab.sweep.plan import Point, SweepPlan, point_name
 from async_grpo.lab.sweep.report import read_all
@@ -72,7 +72,7 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
     base = plan_run(options.config, options.overrides, download=False).config
     goal, notes = _goal_of(options)
     axes = axes_of(base, options.vary, options.fix)
-    timings, said, uncertainty = options.timings.read_with_uncertainty(base)
+    timings, said, uncertainty = options.timings.read_timings(base)
     notes = [timings.source, *said, *notes]
     for line in notes:
         say(line)
@@ -81,7 +81,7 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
     chosen = search.best()
     say(f"simulated {len(search.points)} of {search.size} points: {', '.join(axis.name for axis in axes)}")
     folder = options.out or base.runs_dir / f"{base.name}-tune"
-    measured: dict[Places, Measured] = {}
+    measured: dict[Places, MeasuredMetrics] = {}
     if options.real:
         best = _best(search, goal, chosen, options.real)
         measured, failed = _run(SweepFolder(folder), options, base.name, [search.present, *best], search.present)
@@ -94,8 +94,8 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
     notes += beyond
     if uncertainty is not None and chosen.config.trainer.processes == base.trainer.processes:
         settings = with_enough_steps(SimulatedSettings.from_config(chosen.config), timings)
-        span = uncertainty.range_of(settings, timings_for(timings, chosen.config, 1.0), seed=options.seed)
-        determined = determined_in_words([span], uncertainty)
+        span = uncertainty.predict_range(settings, timings_for(timings, chosen.config, 1.0), seed=options.seed)
+        determined = describe_uncertainty([span], uncertainty)
         notes.append(f"recommended: between {span.low:,.0f} and {span.high:,.0f} tokens/s, {determined}")
         say(notes[-1])
     notes.append(f"chosen: {goal.rule}")
@@ -150,7 +150,7 @@ def _best(search: TuningSearch, goal: Goal, chosen: TunedPoint, count: int) -> l
 
 def _run(
     folder: SweepFolder, options: TuneOptions, name: str, points: Sequence[TunedPoint], present: TunedPoint
-) -> tuple[dict[Places, Measured], list[str]]:
+) -> tuple[dict[Places, MeasuredMetrics], list[str]]:
     """Do short real runs of the points, as a sweep in `folder`; returns what was measured and which failed."""
     planned: dict[Places, Point] = {}
     for one in points:
@@ -171,7 +171,7 @@ def _run(
             failed.append(f"the run {point.name} does not count: it has not finished, see {folder.log(point.name)}")
             continue
         try:
-            measured[places] = measure(read_recorded(point.config.run_dir))
+            measured[places] = measure_run(read_recorded(point.config.run_dir))
         except (ConfigError, DataError) as error:
             failed.append(f"the run {point.name} does not count: {error}")
     if not measured:

@@ -10,7 +10,7 @@ import pytest
 
 from async_grpo.config import load
 from async_grpo.errors import ConfigError
-from async_grpo.lab.simulate.calibrate import Measured
+from async_grpo.lab.simulate.calibrate import MeasuredMetrics
 from async_grpo.lab.tune.space import axes_of, combined
 from benchmarks.tuning.__main__ import CALIBRATION, TUNE, TimedRuns, describe_choice, name_point
 from benchmarks.tuning.workloads import WORKLOADS, TunedWorkload, TuningBench
@@ -34,8 +34,8 @@ def test_tune_chooses_among_the_points_of_the_grid(workload: TunedWorkload, tmp_
 
 
 def test_a_choice_is_compared_with_the_best_point_in_the_grid_and_in_repeats(tmp_path: Path) -> None:
-    def speed(tokens_per_s: float) -> Measured:
-        return Measured(tokens_per_s=tokens_per_s, trainer_idle=0.0, rollout_idle=0.0, age_mean=1.0)
+    def speed(tokens_per_s: float) -> MeasuredMetrics:
+        return MeasuredMetrics(tokens_per_s=tokens_per_s, trainer_idle=0.0, rollout_idle=0.0, age_mean=1.0)
 
     runs = TimedRuns(TuningBench(tmp_path, WORKLOADS["tail"]), 0.0)
     runs.seconds = {"a": 60.0, "b": 60.0, "c": 80.0, CALIBRATION: 15.0, TUNE: 4.0, "a-again1": 70.0}

@@ -47,7 +47,7 @@ def test_no_column_is_cut_in_a_terminal_of_80_columns(timings: str) -> None:
 
 def test_without_a_grid_it_says_what_one_change_would_give(timings: str) -> None:
     answer = RUNNER.invoke(app, ["simulate", QUICKSTART, "--timings", timings, "--steps", "12"])
-    assert "what one change would give" in answer.output
+    assert "effect of single changes" in answer.output
     assert "rollout.servers=2" in answer.output
     assert "bottleneck" in answer.output
 

@@ -44,7 +44,7 @@ def test_only_the_last_steps_and_no_simulation(run: Path) -> None:
     answer = RUNNER.invoke(app, ["why", str(run), "--last", "5", "--no-changes"])
     assert answer.exit_code == 0, answer.output
     assert answer.output.startswith("5 steps took 16 s")
-    assert "what one change would give" not in answer.output
+    assert "effect of single changes" not in answer.output
 
 
 def test_a_live_run_is_explained_after_every_step_until_it_is_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import DataError
-from async_grpo.lab.simulate.calibrate import calibrate, fit_source, fit_verifier, measure
+from async_grpo.lab.simulate.calibrate import calibrate, fit_task_source, fit_verifier, measure_run
 from async_grpo.lab.simulate.lengths import LengthModel
-from async_grpo.lab.simulate.prediction import compare
+from async_grpo.lab.simulate.prediction import compare_with_runs
 from async_grpo.lab.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.lab.simulate.results import summarize_run
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
-from async_grpo.lab.simulate.whatif import changes
+from async_grpo.lab.simulate.whatif import simulate_changes
 from tests.support.recorded_runs import recorded_run, settings_of
 
 TRUE = Timings(
@@ -46,7 +46,7 @@ def found(recorded: list[RecordedRun]) -> Timings:
 def test_repetitions_of_a_run_that_was_not_fitted_to_are_compared_as_one(found: Timings, tmp_path: Path) -> None:
     other = TRUE.model_copy(update={"trainer": TRUE.trainer.model_copy(update={"base_s": 0.15})})
     runs = [recorded_run(tmp_path / name, 1, timings) for name, timings in (("a", TRUE), ("b", other))]
-    (one,) = compare(runs, found)
+    (one,) = compare_with_runs(runs, found)
     assert one.runs == runs
     assert one.label == "run-1 x 2, S = 1"
     assert len(one.tokens_per_s) == len(one.age_mean) == 2
@@ -79,7 +79,7 @@ def test_it_predicts_the_staleness_bounds_that_it_has_not_seen(found: Timings, t
 def test_what_it_was_calibrated_on_is_simulated_again(recorded: list[RecordedRun], found: Timings) -> None:
     for run in recorded:
         simulated = summarize_run(simulate(SimulatedSettings.from_config(run.config), found)).tokens_per_s
-        assert simulated == pytest.approx(measure(run).tokens_per_s, rel=0.04)
+        assert simulated == pytest.approx(measure_run(run).tokens_per_s, rel=0.04)
 
 
 def test_evaluations_and_the_steps_between_them_each_take_their_recorded_time(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def speed_between(evaluations: Sequence[tuple[float, float]], steps: Sequence[tu
 def test_one_run_does_not_tell_how_much_the_sides_slow_each_other(recorded: list[RecordedRun]) -> None:
     alone = calibrate(recorded[1:])
     assert (alone.timings.engine_beside, alone.timings.trainer_beside) == (1.0, 1.0)
-    assert len([note for note in alone.notes if "one run does not tell" in note]) == 2
+    assert len([note for note in alone.notes if "a single run leaves that open" in note]) == 2
 
 
 def test_a_folder_with_too_little_is_refused(recorded: list[RecordedRun], tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_what_holds_a_run_up_is_found_again(tmp_path: Path) -> None:
     judging = TRUE.model_copy(update={"verifier": VerifierTimings(sample_s=0.1, workers=4)})
     run = recorded_run(tmp_path / "verifiers", 2, judging, rewards={"workers": 4})
     assert fit_verifier([run], 0.0).sample_s == pytest.approx(0.1, rel=0.1)
-    assert fit_source([run]) == 0
+    assert fit_task_source([run]) == 0
     run = recorded_run(tmp_path / "tasks", 2, TRUE.model_copy(update={"task_s": 0.3}))
     run.servers[0].starved = run.servers[0].ticket_waits
-    assert fit_source([run]) == pytest.approx(0.3, rel=0.2)
+    assert fit_task_source([run]) == pytest.approx(0.3, rel=0.2)
     assert fit_verifier([run], 0.02) == TRUE.verifier
 
 
@@ -151,10 +151,10 @@ def test_the_change_that_gives_most_undoes_what_holds_a_run_up(
     hindrance: dict[str, Any], label: str, tmp_path: Path
 ) -> None:
     settings, _ = settings_of(tmp_path, 1, rollout={"servers": 2, "max_concurrency": 32})
-    assert changes(settings, TRUE.model_copy(update=hindrance))[0].label == label
+    assert simulate_changes(settings, TRUE.model_copy(update=hindrance))[0].label == label
 
 
 def test_one_slot_becomes_two(tmp_path: Path) -> None:
     settings, _ = settings_of(tmp_path, 1, rollout={"max_concurrency": 1})
-    found = {change.key: change.speedup for change in changes(settings, TRUE, steps=4)}
+    found = {change.key: change.speedup for change in simulate_changes(settings, TRUE, steps=4)}
     assert found["rollout.max_concurrency=2"] > 1.5

@@ -9,7 +9,7 @@ import pytest
 
 from async_grpo.config import validate
 from async_grpo.errors import ConfigError
-from async_grpo.lab.simulate.devices import estimate
+from async_grpo.lab.simulate.devices import estimate_timings
 from async_grpo.lab.simulate.lengths import LengthModel, tail_ratio
 from async_grpo.lab.simulate.timings import EngineTimings, Timings
 
@@ -96,6 +96,6 @@ def test_an_estimate_does_not_count_the_ranks_of_several_nodes_twice() -> None:
             "model": {"path": "any", "architecture": "qwen2.5-7b"},
             "trainer": {"platform": "npu", "processes": 16, "nodes": nodes},
         }
-        return estimate(validate(raw, "test"), "910c").trainer.token_s
+        return estimate_timings(validate(raw, "test"), "910c").trainer.token_s
 
     assert token_s(nodes=2) == token_s(nodes=1)

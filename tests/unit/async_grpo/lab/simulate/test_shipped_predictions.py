@@ -12,7 +12,7 @@ import pytest
 from async_grpo.app.launch.memory_plan import plan_devices
 from async_grpo.app.launch.plan import plan_run
 from async_grpo.config import RunConfig
-from async_grpo.lab.simulate.devices import estimate
+from async_grpo.lab.simulate.devices import estimate_timings
 from async_grpo.lab.simulate.prediction import predict
 from async_grpo.lab.simulate.timings import Timings
 from async_grpo.lab.tune.goals import Goal
@@ -81,7 +81,7 @@ def test_every_configuration_for_devices_states_how_to_print_its_prediction(name
 @pytest.mark.parametrize("name", WITH_OWN_DEVICES)
 def test_the_speed_in_the_comment_is_that_of_a_simulation(name: str) -> None:
     said = stated(name, PREDICTED)
-    timings = estimate(planned(name), said["device"])
+    timings = estimate_timings(planned(name), said["device"])
     figures = predict(CONFIGS / name, [], [], timings, steps=None, seed=1)[0].figures
     assert float(said["speed"].replace(",", "")) == near(figures.tokens_per_s)
     assert float(said["trainer"]) / 100 == pytest.approx(figures.trainer_idle, abs=0.03)
@@ -96,7 +96,8 @@ def test_tune_would_not_split_the_devices_in_another_way(name: str) -> None:
     config = planned(name)
     axes = [axis for axis in axes_of(config, [], []) if axis.name == SPLIT]
     if axes:
-        assert chosen_split(name, axes, estimate(config, stated(name, PREDICTED)["device"])) == axes[0].choices[0]
+        timings = estimate_timings(config, stated(name, PREDICTED)["device"])
+        assert chosen_split(name, axes, timings) == axes[0].choices[0]
 
 
 @pytest.mark.slow
@@ -104,7 +105,7 @@ def test_tune_moves_npus_to_the_side_that_needs_them() -> None:
     name, halves = "qwen2.5_7b_gsm8k_ascend.yaml", ["trainer.processes=8", "rollout.servers=2"]
     config = plan_run(CONFIGS / name, halves, download=False).config
     axes = [axis for axis in axes_of(config, [], []) if axis.name == SPLIT]
-    best = chosen_split(name, axes, estimate(config, "910c"), halves)
+    best = chosen_split(name, axes, estimate_timings(config, "910c"), halves)
     assert best == {"trainer.processes": "12", "rollout.servers": "1"}
 
 

@@ -22,7 +22,7 @@ from async_grpo.lab.simulate.timings import (
     TrainerTimings,
     VerifierTimings,
 )
-from async_grpo.lab.simulate.whatif import changes, with_staleness
+from async_grpo.lab.simulate.whatif import simulate_changes, with_staleness
 from async_grpo.staleness import OnStale, ReplayPolicy, Selector, StalenessWindow
 from tests.support.recorded_runs import recorded_run
 
@@ -293,17 +293,16 @@ def test_a_run_with_recurring_events_that_would_stall_is_an_error(
 def test_what_a_change_gives_names_the_bottleneck() -> None:
     slow_trainer = TAILED.model_copy(update={"trainer": TrainerTimings(base_s=40.0, token_s=0.0)})
     slow_engine = TAILED.model_copy(update={"engine": EngineTimings(step_s=1.0)})
-    assert changes(settings_of(2), slow_trainer)[0].label == "a trainer twice as fast"
-    assert changes(settings_of(2), slow_engine)[0].label in ("engines twice as fast", "one more server")
+    assert simulate_changes(settings_of(2), slow_trainer)[0].label == "a trainer twice as fast"
+    assert simulate_changes(settings_of(2), slow_engine)[0].label in ("engines twice as fast", "one more server")
 
 
 def test_steps_of_half_the_groups_cost_what_a_step_costs_beside_its_tokens() -> None:
     slow_trainer = TAILED.model_copy(update={"trainer": TrainerTimings(base_s=40.0, token_s=0.0)})
-    found = {
-        change.label: change for change in changes(settings_of(2, selector="windowed_fifo", window=12), slow_trainer)
-    }
-    assert found["smaller steps"].key == "groups_per_step=2"
-    assert found["smaller steps"].speedup == pytest.approx(0.5, abs=0.05)
+    settings = settings_of(2, selector="windowed_fifo", window=12)
+    changes = {change.label: change for change in simulate_changes(settings, slow_trainer)}
+    assert changes["smaller steps"].key == "groups_per_step=2"
+    assert changes["smaller steps"].speedup == pytest.approx(0.5, abs=0.05)
 
 
 def test_more_staleness_is_never_slower() -> None:

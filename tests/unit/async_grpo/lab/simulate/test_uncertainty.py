@@ -13,8 +13,8 @@ from async_grpo.lab.simulate.results import summarize_run
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings
 from async_grpo.lab.simulate.uncertainty import (
-    baseline_of,
-    determined_in_words,
+    describe_uncertainty,
+    predict_by_baseline,
     uncertainty_of_estimate,
     uncertainty_of_runs,
 )
@@ -48,31 +48,31 @@ def test_the_range_of_what_one_run_does_not_tell_holds_the_true_speed(
     true, predicted = (summarize_run(simulate(settings, timings)).tokens_per_s for timings in (TRUE, found))
     assert predicted < 0.95 * true  # alone, the sides are faster than next to each other
     uncertainty = uncertainty_of_runs([run], found)
-    span = uncertainty.range_of(settings, found, seed=1)
+    span = uncertainty.predict_range(settings, found, seed=1)
     assert span.low < true < span.high
-    assert "poorly determined" in determined_in_words([span], uncertainty)
+    assert "poorly determined" in describe_uncertainty([span], uncertainty)
 
 
 def test_the_recorded_run_itself_is_well_determined(run: RecordedRun, found: Timings, tmp_path: Path) -> None:
     settings, _ = settings_of(tmp_path, 2)
     uncertainty = uncertainty_of_runs([run], found)
-    span = uncertainty.range_of(settings, found, seed=1)
+    span = uncertainty.predict_range(settings, found, seed=1)
     assert span.half_width < 0.1
-    assert "well determined" in determined_in_words([span], uncertainty)
+    assert "well determined" in describe_uncertainty([span], uncertainty)
 
 
 def test_an_estimate_has_a_range_on_both_sides(tmp_path: Path) -> None:
     settings, _ = settings_of(tmp_path, 2)
     alone = summarize_run(simulate(settings, TRUE)).tokens_per_s
-    span = uncertainty_of_estimate(TRUE).range_of(settings, TRUE, seed=1)
+    span = uncertainty_of_estimate(TRUE).predict_range(settings, TRUE, seed=1)
     assert span.low < 0.9 * alone and span.high > 1.02 * alone
 
 
 def test_the_baseline_goes_through_two_measured_bounds_and_needs_two(run: RecordedRun, tmp_path: Path) -> None:
     serial = recorded_run(tmp_path, 0, TRUE)
     # 1 / 500 = a + b and 1 / 1000 = a + b / 3, so that at S = 1: a + b / 2
-    assert baseline_of([serial, run], [500.0, 1000.0], 1) == pytest.approx(800.0)
-    assert baseline_of([run], [1000.0], 1) is None
+    assert predict_by_baseline([serial, run], [500.0, 1000.0], 1) == pytest.approx(800.0)
+    assert predict_by_baseline([run], [1000.0], 1) is None
 
 
 def test_a_file_replaces_some_of_the_timings_of_a_run(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from async_grpo.lab.simulate.calibrate import measure
+from async_grpo.lab.simulate.calibrate import measure_run
 from async_grpo.lab.simulate.lengths import LengthModel
 from async_grpo.lab.simulate.recorded import read_recorded
 from async_grpo.lab.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
-from async_grpo.lab.simulate.why import WaitStage, explain
+from async_grpo.lab.simulate.why import WaitStage, explain_run
 from async_grpo.telemetry.bottleneck import ADVICE, MEANINGS, Bottleneck, Cause, find_bottleneck
 from async_grpo.telemetry.idle import rollout_idle_share, trainer_idle_share
 from async_grpo.telemetry.jsonl import read_rows
@@ -52,8 +52,8 @@ PLANTED: dict[Cause, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def test_a_planted_cause_is_named(cause: Cause, tmp_path: Path) -> None:
     max_staleness, timings, changed = PLANTED[cause]
     run = recorded_run(tmp_path, max_staleness, BALANCED.model_copy(update=timings), **changed)
-    found = explain(run)
-    assert found.cause is cause, found.shares()
+    found = explain_run(run)
+    assert found.cause is cause, found.list_shares()
     assert ADVICE[cause]
 
 
@@ -77,27 +77,27 @@ def test_time_without_a_processor_is_told_from_the_work_that_it_held_up(tmp_path
     computing_s = [row["train_s"] for row in run.steps]
     for row in run.steps:
         row["cpu_wait_s"] = 0.6 * row["train_s"]
-    found = explain(run)
+    found = explain_run(run)
     assert found.cause is Cause.CPU
     assert found.trainer[Cause.COMPUTING] == pytest.approx(0.4 * sum(computing_s[1:]))
     generation = {part.cause: part.seconds for part in found.parts if part.stage is WaitStage.GENERATION}
     assert generation[Cause.CPU] == pytest.approx(0.6 * sum(generation.values()), rel=0.05)
     assert found.servers[0].contended == pytest.approx(0.6)
-    assert sum(share for _, _, share in found.shares()) == pytest.approx(1.0, abs=0.01)
+    assert sum(share for _, _, share in found.list_shares()) == pytest.approx(1.0, abs=0.01)
 
 
 def test_spans_without_tasks_say_how_much_of_a_wait_was_for_want_of_them(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, 2, BALANCED.model_copy(update={"task_s": 0.3}))
     for row in run.steps:
         row["buffer_groups"] = {"waiting": 1}  # at the end of the step, which is too late
-    assert explain(run).cause is not Cause.TASKS
+    assert explain_run(run).cause is not Cause.TASKS
     run.servers[0].starved = run.servers[0].ticket_waits
-    assert explain(run).cause is Cause.TASKS
+    assert explain_run(run).cause is Cause.TASKS
 
 
 def test_the_time_of_an_outage_is_not_blamed_on_the_window(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, 2, BALANCED)
-    before = explain(run)
+    before = explain_run(run)
     file = run.path / "timeline" / "rollout-0.jsonl"
     away_s, cut_s = 60.0, run.steps[20]["time_s"]
     rows = [later(json.loads(line), cut_s, away_s) for line in file.read_text().splitlines()]
@@ -115,11 +115,11 @@ def test_the_time_of_an_outage_is_not_blamed_on_the_window(tmp_path: Path) -> No
         steps[21][key] += away_s
     metrics.write_text("".join(json.dumps(row) + "\n" for row in steps))
 
-    found = explain(read_recorded(run.path))
-    assert found.cause is Cause.RESTART, found.shares()
+    found = explain_run(read_recorded(run.path))
+    assert found.cause is Cause.RESTART, found.list_shares()
     assert found.outages["rollout-0"] == pytest.approx(away_s, rel=0.1)
     assert found.waits.get(Cause.WINDOW, 0.0) == pytest.approx(before.waits.get(Cause.WINDOW, 0.0), abs=3.0)
-    measured = measure(read_recorded(run.path)), measure(run)
+    measured = measure_run(read_recorded(run.path)), measure_run(run)
     assert measured[0].tokens_per_s == pytest.approx(measured[1].tokens_per_s, rel=0.05)
 
 
@@ -136,8 +136,8 @@ def test_every_wait_has_a_meaning_and_an_advice() -> None:
 
 
 def test_the_critical_path_adds_up_to_a_mean_step(tmp_path: Path) -> None:
-    found = explain(recorded_run(tmp_path, 0, BALANCED))
-    links = dict(found.path())
+    found = explain_run(recorded_run(tmp_path, 0, BALANCED))
+    links = dict(found.critical_path())
     assert list(links)[-2:] == ["computing", "publishing"]
     assert sum(links.values()) == pytest.approx(found.seconds / found.steps, rel=0.02)
 
@@ -146,14 +146,14 @@ def test_the_last_steps_are_explained_apart_from_those_before(tmp_path: Path) ->
     run = recorded_run(tmp_path, 1, BALANCED)
     for row in run.steps[:30]:
         row["checkpoint_s"], row["step_s"] = 50.0, row["step_s"] + 50.0
-    assert explain(run).cause is Cause.CHECKPOINTS
-    last = explain(run, last=8)
+    assert explain_run(run).cause is Cause.CHECKPOINTS
+    last = explain_run(run, last=8)
     assert (last.steps, last.trainer[Cause.CHECKPOINTS]) == (8, 0.0)
     assert last.cause is not Cause.CHECKPOINTS
-    assert sum(share for _, _, share in last.shares()) == pytest.approx(1.0, abs=0.02)
+    assert sum(share for _, _, share in last.list_shares()) == pytest.approx(1.0, abs=0.02)
 
 
 def test_the_parts_make_up_the_whole(tmp_path: Path) -> None:
-    found = explain(recorded_run(tmp_path, 1, BALANCED))
-    assert sum(share for _, _, share in found.shares()) == pytest.approx(1.0, abs=0.01)
+    found = explain_run(recorded_run(tmp_path, 1, BALANCED))
+    assert sum(share for _, _, share in found.list_shares()) == pytest.approx(1.0, abs=0.01)
     assert found.other < 0.02 * found.seconds
