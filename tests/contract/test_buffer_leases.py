@@ -153,7 +153,7 @@ async def test_a_group_that_keeps_killing_engines_is_failed_after_max_attempts(o
     assert (released(stats), stats.active, stats.balanced) == ({"failed": 1}, 1, True)
 
 
-async def test_strikes_of_engines_and_of_expired_leases_are_added(open_buffer: Open) -> None:
+async def test_engine_deaths_and_expired_leases_add_up(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=1), lease_s=SHORT_S, max_attempts=2)
     (ticket,) = await admit(buffer, 1)
     await buffer.give_back(ticket, count_as_expired=True)
