@@ -124,7 +124,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ("async_grpo/app/launch/run_folder.py", "tests/unit/async_grpo/app/launch/test_run_folder.py"),
     'other_optimizer_resumed: "trainer.optimizer.offload" --> "trainer.optimizer"',
     ("async_grpo/lab/sweep/recommend.py", "tests/unit/async_grpo/lab/sweep/test_sweep_recommend.py"),
-    "margin_wrong_sign: if best.learning - one.learning <= --> if one.learning - best.learning <=",
+    "margin_wrong_sign: if best.learning - candidate.learning <= --> if candidate.learning - best.learning <=",
     (
         "async_grpo/lab/sweep/settings.py",
         "tests/unit/async_grpo/lab/sweep/test_sweep_recommend.py",
@@ -132,7 +132,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ),
     "error_of_one_seed: statistics.stdev(values) / math.sqrt(len(values)) --> statistics.stdev(values)",
     ("async_grpo/lab/sweep/runner.py", "tests/unit/async_grpo/lab/sweep/test_sweep_runner.py"),
-    "devices_not_given_back: [*self.free, *self._taken.pop(run, [])] --> [*self.free]",
+    "devices_not_given_back: [*self.free, *self._used.pop(run, [])] --> [*self.free]",
     (
         "buffer/state.py",
         *(f"tests/contract/test_buffer_{part}.py" for part in ("recovery", "leases", "admission")),

@@ -1,4 +1,4 @@
-"""Points and figures of made-up runs, and the folders that such runs leave."""
+"""Fake points, their metrics, and the folders that such runs leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def point(runs_dir: Path, name: str = "p", *, seed: int = 1, **changes: Any) -> 
 
 
 def figures(staleness: int, seed: int = 1, **changes: Any) -> PointMetrics:
-    """Of a finished run that learned well."""
+    """Metrics of a finished run that learned well."""
     fields: dict[str, Any] = {
         "name": f"s{staleness}-{seed}",
         "values": {"max_staleness": str(staleness)},
@@ -45,7 +45,7 @@ def figures(staleness: int, seed: int = 1, **changes: Any) -> PointMetrics:
 
 
 def leave_run(made: Point, *, accuracy: float, step_s: float, steps: int = STEPS, finished: bool = True) -> None:
-    """What a run of `steps` steps of `step_s` seconds leaves, of which it waited a quarter."""
+    """Write the files of a run of `steps` steps of `step_s` seconds, a quarter of which it waited."""
     folder = made.config.run_dir
     with JsonLines(folder / "metrics.jsonl") as metrics:
         for step in range(1, steps + 1):

@@ -2,9 +2,9 @@
 
 points.json         its points as they were requested, and how the last attempt at each ended
 configs/NAME.yaml   the resolved configuration of each point
-logs/NAME.log       what `async-grpo run` printed
+logs/NAME.log       the output of `async-grpo run`
 runs/NAME/          the run itself
-sweep.lock          held by the process that works here
+sweep.lock          locked by the process that runs the sweep
 report.md, sweep.json, plots/
 """
 
@@ -27,22 +27,22 @@ FORMAT = 1
 
 
 class PointRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A point, and how the last attempt at it ended."""
+    """A point and the outcome of its last attempt."""
 
     name: str
     values: dict[str, str]
     error: str = ""
-    """Error of the last attempt; "" if it finished, was stopped, or has not been made."""
+    """Error of the last attempt; "" if it finished, was stopped or has not been made."""
     at_once: int = 1
-    """Largest number of runs that shared the machine with it."""
+    """Largest number of runs that shared the machine with it, itself included."""
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """points.json: what a sweep remembers between invocations."""
+    """points.json: the state of a sweep between invocations."""
 
     format: int = FORMAT
     command: str = ""
-    """The command as it was last typed."""
+    """The last command, as typed."""
     points: list[PointRecord] = []
 
 
@@ -63,50 +63,59 @@ class SweepFolder:
         return self.path / "points.json"
 
     def config_file(self, name: str) -> Path:
-        """The configuration file that `async-grpo run` is given for the point `name`."""
+        """Return the configuration file of point `name`, the argument of `async-grpo run`."""
         return self.path / "configs" / f"{name}.yaml"
 
-    def argv(self, point: Point) -> list[str]:
-        """The command that runs `point`, as a user would type it."""
+    def run_argv(self, point: Point) -> list[str]:
+        """Return the command that runs `point`, as a user would type it."""
         return [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(self.config_file(point.name))]
 
-    def log(self, name: str) -> Path:
-        """The output of `async-grpo run` for the point `name`, over all attempts."""
+    def log_file(self, name: str) -> Path:
+        """Return the file with the output of `async-grpo run` for point `name`, over all attempts."""
         return self.path / "logs" / f"{name}.log"
 
-    def read(self) -> SweepRecord:
-        """The record so far; an empty one if there is no file. Raises ConfigError for a file of another format."""
+    def read_record(self) -> SweepRecord:
+        """Return the record so far; an empty one if there is no file. Raises ConfigError for another format."""
         if not self.record_file.exists():
             return SweepRecord()
         try:
             record = msgspec.json.decode(self.record_file.read_bytes(), type=SweepRecord)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{self.record_file} is not the record of a sweep: {error}. Give another --out") from None
+            raise ConfigError(
+                f"{self.record_file} is not the record of a sweep: {error}. Use another folder (--out)"
+            ) from None
         if record.format != FORMAT:
             raise ConfigError(
-                f"{self.record_file} has format {record.format}, and this version reads format {FORMAT}. Give this "
-                "sweep another folder (--out)"
+                f"{self.record_file} has format {record.format}, but this version reads format {FORMAT}. Use another "
+                "folder for this sweep (--out)"
             )
         return record
 
-    def records(self, points: Sequence[Point]) -> dict[str, PointRecord]:
-        """The record of every point by its name, with what earlier invocations wrote."""
-        known = {record.name: record for record in self.read().points}
-        return {one.name: known.get(one.name) or PointRecord(name=one.name, values=dict(one.values)) for one in points}
+    def point_records(self, points: Sequence[Point]) -> dict[str, PointRecord]:
+        """Return the record of every point by name: the stored one, or a new one."""
+        stored = {record.name: record for record in self.read_record().points}
+        records = {}
+        for point in points:
+            record = stored.get(point.name)
+            records[point.name] = record or PointRecord(name=point.name, values=dict(point.values))
+        return records
 
-    def write(self, record: SweepRecord) -> None:
-        """Write points.json, whole or not at all."""
+    def write_record(self, record: SweepRecord) -> None:
+        """Write points.json atomically."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.record_file, msgspec.json.format(msgspec.json.encode(record)).decode() + "\n")
 
-    def points(self, record: SweepRecord) -> list[Point]:
-        """The points as they were resolved when they were last asked for; `runs_dir` is where this folder is now.
+    def load_points(self, record: SweepRecord) -> list[Point]:
+        """Return the points with the configurations of their last request.
 
-        Raises ConfigError if a configuration cannot be loaded.
+        `runs_dir` is replaced by the present folder, which may have been moved. Raises ConfigError if a configuration
+        cannot be loaded.
         """
-        configs = [load(self.config_file(known.name)) for known in record.points]
-        here = [config.model_copy(update={"runs_dir": self.runs_dir}) for config in configs]
-        return [Point(known.values, config) for known, config in zip(record.points, here, strict=True)]
+        points = []
+        for point_record in record.points:
+            config = load(self.config_file(point_record.name))
+            points.append(Point(point_record.values, config.model_copy(update={"runs_dir": self.runs_dir})))
+        return points
 
     def write_configs(self, points: Sequence[Point]) -> None:
         """Write the configuration file of every point."""
@@ -115,11 +124,11 @@ class SweepFolder:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, dump(point.config))
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Hold the sweep for this process, for the length of the block. Raises ConfigError if another one does."""
+    def lock(self) -> AbstractContextManager[None]:
+        """Lock the sweep for the duration of the block. Raises ConfigError if another process has the lock."""
         self.path.mkdir(parents=True, exist_ok=True)
         busy = ConfigError(
-            f"another `async-grpo sweep` is at work in {self.path}. Wait for it, stop it, or give this one another "
-            "folder (--out)"
+            f"another `async-grpo sweep` is running in {self.path}. Wait for it, stop it, or use another folder for "
+            "this one (--out)"
         )
         return locked(self.path / "sweep.lock", busy)

@@ -1,7 +1,7 @@
-"""The points of a sweep: those that it had, and those that `--grid` and `--seeds` ask for. Pure but for `Resolve`.
+"""The points of a sweep: the existing ones, and those requested by `--grid` and `--seeds`. Pure except for `Resolve`.
 
-    known points  --resolved again-->  as they were?  --no-->  refused: another base configuration
-    grid x seeds  --resolved-------->  allowed?       --no-->  refused: which point, and why
+    existing points --resolved again--> unchanged? --no--> rejected: another base configuration
+    grid x seeds    --resolved--------> allowed?   --no--> rejected: which point, and why
 
 Nothing is started before every point is known to be allowed.
 """
@@ -21,8 +21,11 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 
 _NAME_LENGTH = 64
-_SHOWN_REFUSALS = 10
-_OPENING, _CLOSING, _QUOTES = "[{(", "]})", "'\""
+_DIGEST_LENGTH = 8
+_MAX_SHOWN_REJECTIONS = 10
+_OPENING_BRACKETS = "[{("
+_CLOSING_BRACKETS = "]})"
+_QUOTES = "'\""
 _RESERVED = {
     "seed": "Give one seed with --seed N",
     "name": "It changes nothing that is predicted. Leave it out",
@@ -32,7 +35,7 @@ _RESERVED = {
 _RESERVED_IN_SWEEPS = {
     "seed": "Give the seeds with --seeds 1,2,3",
     "name": "A sweep names its runs itself; -o name=... names the sweep",
-    "runs_dir": "A sweep keeps its runs in its own folder; set it with --out",
+    "runs_dir": "A sweep keeps its runs in its folder; set it with --out",
 }
 
 Resolve = Callable[[Sequence[str]], RunConfig]
@@ -41,79 +44,87 @@ Resolve = Callable[[Sequence[str]], RunConfig]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One key of the configuration and the values to try, as they were typed."""
+    """One key of the configuration and the values to try, as typed."""
 
     key: str
     values: tuple[str, ...]
 
 
 def parse_axis(text: str, option: str = "--grid", reserved: Mapping[str, str] = _RESERVED) -> Axis:
-    """The axis of one `--grid key=a,b,c`, or of another option of that form; a comma inside brackets or quotes belongs
-    to its value. `reserved`: keys that cannot be varied, and what to do.
+    """Return the axis of one `key=a,b,c` option; a comma inside brackets or quotes belongs to its value.
 
-    Raises ConfigError for another form, a reserved key or a repeated value.
+    `reserved` maps keys that cannot be varied to what to do instead. Raises ConfigError for another form, a reserved
+    key or a repeated value.
 
     >>> parse_axis("trainer.objective.corrections=[],[geo_rs, opsm]").values
     ('[]', '[geo_rs, opsm]')
     """
-    key, equals, values = text.partition("=")
-    key, parts = key.strip(), split_values(values)
-    if not equals or not key or not all(parts):
+    key, equals, text_after = text.partition("=")
+    key = key.strip()
+    values = split_values(text_after)
+    if not equals or not key or not all(values):
         raise ConfigError(f"{option} {text!r} is not of the form key=value,value,... such as max_staleness=0,1,2,4")
     if key in reserved:
         raise ConfigError(f"{option} {text!r}: {key} cannot be an axis. {reserved[key]}")
-    twice = [value for value in parts if parts.count(value) > 1]
-    if twice:
-        raise ConfigError(f"{option} {text!r}: the value {twice[0]} stands twice. Remove one")
-    return Axis(key, tuple(parts))
+    repeated = [value for value in values if values.count(value) > 1]
+    if repeated:
+        raise ConfigError(f"{option} {text!r}: the value {repeated[0]} appears twice. Remove one")
+    return Axis(key, tuple(values))
 
 
 def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> list[Axis]:
-    """The axes of all `--grid` options. Raises ConfigError if there are none or one is wrong, and for a key that stands
-    twice or in `-o` as well."""
+    """Return the axes of all `--grid` options.
+
+    Raises ConfigError if there are none, if one is wrong, or if a key appears twice or also in `-o`.
+    """
     axes = [parse_axis(text, reserved=_RESERVED_IN_SWEEPS) for text in texts]
     if not axes:
         raise ConfigError(
             "a sweep needs something to vary: --grid key=value,value,... such as --grid max_staleness=0,2"
         )
     keys = [axis.key for axis in axes]
+    overridden = {override.partition("=")[0] for override in overrides}
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigError(f"--grid {key}=... stands twice. Give all values of {key} in one --grid")
-        if key in [override.partition("=")[0] for override in overrides]:
+            raise ConfigError(f"--grid {key}=... appears twice. Give all values of {key} in one --grid")
+        if key in overridden:
             raise ConfigError(f"{key} is both in --grid and in -o. Remove one of them")
     return axes
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """The seeds of `--seeds 1,2,3`. Raises ConfigError for anything but distinct whole numbers."""
+    """Return the seeds of `--seeds 1,2,3`. Raises ConfigError unless they are distinct whole numbers."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise ConfigError(f"--seeds {text!r} is not a list of whole numbers such as 1,2,3")
     seeds = [int(part) for part in parts]
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text!r} names a seed twice: the same run would be made twice. Remove one")
+        raise ConfigError(f"--seeds {text!r} names a seed twice, which would repeat the same run. Remove one")
     return tuple(seeds)
 
 
 def combinations(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """Every choice of one value per axis, the last axis varying fastest; one empty choice if there are no axes."""
+    """Return every choice of one value per axis, the last axis varying fastest; one empty choice without axes."""
     keys = [axis.key for axis in axes]
     return [dict(zip(keys, values, strict=True)) for values in product(*(axis.values for axis in axes))]
 
 
 def split_values(text: str) -> list[str]:
     """Split `text` at the commas outside brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
+    parts = [""]
+    depth = 0
+    quote = ""
     for character in text:
         if quote:
-            quote = "" if character == quote else quote
+            if character == quote:
+                quote = ""
         elif character in _QUOTES:
             quote = character
-        elif character in _OPENING:
+        elif character in _OPENING_BRACKETS:
             depth += 1
-        elif character in _CLOSING:
+        elif character in _CLOSING_BRACKETS:
             depth -= 1
+
         if character == "," and not depth and not quote:
             parts.append("")
         else:
@@ -141,7 +152,7 @@ class Point:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run was trained, evaluated and reported to its last step."""
+        """True if the run was trained, evaluated and reported to its last step."""
         return RunFolder(self.config.run_dir).read_state().finished_steps >= self.config.steps
 
     def __str__(self) -> str:
@@ -150,10 +161,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class SweepRequest:
-    """The points that a command asks for."""
+    """The points that a command requests."""
 
     name: str
-    """Beginning of every run's name."""
+    """Prefix of every run's name."""
     overrides: Sequence[str]
     axes: Sequence[Axis]
     seeds: Sequence[int]
@@ -162,40 +173,47 @@ class SweepRequest:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """All points of a sweep, and the names of those that are asked for now."""
+    """All points of a sweep, and the names of those that are requested now."""
 
     points: Sequence[Point]
-    asked: frozenset[str]
+    requested: frozenset[str]
 
 
-def lay_out(request: SweepRequest, known: Sequence[Point], resolve: Resolve) -> SweepPlan:
-    """The plan with the points that the sweep had (`known`, as they were resolved then) and those of the grid.
+def plan_points(request: SweepRequest, existing: Sequence[Point], resolve: Resolve) -> SweepPlan:
+    """Return the plan with the existing points of the sweep and those of the grid.
 
-    Raises ConfigError if a known point would be another run now, if a new one is refused, or if two are the same run.
+    Raises ConfigError if an existing point would now be another run, if a new one is not allowed, or if two are the
+    same run.
     """
-    known = [_again(point, request, resolve) for point in known]
-    taken = {point.name for point in known}
-    asked: list[Point] = []
-    refusals: dict[str, int] = {}  # in order, each once over all seeds
+    existing = [_resolve_again(point, request, resolve) for point in existing]
+    point_by_identity = {_identity(point): point for point in reversed(existing)}
+    taken_names = {point.name for point in existing}
+
+    requested: list[Point] = []
+    rejections: dict[str, int] = {}  # in order, without repeating them for each seed
     for values, seed in product(combinations(request.axes), request.seeds):
         try:
-            name = point_name(request.name, values, seed, taken)
+            name = point_name(request.name, values, seed, taken_names)
             point = Point(values, resolve(_overrides(request, values, seed, name)))
         except ConfigError as error:
-            refusals.setdefault(f"{', '.join(assignments(values))}: {error}", seed)
+            rejections.setdefault(f"{', '.join(assignments(values))}: {error}", seed)
             continue
-        point = next((one for one in known if _identity(one) == _identity(point)), point)
-        taken.add(point.name)
-        asked.append(point)
-    if refusals:
-        raise ConfigError(_refused(list(refusals), len(combinations(request.axes))))
-    _check_distinct(asked)
-    names = frozenset(point.name for point in asked)
-    return SweepPlan([*(point for point in known if point.name not in names), *asked], names)
+
+        # The same run under another name, for example if a new axis has the default as one of its values.
+        point = point_by_identity.get(_identity(point), point)
+        taken_names.add(point.name)
+        requested.append(point)
+
+    if rejections:
+        raise ConfigError(_describe_rejections(list(rejections), len(combinations(request.axes))))
+    _check_distinct(requested)
+    names = frozenset(point.name for point in requested)
+    others = [point for point in existing if point.name not in names]
+    return SweepPlan([*others, *requested], names)
 
 
 def point_name(base: str, values: Mapping[str, str], seed: int, taken: Collection[str] = ()) -> str:
-    """The name of a point's run: readable, and with a digest if the readable name is too long or taken.
+    """Return the name of a point's run: readable, plus a digest if that name is too long or taken.
 
     >>> point_name("quickstart", {"max_staleness": "4"}, 2)
     'quickstart-max_staleness.4-seed.2'
@@ -204,54 +222,64 @@ def point_name(base: str, values: Mapping[str, str], seed: int, taken: Collectio
     if len(name) < _NAME_LENGTH and name not in taken:
         return name
     identity = json.dumps([base, dict(values), seed], sort_keys=True)
-    return f"{name[: _NAME_LENGTH - 9]}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:_DIGEST_LENGTH]
+    return f"{name[: _NAME_LENGTH - _DIGEST_LENGTH - 1]}-{digest}"
 
 
 def assignments(values: Mapping[str, str]) -> list[str]:
-    """The values as overrides: `key=value`."""
+    """Return the values as overrides: `key=value`."""
     return [f"{key}={value}" for key, value in values.items()]
 
 
 def _overrides(request: SweepRequest, values: Mapping[str, str], seed: int, name: str) -> list[str]:
-    """The overrides of a point; those of the sweep itself come last and win."""
-    own = [f"seed={seed}", f"name={name}", f"runs_dir={json.dumps(str(request.runs_dir))}"]
-    return [*request.overrides, *assignments(values), *own]
+    """Return the overrides of a point. Those of the sweep itself come last and win."""
+    runs_dir = json.dumps(str(request.runs_dir))
+    return [
+        *request.overrides,
+        *assignments(values),
+        f"seed={seed}",
+        f"name={name}",
+        f"runs_dir={runs_dir}",
+    ]
 
 
-def _again(point: Point, request: SweepRequest, resolve: Resolve) -> Point:
-    """The point resolved again. Where and how it runs may have changed, nothing else: it is part of the comparison."""
-    now = resolve(_overrides(request, point.values, point.seed, point.name))
-    changed = changed_keys(_plain(point.config), _plain(now))
+def _resolve_again(point: Point, request: SweepRequest, resolve: Resolve) -> Point:
+    """Resolve an existing point with the present configuration.
+
+    Raises ConfigError if more than where and how it runs has changed: its result would not be comparable.
+    """
+    config = resolve(_overrides(request, point.values, point.seed, point.name))
+    changed = changed_keys(_plain_dict(point.config), _plain_dict(config))
     if changed:
         raise ConfigError(
-            f"{request.runs_dir.parent} holds a sweep of another base configuration: {', '.join(changed)} would differ "
-            f"for its point {point}. Points of two configurations do not compare. Restore the configuration, or give "
-            "this sweep a folder of its own (--out)"
+            f"{request.runs_dir.parent} has a sweep of another base configuration: {', '.join(changed)} would differ "
+            f"for its point {point}. Points of two configurations are not comparable. Restore the configuration, or "
+            "give this sweep another folder (--out)"
         )
-    return replace(point, config=now)
+    return replace(point, config=config)
 
 
 def _check_distinct(points: Sequence[Point]) -> None:
-    first: dict[str, Point] = {}
+    point_by_identity: dict[str, Point] = {}
     for point in points:
-        twin = first.setdefault(_identity(point), point)
+        twin = point_by_identity.setdefault(_identity(point), point)
         if twin is not point:
             raise ConfigError(f"the points {twin} and {point} are the same run. Remove one of the values")
 
 
 def _identity(point: Point) -> str:
-    """The configuration without name and folder, as text: equal for two points that are the same run."""
-    plain = _plain(point.config)
-    return json.dumps({key: value for key, value in plain.items() if key not in ("name", "runs_dir")}, sort_keys=True)
+    """Return the configuration without name and folder, as text: equal for two points that are the same run."""
+    config = _plain_dict(point.config)
+    return json.dumps({key: value for key, value in config.items() if key not in ("name", "runs_dir")}, sort_keys=True)
 
 
-def _plain(config: RunConfig) -> dict[str, Any]:
+def _plain_dict(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def _refused(refusals: Sequence[str], total: int) -> str:
-    shown = ["  - " + refusal.replace("\n", "\n  ") for refusal in refusals[:_SHOWN_REFUSALS]]
-    if len(refusals) > len(shown):
-        shown.append(f"  - and {len(refusals) - len(shown)} more")
-    head = f"{len(refusals)} of the {total} combinations cannot be run, so nothing is started:"
-    return "\n".join([head, *shown, "Take these values out of the grid"])
+def _describe_rejections(rejections: Sequence[str], total: int) -> str:
+    shown = ["  - " + rejection.replace("\n", "\n  ") for rejection in rejections[:_MAX_SHOWN_REJECTIONS]]
+    if len(rejections) > len(shown):
+        shown.append(f"  - and {len(rejections) - len(shown)} more")
+    head = f"{len(rejections)} of the {total} combinations cannot be run, so nothing is started:"
+    return "\n".join([head, *shown, "Remove these values from the grid"])

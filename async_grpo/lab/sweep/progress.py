@@ -1,4 +1,4 @@
-"""SweepView: the progress of a sweep, as a live table in a terminal and as an occasional line anywhere else."""
+"""SweepView: the progress of a sweep, as a live table in a terminal and as an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -14,52 +14,58 @@ from async_grpo.app.report.live_view import LiveFrame, clock, progress_bar
 
 @dataclass(frozen=True, slots=True)
 class RunningPoint:
-    """A run in progress. `step` is the newest trained step, `begun_at` its newest step when it was started."""
+    """A run in progress."""
 
     label: str
     step: int
+    """Newest trained step."""
     steps: int
-    begun_at: int
+    start_step: int
+    """Newest trained step when this run was started; above 0 if it was resumed."""
     elapsed_s: float
     reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SweepState:
-    """The state of a sweep: counts of points, the runs that are going on, and their pace."""
+    """The state of a sweep: counts of points, the runs in progress, and their pace."""
 
     total: int
     finished: int
     failed: int
     running: Sequence[RunningPoint]
     steps_left: int
-    """Steps left over all points, the running ones included."""
+    """Steps left over all points, including the running ones."""
     at_once: int
-    made_steps: int = 0
-    """Steps that the ended runs of this invocation made in `spent_s` seconds, starts included."""
-    spent_s: float = 0.0
+    ended_steps: int = 0
+    """Steps that the ended runs of this invocation trained."""
+    ended_s: float = 0.0
+    """Seconds that these runs took, starts included."""
     elapsed_s: float = 0.0
     stopping: bool = False
 
 
 def eta_s(state: SweepState) -> float | None:
-    """Seconds for the steps left at the mean pace of this invocation's runs, their starts included.
+    """Return the seconds for the remaining steps at the mean pace of this invocation's runs, starts included.
 
     None before the first step and after the last.
 
-    >>> eta_s(SweepState(4, 1, 0, [], steps_left=30, at_once=2, made_steps=10, spent_s=20.0))
+    >>> eta_s(SweepState(4, 1, 0, [], steps_left=30, at_once=2, ended_steps=10, ended_s=20.0))
     30.0
     """
-    at_work = [run for run in state.running if run.step > run.begun_at]
-    made = state.made_steps + sum(run.step - run.begun_at for run in at_work)
-    spent_s = state.spent_s + sum(run.elapsed_s for run in at_work)
-    return state.steps_left * spent_s / made / state.at_once if made > 0 and state.steps_left else None
+    # A run that is still starting has no pace yet. Counting its seconds would double the estimate at each start.
+    training = [run for run in state.running if run.step > run.start_step]
+    steps = state.ended_steps + sum(run.step - run.start_step for run in training)
+    seconds = state.ended_s + sum(run.elapsed_s for run in training)
+    if steps <= 0 or not state.steps_left:
+        return None
+    return state.steps_left * seconds / steps / state.at_once
 
 
-def line(state: SweepState) -> str:
-    """The state in one line, for a log."""
+def format_line(state: SweepState) -> str:
+    """Return the state as one line for a log."""
     running = [f"{run.label} at step {run.step}/{run.steps}" for run in state.running]
-    return " | ".join([f"[{clock(state.elapsed_s)}] {_counts(state)}", *running])
+    return " | ".join([f"[{clock(state.elapsed_s)}] {_format_counts(state)}", *running])
 
 
 class SweepView(LiveFrame):
@@ -75,29 +81,33 @@ class SweepView(LiveFrame):
         self._state = state
         if self._is_line_due(state.elapsed_s):
             self._printed_s = state.elapsed_s
-            self.say(line(state))
+            self.say(format_line(state))
 
     def render(self) -> RenderableType:
-        """The table of the newest state."""
-        return "" if self._state is None else table(self._state)
+        """Return the table of the newest state."""
+        return "" if self._state is None else progress_table(self._state)
 
 
-def table(state: SweepState) -> Table:
-    """The state as a table: a row for the sweep and one for every run in progress."""
+def progress_table(state: SweepState) -> Table:
+    """Return the state as a table: a row for the sweep and one per run in progress."""
     rows = Table.grid(padding=(0, 2))
-    done = state.finished + state.failed
-    rows.add_row(Text("points", style="bold"), progress_bar(done, state.total), Text(_counts(state), style="bold"))
+    ended = state.finished + state.failed
+    counts = Text(_format_counts(state), style="bold")
+    rows.add_row(Text("points", style="bold"), progress_bar(ended, state.total), counts)
     for run in state.running:
-        reward = "" if run.reward is None else f", reward {run.reward:.3f}"
-        at = f"step {run.step} of {run.steps}{reward}, {clock(run.elapsed_s)}" if run.step else "starting"
-        rows.add_row(Text(run.label, style="cyan"), progress_bar(run.step, run.steps), Text(at))
+        status = "starting"
+        if run.step:
+            reward = "" if run.reward is None else f", reward {run.reward:.3f}"
+            status = f"step {run.step} of {run.steps}{reward}, {clock(run.elapsed_s)}"
+        rows.add_row(Text(run.label, style="cyan"), progress_bar(run.step, run.steps), Text(status))
     return rows
 
 
-def _counts(state: SweepState) -> str:
-    failed = f", {state.failed} failed" if state.failed else ""
-    left_s = eta_s(state)
-    left = "" if left_s is None else f", {clock(left_s)} left"
+def _format_counts(state: SweepState) -> str:
+    text = f"{state.finished} of {state.total} points finished"
+    if state.failed:
+        text += f", {state.failed} failed"
     if state.stopping:
-        left = ", stopping (Ctrl-C again: at once)"
-    return f"{state.finished} of {state.total} points finished{failed}{left}"
+        return f"{text}, stopping (Ctrl-C again: immediately)"
+    left_s = eta_s(state)
+    return text if left_s is None else f"{text}, {clock(left_s)} left"

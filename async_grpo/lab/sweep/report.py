@@ -1,4 +1,4 @@
-"""report.md, sweep.json and the plots of a sweep, made from the folders of its runs alone.
+"""report.md, sweep.json and the plots of a sweep, made only from the folders of its runs.
 
 points.json, configs/, runs/NAME/  -->  PointMetrics  -->  GridSetting  -->  Recommendation  -->  files
 """
@@ -16,9 +16,9 @@ from async_grpo.app.report.summary import score_format
 from async_grpo.errors import ConfigError
 from async_grpo.lab.sweep.folder import SweepFolder, SweepRecord
 from async_grpo.lab.sweep.plots import write_plots
-from async_grpo.lab.sweep.recommend import REWARD, Candidate, Recommendation, candidate, recommend
-from async_grpo.lab.sweep.results import FINISHED, WINDOWS, PointMetrics, least_steps, read_metrics
-from async_grpo.lab.sweep.settings import GridSetting, settings_of, shown_values
+from async_grpo.lab.sweep.recommend import REWARD, Candidate, Recommendation, make_candidates, recommend
+from async_grpo.lab.sweep.results import FINISHED, MIN_WINDOWS, PointMetrics, min_steady_steps, read_metrics
+from async_grpo.lab.sweep.settings import GridSetting, format_values, group_by_setting
 from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import fenced, figure
 
@@ -41,223 +41,249 @@ _READING = """\
 - **Throughput** is what the trainer consumed (samples and tokens) per second of its steps, waits included. The first
   S + 1 steps (at most half of all) are left out, because their data were generated before the clock started.
 - **Idle**, as a share of the time of those steps: the trainer waited for a batch; a rollout server generated nothing.
-  The report of each run has the same figures.
+  The report of each run has the same values.
 - **KL** is the divergence from the reference model, where there is one (`trainer.reference`).
 - **Age** is the number of optimizer steps between generation and training of a token, mean / max (bound). **ESS** is
   the effective sample size of the importance weights, as a share of the tokens. **Clipped** is the share of the tokens
   that the loss clipped. **Gap** is the mean difference between engine and trainer in the log-probability of the same
   token under the same weights.
-- Seconds of training leave out engine start-up; wall time includes it and the evaluations.
+- Seconds of training exclude engine start-up; wall time includes it and the evaluations.
 - The recommended setting trains the most samples per second among those whose learning is within the margin of the
-  best. A setting counts if all of its seeds have finished, its group counts balance and its age bound was kept."""
+  best. A setting is eligible if all of its seeds have finished, its group counts balance and its age bound was kept."""
 
 
 class SweepComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """`sweep.json`: every figure of every point, and what follows from them."""
+    """`sweep.json`: the metrics of every point, and the recommendation that follows from them."""
 
     format: int = FORMAT
     command: str
     axes: list[str]
     choice: Recommendation
     settings: list[Candidate]
-    """The settings that count."""
+    """The eligible settings."""
     points: list[PointMetrics]
 
 
 def write_report(folder: SweepFolder, tolerance: float | None = None) -> SweepComparison:
-    """Read every point's folder and write all files; safe to repeat. Raises ConfigError if there is no sweep."""
-    record = folder.read()
+    """Read every point's folder and write all files. Safe to repeat. Raises ConfigError if there is no sweep."""
+    record = folder.read_record()
     if not record.points:
         missing = folder.record_file.name
-        raise ConfigError(f"{folder.path} holds no sweep ({missing} is missing). Give the folder of one")
-    figures = read_all(folder, record)
-    settings = settings_of(figures)
-    comparison = compare(record, figures, settings, tolerance)
+        raise ConfigError(f"{folder.path} has no sweep ({missing} is missing). Give the folder of a sweep")
+    points = read_point_metrics(folder, record)
+    settings = group_by_setting(points)
+    comparison = compare_settings(record, points, settings, tolerance)
     plots = write_plots(folder.path / "plots", settings, comparison.settings, comparison.choice)
     write_atomic(folder.path / "sweep.json", msgspec.json.format(msgspec.json.encode(comparison)).decode() + "\n")
-    write_atomic(folder.path / "report.md", page(folder.path.name, comparison, settings, plots))
+    write_atomic(folder.path / "report.md", render_report(folder.path.name, comparison, settings, plots))
     return comparison
 
 
-def read_all(folder: SweepFolder, record: SweepRecord) -> list[PointMetrics]:
-    """The metrics of every point, with the resolved values of every axis; of a whole section, what was typed."""
-    keys, found = axes_of(record), []
-    for point, known in zip(folder.points(record), record.points, strict=True):
-        sections = {key: value for key, value in known.values.items() if value.startswith("{")}
-        values = shown_values(point.config.model_dump(mode="json"), keys) | sections
-        found.append(read_metrics(point, values, error=known.error, at_once=known.at_once))
-    return found
+def read_point_metrics(folder: SweepFolder, record: SweepRecord) -> list[PointMetrics]:
+    """Return the metrics of every point with the resolved values of every axis.
+
+    A value that is a section, such as `{preset: dapo}`, is shown as typed: resolved, it would have all its defaults.
+    """
+    keys = axis_keys(record)
+    metrics = []
+    for point, point_record in zip(folder.load_points(record), record.points, strict=True):
+        values = format_values(point.config.model_dump(mode="json"), keys)
+        for key, value in point_record.values.items():
+            if value.startswith("{"):
+                values[key] = value
+        metrics.append(read_metrics(point, values, error=point_record.error, at_once=point_record.at_once))
+    return metrics
 
 
-def axes_of(record: SweepRecord) -> list[str]:
-    """Every key that a point sets, in the order of first use."""
+def axis_keys(record: SweepRecord) -> list[str]:
+    """Return every key that a point sets, in the order of first use."""
     return list(dict.fromkeys(key for point in record.points for key in point.values))
 
 
-def compare(
-    record: SweepRecord, figures: Sequence[PointMetrics], settings: Sequence[GridSetting], tolerance: float | None
+def compare_settings(
+    record: SweepRecord, points: Sequence[PointMetrics], settings: Sequence[GridSetting], tolerance: float | None
 ) -> SweepComparison:
-    """The recommendation and what sweep.json holds, from the figures. Pure."""
+    """Return the recommendation and the rest of sweep.json. Pure."""
     choice = recommend(settings, tolerance)
-    counted = [setting for setting in settings if setting.label not in choice.excluded]
-    candidates = [candidate(setting, choice.measure or REWARD) for setting in counted]
+    eligible = [setting for setting in settings if setting.label not in choice.excluded]
     return SweepComparison(
         command=record.command,
-        axes=axes_of(record),
+        axes=axis_keys(record),
         choice=choice,
-        settings=[one for one in candidates if one is not None],
-        points=list(figures),
+        settings=make_candidates(eligible, choice.measure or REWARD),
+        points=list(points),
     )
 
 
-def page(name: str, comparison: SweepComparison, settings: Sequence[GridSetting], plots: Sequence[Path]) -> str:
-    """The text of report.md."""
+def render_report(
+    name: str, comparison: SweepComparison, settings: Sequence[GridSetting], plots: Sequence[Path]
+) -> str:
+    """Return the text of report.md."""
     pictures = [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in plots]
     sections = [
         f"# {name}",
-        _recommendation(comparison.choice),
+        _render_recommendation(comparison.choice),
         *pictures[:1],
         _settings_table(settings, comparison),
-        _by_axis(settings),
+        _axis_tables(settings),
         *pictures[1:],
         _points_table(comparison.points),
-        _troubles(comparison),
+        _render_caveats(comparison),
         f"## How to read this\n\n{_READING.format(measure=f'the {comparison.choice.measure or REWARD}')}",
         f"## Reproduce\n\n{fenced(comparison.command)}",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _recommendation(choice: Recommendation) -> str:
+def _render_recommendation(choice: Recommendation) -> str:
     chosen = f"**Recommended: {choice.label}.** " if choice.label else "**No recommendation.** "
     within = f"\n\nWithin the margin: {'; '.join(choice.within)}." if len(choice.within) > 1 else ""
     return f"{chosen}{choice.reason}{within}"
 
 
 def _settings_table(settings: Sequence[GridSetting], comparison: SweepComparison) -> str:
-    learned, chosen = {one.label: one for one in comparison.settings}, comparison.choice.label
+    candidates = {candidate.label: candidate for candidate in comparison.settings}
+    chosen = comparison.choice.label
     score = "reward" if any(point.held_out_score == "reward" for point in comparison.points) else "accuracy"
-    form = score_format(score)
+    score_spec = score_format(score)
     columns: dict[str, Callable[[GridSetting], str]] = {
-        "setting": lambda setting: _name(setting.label, bold=setting.label == chosen),
+        "setting": lambda setting: _format_label(setting.label, bold=setting.label == chosen),
         "seeds": lambda setting: f"{len(setting.finished)} of {len(setting.points)}",
-        f"{score} before": _mean("accuracy_before", form),
-        "after": _mean("accuracy_after", form),
-        "learning": lambda setting: _learned(learned.get(setting.label)),
-        "reward, mean": _mean("reward_mean", ".3f"),
-        "samples/s": _mean("samples_per_s", ",.3g"),
-        "tokens/s": _mean("tokens_per_s", ",.0f"),
-        "wall s": _mean("wall_s", ",.0f"),
-        "trainer idle": _mean("trainer_idle", ".0%"),
-        "rollout idle": _mean("rollout_idle", ".0%"),
-        "age": _ages,
-        "ESS": _mean("ess", ".3f"),
-        "clipped": _mean("clip_fraction", ".2%"),
-        "gap": _mean("logprob_gap_mean", ".1e"),
-        "balanced": _balanced,
+        f"{score} before": _mean_column("accuracy_before", score_spec),
+        "after": _mean_column("accuracy_after", score_spec),
+        "learning": lambda setting: _format_learning(candidates.get(setting.label)),
+        "reward, mean": _mean_column("reward_mean", ".3f"),
+        "samples/s": _mean_column("samples_per_s", ",.3g"),
+        "tokens/s": _mean_column("tokens_per_s", ",.0f"),
+        "wall s": _mean_column("wall_s", ",.0f"),
+        "trainer idle": _mean_column("trainer_idle", ".0%"),
+        "rollout idle": _mean_column("rollout_idle", ".0%"),
+        "age": _format_ages,
+        "ESS": _mean_column("ess", ".3f"),
+        "clipped": _mean_column("clip_fraction", ".2%"),
+        "gap": _mean_column("logprob_gap_mean", ".1e"),
+        "balanced": _format_balanced,
     }
-    return f"## Settings (means over finished seeds)\n\n{_table(columns, settings)}"
+    return f"## Settings (means over finished seeds)\n\n{_markdown_table(columns, settings)}"
 
 
-def _by_axis(settings: Sequence[GridSetting]) -> str:
-    """With several axes, what matters for learning as small tables: a column for each value of the first axis."""
+def _axis_tables(settings: Sequence[GridSetting]) -> str:
+    """Return a table per learning metric, with a column per value of the first axis; "" with a single axis."""
     firsts = list(dict.fromkeys(setting.first for setting in settings))
-    rows = list(dict.fromkeys(setting.rest for setting in settings))
-    if len(firsts) < 2 or len(rows) < 2:
+    rests = list(dict.fromkeys(setting.rest for setting in settings))
+    if len(firsts) < 2 or len(rests) < 2:
         return ""
-    at = {(setting.rest, setting.first): setting for setting in settings}
+
+    setting_by_values = {(setting.rest, setting.first): setting for setting in settings}
     axis = next(iter(settings[0].values)).split(".")[-1]
-    texts = []
-    for key, (title, form) in _BY_AXIS.items():
+    tables = []
+    for key, (title, spec) in _BY_AXIS.items():
         if any(setting.values_of(key) for setting in settings):
-            columns: dict[str, Callable[[str], str]] = {title: lambda rest: _name(rest, bold=False)}
+            columns: dict[str, Callable[[str], str]] = {title: partial(_format_label, bold=False)}
             for first in firsts:
-                columns[f"{axis}={first}"] = partial(_cell, at, key=key, form=form, first=first)
-            texts.append(_table(columns, rows))
-    return "\n\n".join([f"## By {axis} (mean over finished seeds ± one standard error)", *texts])
+                columns[f"{axis}={first}"] = partial(_axis_cell, setting_by_values, key=key, spec=spec, first=first)
+            tables.append(_markdown_table(columns, rests))
+    return "\n\n".join([f"## By {axis} (mean over finished seeds ± one standard error)", *tables])
 
 
-def _cell(at: Mapping[tuple[str, str], GridSetting], rest: str, *, first: str, key: str, form: str) -> str:
-    setting = at.get((rest, first))
+def _axis_cell(
+    setting_by_values: Mapping[tuple[str, str], GridSetting], rest: str, *, first: str, key: str, spec: str
+) -> str:
+    setting = setting_by_values.get((rest, first))
     if setting is None:
         return ""
-    error, done = setting.standard_error(key), len(setting.finished)
-    spread = "" if error is None else f" ± {format(error, form)}"
-    missing = "" if done == len(setting.points) else f" ({done} of {len(setting.points)} seeds)"
-    return f"{figure(setting.mean(key), form)}{spread}{missing}"
+    text = figure(setting.mean(key), spec)
+    error = setting.standard_error(key)
+    if error is not None:
+        text += f" ± {format(error, spec)}"
+    if len(setting.finished) < len(setting.points):
+        text += f" ({len(setting.finished)} of {len(setting.points)} seeds)"
+    return text
 
 
-def _mean(key: str, form: str) -> Callable[[GridSetting], str]:
-    return lambda setting: figure(setting.mean(key), form)
+def _mean_column(key: str, spec: str) -> Callable[[GridSetting], str]:
+    return lambda setting: figure(setting.mean(key), spec)
 
 
-def _name(label: str, *, bold: bool) -> str:
-    name = label.replace("|", "\\|")
-    return f"**{name}**" if bold else name
+def _format_label(label: str, *, bold: bool) -> str:
+    escaped = label.replace("|", "\\|")
+    return f"**{escaped}**" if bold else escaped
 
 
-def _learned(one: Candidate | None) -> str:
-    if one is None:
+def _format_learning(candidate: Candidate | None) -> str:
+    if candidate is None:
         return "-"
-    return f"{one.learning:.3f}" if one.error is None else f"{one.learning:.3f} ± {one.error:.3f}"
+    if candidate.error is None:
+        return f"{candidate.learning:.3f}"
+    return f"{candidate.learning:.3f} ± {candidate.error:.3f}"
 
 
-def _ages(setting: GridSetting) -> str:
-    mean, oldest, bounds = setting.mean("age_mean"), setting.values_of("age_max"), setting.values_of("age_bound")
-    if mean is None or not oldest or not bounds:
+def _format_ages(setting: GridSetting) -> str:
+    """Return mean / max (bound)."""
+    mean_age = setting.mean("age_mean")
+    max_ages = setting.values_of("age_max")
+    bounds = setting.values_of("age_bound")
+    if mean_age is None or not max_ages or not bounds:
         return "-"
-    return f"{mean:.2f} / {max(oldest):.0f} ({max(bounds):.0f})"
+    return f"{mean_age:.2f} / {max(max_ages):.0f} ({max(bounds):.0f})"
 
 
-def _balanced(setting: GridSetting) -> str:
+def _format_balanced(setting: GridSetting) -> str:
     if not setting.finished:
         return "-"
     return "yes" if all(point.balanced for point in setting.finished) else "**NO**"
 
 
 def _points_table(points: Sequence[PointMetrics]) -> str:
+    def link(point: PointMetrics) -> str:
+        return f"[{point.name}](runs/{point.name}/report.md)" if point.state == FINISHED else point.name
+
     columns: dict[str, Callable[[PointMetrics], str]] = {
-        "run": lambda one: f"[{one.name}](runs/{one.name}/report.md)" if one.state == FINISHED else one.name,
-        "seed": lambda one: str(one.seed),
-        "state": lambda one: one.state,
-        "steps": lambda one: f"{one.steps_done} of {one.steps}",
-        "held-out, after": lambda one: figure(one.accuracy_after, score_format(one.held_out_score)),
-        "reward, last tenth": lambda one: figure(one.reward_last, ".3f"),
-        "samples/s": lambda one: figure(one.samples_per_s, ",.3g"),
-        "wall s": lambda one: figure(one.wall_s, ",.0f"),
-        "at once": lambda one: str(one.at_once),
+        "run": link,
+        "seed": lambda point: str(point.seed),
+        "state": lambda point: point.state,
+        "steps": lambda point: f"{point.steps_done} of {point.steps}",
+        "held-out, after": lambda point: figure(point.accuracy_after, score_format(point.held_out_score)),
+        "reward, last tenth": lambda point: figure(point.reward_last, ".3f"),
+        "samples/s": lambda point: figure(point.samples_per_s, ",.3g"),
+        "wall s": lambda point: figure(point.wall_s, ",.0f"),
+        "at once": lambda point: str(point.at_once),
     }
-    return f"## Points\n\n{_table(columns, points)}"
+    return f"## Points\n\n{_markdown_table(columns, points)}"
 
 
-def caveats_of(comparison: SweepComparison) -> list[str]:
-    """What a reader should know before trusting the recommendation, a sentence or two each."""
-    found = [f"{label} does not count: {why}." for label, why in comparison.choice.excluded.items()]
+def find_caveats(comparison: SweepComparison) -> list[str]:
+    """Return what a reader should know before trusting the recommendation, one or two sentences each."""
+    caveats = [f"{label} is not eligible: {reason}." for label, reason in comparison.choice.excluded.items()]
     shared = max((point.at_once for point in comparison.points), default=1)
     if shared > 1:
-        found.append(f"Up to {shared} runs shared this machine, which affects all times and throughputs.")
-    short = [point for point in comparison.points if point.steps < least_steps(point)]
+        caveats.append(f"Up to {shared} runs shared this machine, which affects all times and throughputs.")
+
+    short = [point for point in comparison.points if point.steps < min_steady_steps(point)]
     if short:
-        steps = max(least_steps(point) for point in short)
-        found.append(
-            f"Too short for their max_staleness S, with fewer than {WINDOWS} (S + 1) steps: "
-            f"{', '.join(point.name for point in short)}. Most of what such a run trains was generated before its "
-            f"first step, so its throughput means little: sweep with steps={steps} or more."
+        steps = max(min_steady_steps(point) for point in short)
+        caveats.append(
+            f"Too short for their max_staleness S, with fewer than {MIN_WINDOWS} (S + 1) steps: "
+            f"{', '.join(point.name for point in short)}. Such a run mostly trains groups generated before its first "
+            f"step, so its throughput is not meaningful: sweep with steps={steps} or more."
         )
-    if any(one.error is None for one in comparison.settings):
-        found.append("One seed per setting and no final evaluation give no standard error: repeat with --seeds 1,2,3.")
-    return found
+    if any(candidate.error is None for candidate in comparison.settings):
+        caveats.append(
+            "One seed per setting and no final evaluation give no standard error: repeat with --seeds 1,2,3."
+        )
+    return caveats
 
 
-def _troubles(comparison: SweepComparison) -> str:
-    """Markdown: the caveats, and the errors of points."""
-    lines = [f"- {caveat}" for caveat in caveats_of(comparison)]
+def _render_caveats(comparison: SweepComparison) -> str:
+    """Return the caveats and the errors of points as Markdown."""
+    lines = [f"- {caveat}" for caveat in find_caveats(comparison)]
     lines += [f"- {point.name} failed:\n\n{fenced(point.error)}\n" for point in comparison.points if point.error]
     return "## Caveats\n\n" + "\n".join(lines) if lines else ""
 
 
-def _table(columns: Mapping[str, Callable[[T], str]], items: Sequence[T]) -> str:
-    """Markdown: a row for each item; `columns` gives the header and the cell of every column."""
+def _markdown_table(columns: Mapping[str, Callable[[T], str]], items: Sequence[T]) -> str:
+    """Return a Markdown table with a row per item; `columns` maps headers to the function that formats a cell."""
+    header = list(columns)
     rule = ["---", *["---:"] * (len(columns) - 1)]
-    rows = [[read(item) for read in columns.values()] for item in items]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [list(columns), rule, *rows])
+    rows = [[format_cell(item) for format_cell in columns.values()] for item in items]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])

@@ -1,9 +1,9 @@
-"""PointMetrics: the figures of one run, read from its files.
+"""PointMetrics: the metrics of one run, read from its files.
 
     summary.json, metrics.jsonl, timeline/*.jsonl  -->  PointMetrics
 
 Any file may be missing: a run that was killed has no summary yet. Throughput and idle shares come from the functions
-that the run's own report uses (`telemetry.rows`, `telemetry.idle`), so that both show the same figures.
+that the run's own report uses (`telemetry.rows`, `telemetry.idle`), so both show the same values.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from async_grpo.telemetry.rows import (
 )
 
 FINISHED, FAILED, UNFINISHED, NEW = "finished", "failed", "unfinished", "not begun"
+"""Values of `PointMetrics.state`; part of sweep.json."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,12 +41,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: list[int] = []
     seconds: list[float] = []
-    """Time of the trainer's steps up to this one, with waits and without starts."""
+    """Duration of the trainer's steps up to this one, including waits, excluding starts."""
     reward: list[float] = []
 
 
 class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one point. Shares are between 0 and 1, ages in optimizer steps; None means not known."""
+    """The metrics of one point. Shares are between 0 and 1, ages in optimizer steps; None means unknown."""
 
     name: str
     values: dict[str, str]
@@ -60,7 +61,7 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     accuracy_mean: float | None = None
-    """The area under the accuracy over the versions that were evaluated, divided by their distance."""
+    """Area under the accuracy over the evaluated versions, divided by their range."""
     greedy_accuracy_before: float | None = None
     greedy_accuracy_after: float | None = None
     eval_prompts: int | None = None
@@ -75,10 +76,12 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float | None = None
     """Seconds of all invocations, starts and evaluations included."""
     steps_s: float | None = None
-    """Seconds of the trainer's steps, their waits included."""
+    """Seconds of the trainer's steps, waits included."""
     tokens_per_s: float | None = None
-    """Trained tokens per second of the steps after the head start (see `steady_steps`). samples_per_s and both
-    idle shares are of the same steps."""
+    """Trained tokens per second, over the steps after the head start (`steady_steps`).
+
+    samples_per_s and both idle shares are over the same steps.
+    """
     samples_per_s: float | None = None
     generated_tokens: int | None = None
     trained_tokens: int | None = None
@@ -91,100 +94,139 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Effective sample size of the importance weights, as a share of the tokens; mean over the steps."""
     clip_fraction: float | None = None
     kl: float | None = None
-    """KL divergence from the reference model, where the run has one; mean over the last tenth of the steps."""
+    """KL divergence from the reference model, if the run has one; mean over the last tenth of the steps."""
     logprob_gap_mean: float | None = None
     logprob_gap_max: float | None = None
     balanced: bool | None = None
     curve: Curve = Curve()
 
 
-WINDOWS = 4
-"""A run with fewer than so many times S + 1 steps mostly trains its head start, and does not reach its usual pace."""
+MIN_WINDOWS = 4
+"""Minimum length of a run in staleness windows of S + 1 steps.
+
+A shorter run mostly trains groups generated before its first step and does not reach its steady pace.
+"""
 
 
-def least_steps(point: PointMetrics) -> int:
-    """Number of steps below which the point's speed means little; 0 if its bound on the age is not known."""
-    return 0 if point.age_bound is None else WINDOWS * (point.age_bound + 1)
+def min_steady_steps(point: PointMetrics) -> int:
+    """Return the number of steps below which the point's speed is not meaningful; 0 if its age bound is unknown."""
+    return 0 if point.age_bound is None else MIN_WINDOWS * (point.age_bound + 1)
 
 
 def read_metrics(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> PointMetrics:
-    """The figures of a point's run as its folder is now. `error` is that of the last attempt."""
+    """Read the metrics of a point from its run folder. `error` is that of the last attempt."""
     folder = RunFolder(point.config.run_dir)
     rows = latest_rows(rows_of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
     servers = [read_rows(path) for path in sorted((folder.path / "timeline").glob("rollout-*.jsonl"))]
-    summary = folder.path / "summary.json"
-    finished = point.is_finished
+    summary_file = folder.path / "summary.json"
+    summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.exists() else {}
+
+    if point.is_finished:
+        state = FINISHED
+        error = ""  # of an earlier attempt
+    elif error:
+        state = FAILED
+    else:
+        state = UNFINISHED if rows else NEW
     return PointMetrics(
         name=point.name,
         values=values,
         seed=point.seed,
-        state=FINISHED if finished else FAILED if error else UNFINISHED if rows else NEW,
-        error="" if finished else error,
+        state=state,
+        error=error,
         at_once=at_once,
         steps_done=len(rows),
         steps=point.config.steps,
-        **from_summary(json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}),
-        **from_rows(rows, servers, group_size=point.config.group_size, max_staleness=point.config.max_staleness),
+        **summary_metrics(summary),
+        **row_metrics(rows, servers, group_size=point.config.group_size, max_staleness=point.config.max_staleness),
     )
 
 
-def from_summary(summary: Facts) -> Facts:
-    """The fields of PointMetrics that stand in the run's summary.json."""
-    as_they_are = (
-        *("accuracy_before", "accuracy_after", "greedy_accuracy_before", "greedy_accuracy_after"),
-        *("reward_first", "reward_last", "wall_s", "generated_tokens", "trained_tokens"),
-        *("age_bound", "logprob_gap_mean", "logprob_gap_max", "balanced"),
-    )
+_COPIED_FROM_SUMMARY = (
+    "accuracy_before",
+    "accuracy_after",
+    "greedy_accuracy_before",
+    "greedy_accuracy_after",
+    "reward_first",
+    "reward_last",
+    "wall_s",
+    "generated_tokens",
+    "trained_tokens",
+    "age_bound",
+    "logprob_gap_mean",
+    "logprob_gap_max",
+    "balanced",
+)
+
+
+def summary_metrics(summary: Facts) -> Facts:
+    """Return the fields of PointMetrics that the run's summary.json has."""
     evaluations = summary.get("evaluations") or []
     score = summary.get("held_out_score") or "accuracy"
-    interval = (evaluations[-1].get("figures") or {}).get("mean") if evaluations and score == "reward" else None
+    eval_error = eval_prompts = None
+    if evaluations:
+        eval_prompts = evaluations[-1].get("prompts")
+        interval = (evaluations[-1].get("figures") or {}).get("mean")
+        if score == "reward" and interval:
+            eval_error = (interval["high"] - interval["low"]) / (2 * Z_95)
     return {
-        **{key: summary.get(key) for key in as_they_are},
-        "accuracy_mean": _area(evaluations),
+        **{key: summary.get(key) for key in _COPIED_FROM_SUMMARY},
+        "accuracy_mean": _mean_accuracy(evaluations),
         "held_out_score": score,
-        "eval_error": interval and (interval["high"] - interval["low"]) / (2 * Z_95),
+        "eval_error": eval_error,
         "age_mean": summary.get("mean_age"),
         "age_max": summary.get("max_age"),
-        "eval_prompts": evaluations[-1].get("prompts") if evaluations else None,
+        "eval_prompts": eval_prompts,
     }
 
 
-def _area(evaluations: Sequence[Facts]) -> float | None:
-    measured = [(one["version"], value) for one in evaluations if (value := one.get("sampled_accuracy")) is not None]
+def _mean_accuracy(evaluations: Sequence[Facts]) -> float | None:
+    """Return the area under the accuracy by the trapezoidal rule, divided by the range of versions."""
+    measured = []
+    for evaluation in evaluations:
+        accuracy = evaluation.get("sampled_accuracy")
+        if accuracy is not None:
+            measured.append((evaluation["version"], accuracy))
     if len(measured) < 2:
         return None
     areas = [(v - u) * (a + b) / 2 for (u, a), (v, b) in itertools.pairwise(measured)]
     return sum(areas) / (measured[-1][0] - measured[0][0])
 
 
-def from_rows(
+def row_metrics(
     rows: Sequence[Row], servers: Sequence[Iterable[Row]] = (), *, group_size: int, max_staleness: int
 ) -> Facts:
-    """The fields of PointMetrics that follow from the step rows, one for each step, in order, and the timelines of the
-    rollout servers."""
+    """Return the fields of PointMetrics that follow from the step rows and the rollout servers' timelines.
+
+    `rows` has one row per step, in order.
+    """
     steady = steady_steps(rows, max_staleness)
-    rewards = numbers(rows, "reward_mean")
+    samples = sum(numbers(steady, "groups")) * group_size
+    last_tenth = rows[-max(1, len(rows) // 10) :]
     return {
-        "reward_mean": mean(rewards),
+        "reward_mean": mean(numbers(rows, "reward_mean")),
         "steps_s": sum(numbers(rows, "step_s")) if rows else None,
         "tokens_per_s": tokens_per_s(steady),
-        "samples_per_s": rate(sum(numbers(steady, "groups")) * group_size or None, sum(numbers(steady, "step_s"))),
+        "samples_per_s": rate(samples or None, sum(numbers(steady, "step_s"))),
         "trainer_idle": trainer_idle_share(steady),
         "rollout_idle": rollout_idle_share(steady, servers),
         "ess": mean(numbers(rows, "ess")),
         "clip_fraction": mean(numbers(rows, "clip_fraction")),
-        "kl": mean(numbers(rows[-max(1, len(rows) // 10) :], "kl")),
-        "curve": _curve(rows),
+        "kl": mean(numbers(last_tenth, "kl")),
+        "curve": _reward_curve(rows),
     }
 
 
-def _curve(rows: Sequence[Row]) -> Curve:
-    steps, seconds, rewards, spent_s = [], [], [], 0.0
+def _reward_curve(rows: Sequence[Row]) -> Curve:
+    steps = []
+    seconds = []
+    rewards = []
+    elapsed_s = 0.0
     for row in rows:
-        spent_s += number(row, "step_s") or 0.0
+        elapsed_s += number(row, "step_s") or 0.0
         reward = number(row, "reward_mean")
         if reward is not None:
             steps.append(int(row["step"]))
-            seconds.append(spent_s)
+            seconds.append(elapsed_s)
             rewards.append(reward)
     return Curve(steps=steps, seconds=seconds, reward=rewards)

@@ -1,17 +1,19 @@
 """SweepRunner: runs the points of a sweep, `at_once` at a time, each with `async-grpo run` in its own process.
 
-    waiting --start--> running --its end--> finished | failed | stopped
+    waiting --start--> running --process exits--> finished | failed | stopped
        |                  |
-       +-- free place, free devices        Ctrl-C: SIGTERM to every run, which stops cleanly;
-                                           a second Ctrl-C: SIGTERM again, and runs stop at once;
-                                           at the deadline: SIGKILL
+       +-- fewer than     +-- Ctrl-C: SIGTERM to every run, which stops cleanly;
+           `at_once` runs     a second Ctrl-C: SIGTERM again, which stops runs immediately;
+           and enough free    at the deadline: SIGKILL
+           devices
 
-The runner waits for the end of any run, at most half a second; then it reads how far the others are. The failure of one
-run is recorded and changes nothing for the others. If this process dies, the kernel kills its runs; if a run dies, its
-roles.
+The runner waits for any run to end, at most half a second at a time, and then reads the progress of the others. The
+failure of one run is recorded and does not affect the others. If this process dies, the kernel kills its runs; if a run
+dies, its roles.
 
-No accelerator belongs to two runs. A single run gets the devices that `async-grpo run` would use; of several runs at
-once each gets a share, through the environment variable that `async_grpo.app.launch.role_specs` reads.
+No accelerator belongs to two runs. With one run at a time it gets the devices that `async-grpo run` would use. With
+several at a time each gets some of them, through the environment variable that `async_grpo.app.launch.role_specs`
+reads.
 """
 
 from __future__ import annotations
@@ -35,76 +37,90 @@ from async_grpo.utils.aio import stop_signals
 from trainer.platform import platforms, select_platform
 from trainer.platform.base import visible
 
-LOOK_EVERY_S = 0.5
-REPORT_PATIENCE_S = 60.0
-"""Time that a stopped run has beyond launch.stop_timeout_s, to write its report."""
-_WIDE = {"COLUMNS": "1000", "FORCE_COLOR": "", "TERM": "dumb"}
-"""Environment that keeps an error on one line of the log."""
+POLL_EVERY_S = 0.5
+REPORT_TIMEOUT_S = 60.0
+"""Seconds for a stopped run to write its report, on top of launch.stop_timeout_s."""
+_WIDE_TERMINAL = {"COLUMNS": "1000", "FORCE_COLOR": "", "TERM": "dumb"}
+"""Environment that keeps an error on one line of the log, where the runner looks for it."""
 
 
-def devices_wanted(config: RunConfig) -> tuple[str, int]:
-    """Platform and number of the accelerators that a run needs; ("", 0) if it needs none. Raises ConfigError if its two
-    sides need different kinds."""
-    shown = [own for own in assign_devices(config, {}).values() if own]
+def required_devices(config: RunConfig) -> tuple[str, int]:
+    """Return platform and number of the accelerators that a run needs; ("", 0) if it needs none.
+
+    Raises ConfigError if trainer and engine need different kinds.
+    """
+    environments = [environment for environment in assign_devices(config, {}).values() if environment]
     for platform in platforms():
-        count = sum(len(visible(platform, own) or ()) for own in shown)
+        count = sum(len(visible(platform, environment) or ()) for environment in environments)
         if count:
             return platform.name, count
     return "", 0
 
 
-def devices_here(platform: str, environment: Mapping[str, str]) -> list[str]:
-    """The accelerators that runs may use, as the environment variable names them. Raises ConfigError if none are
-    named and the vendor's tool finds none."""
-    kind = select_platform(platform)
-    named = visible(kind, environment)
-    found = named if named is not None else [str(device.index) for device in kind.devices()]
-    if not found:
+def available_devices(platform_name: str, environment: Mapping[str, str]) -> list[str]:
+    """Return the accelerators that runs may use, as the environment variable names them.
+
+    Raises ConfigError if the variable is not set and the vendor's tool finds none.
+    """
+    platform = select_platform(platform_name)
+    devices = visible(platform, environment)
+    if devices is None:
+        devices = [str(device.index) for device in platform.devices()]
+    if not devices:
         raise ConfigError(
-            f"--at-once above 1 needs to know the devices to share out, but {kind.visible_variable} is not set and "
-            f"{kind.tool} finds none. Set {kind.visible_variable}, or leave --at-once out"
+            f"--at-once above 1 divides the devices among the runs, but {platform.visible_variable} is not set and "
+            f"{platform.tool} finds none. Set {platform.visible_variable}, or leave --at-once out"
         )
-    return found
+    return devices
 
 
 @dataclass(slots=True)
 class DevicePool:
-    """The accelerators of one platform that no run has taken."""
+    """Accelerators of one platform, and which run uses which."""
 
     platform: str
     free: list[str]
-    _taken: dict[str, list[str]] = field(default_factory=dict)
+    _used: dict[str, list[str]] = field(default_factory=dict)
 
     def take(self, run: str, count: int) -> dict[str, str] | None:
-        """Take `count` devices for `run`; returns the environment that shows it these, None if too few are free."""
+        """Reserve `count` devices for `run`.
+
+        Returns the environment that makes them visible, or None if too few are free.
+        """
         if count > len(self.free):
             return None
         if not count:
             return {}
-        self._taken[run], self.free = self.free[:count], self.free[count:]
-        return {select_platform(self.platform).visible_variable: ",".join(self._taken[run])}
+        self._used[run] = self.free[:count]
+        self.free = self.free[count:]
+        return {select_platform(self.platform).visible_variable: ",".join(self._used[run])}
 
     def give_back(self, run: str) -> None:
-        """Make the devices of `run` free again, if it has any."""
-        self.free = [*self.free, *self._taken.pop(run, [])]
+        """Free the devices of `run`, if it has any."""
+        self.free = [*self.free, *self._used.pop(run, [])]
 
 
-def pool_for(configs: Sequence[RunConfig], at_once: int, environment: Mapping[str, str]) -> DevicePool | None:
-    """The devices to share out; None if one run at a time goes on, or none needs a device.
+def make_device_pool(configs: Sequence[RunConfig], at_once: int, environment: Mapping[str, str]) -> DevicePool | None:
+    """Return the devices to divide among the runs; None with one run at a time, or if no run needs a device.
 
     Raises ConfigError if a run needs more devices than there are, or if the runs need several platforms.
     """
-    wanted = [devices_wanted(config) for config in configs]
-    platforms = {platform for platform, count in wanted if count}
-    if at_once == 1 or not platforms:
+    required = [required_devices(config) for config in configs]
+    platform_names = {platform for platform, count in required if count}
+    if at_once == 1 or not platform_names:
         return None
-    if len(platforms) > 1:
-        raise ConfigError(f"points on {' and '.join(sorted(platforms))}: sweep them one at a time (without --at-once)")
-    (platform,) = platforms
-    here, most = devices_here(platform, environment), max(count for _, count in wanted)
-    if most > len(here):
-        raise ConfigError(f"a point of this sweep needs {most} devices, and there are {len(here)}: {', '.join(here)}")
-    return DevicePool(platform, here)
+    if len(platform_names) > 1:
+        names = " and ".join(sorted(platform_names))
+        raise ConfigError(f"points on {names}: sweep them one at a time (without --at-once)")
+
+    (platform_name,) = platform_names
+    devices = available_devices(platform_name, environment)
+    largest = max(count for _, count in required)
+    if largest > len(devices):
+        raise ConfigError(
+            f"a point of this sweep needs {largest} devices, and there are {len(devices)}: {', '.join(devices)}"
+        )
+    return DevicePool(platform_name, devices)
 
 
 class AttemptOutcome(Enum):
@@ -124,10 +140,11 @@ class AttemptResult:
     error: str = ""
 
 
-def outcome_of(*, code: int, finished: bool, stopping: bool) -> AttemptOutcome:
-    """The outcome of an attempt with the exit code `code`.
+def classify_outcome(*, finished: bool, stopping: bool) -> AttemptOutcome:
+    """Return the outcome of an attempt whose process has exited.
 
-    A run that finished before it could be stopped counts as finished; a code of 0 alone does not prove that it did.
+    The exit code does not matter: a run that finished just before SIGTERM exits with 130 but is finished, and a code of
+    0 alone does not prove that a run finished.
     """
     if finished:
         return AttemptOutcome.FINISHED
@@ -135,24 +152,25 @@ def outcome_of(*, code: int, finished: bool, stopping: bool) -> AttemptOutcome:
 
 
 @dataclass(slots=True)
-class _Run:
+class _Attempt:
     """An attempt in progress."""
 
     point: Point
-    role: RoleProcess
+    process: RoleProcess
     follower: RowFollower
     started_s: float
-    begun_at: int = 0
-    row: Row = field(default_factory=dict)
+    start_step: int = 0
+    """Newest step of an earlier attempt, which this one resumes."""
+    newest_row: Row = field(default_factory=dict)
 
     @property
     def step(self) -> int:
-        return int(number(self.row, "step") or 0)
+        return int(number(self.newest_row, "step") or 0)
 
-    def look(self) -> None:
+    def read_progress(self) -> None:
         for row in self.follower.read_new_rows():
             if row.get("kind") == "step":
-                self.row = row
+                self.newest_row = row
 
 
 class SweepRunner:
@@ -167,117 +185,143 @@ class SweepRunner:
         at_once: int,
         pool: DevicePool | None,
         show: Callable[[SweepState], None],
-        ended: Callable[[AttemptResult], None],
+        on_end: Callable[[AttemptResult], None],
         argv: Callable[[Point], Sequence[str]] | None = None,
     ) -> None:
-        """`argv` is the command that runs a point (default: `folder.argv`). It exits with 0 when the point is trained,
-        and stops on SIGTERM.
+        """Prepare to run `points`.
 
-        `total` counts the points of the sweep, the finished ones included. `show` gets the state about twice a second,
-        `ended` the result of every attempt.
+        Args:
+            points: Points to run.
+            folder: Folder of the sweep.
+            total: Number of points of the sweep, including the finished ones.
+            at_once: Maximum number of runs at the same time.
+            pool: Devices to divide among the runs; None for all devices to each run.
+            show: Called with the state about twice per second.
+            on_end: Called with the result of every attempt.
+            argv: Command that runs a point (default: `folder.run_argv`). It must exit with 0 when the point is trained
+                and stop on SIGTERM.
         """
         self._waiting = list(points)
-        self._patience_s = REPORT_PATIENCE_S + max((p.config.launch.stop_timeout_s for p in points), default=0.0)
+        stop_timeouts_s = [point.config.launch.stop_timeout_s for point in points]
+        self._stop_timeout_s = REPORT_TIMEOUT_S + max(stop_timeouts_s, default=0.0)
         self._folder = folder
-        self._argv = argv or folder.argv
+        self._argv = argv or folder.run_argv
         self._total = total
-        self._before = total - len(points)
+        self._finished_before = total - len(points)
         self._at_once = at_once
         self._pool = pool
         self._show = show
-        self._ended = ended
-        self._running: dict[asyncio.Task[int], _Run] = {}
+        self._on_end = on_end
+        self._running: dict[asyncio.Task[int], _Attempt] = {}
         self._results: list[AttemptResult] = []
-        self._made_steps, self._spent_s = 0, 0.0
+        self._ended_steps = 0
+        self._ended_s = 0.0
         self._started_s = time.monotonic()
         self.stopping = False
 
-    async def work(self) -> list[AttemptResult]:
-        """Attempt every point; after Ctrl-C, wait until no run is left. Returns the results in the order of ending."""
+    async def run_points(self) -> list[AttemptResult]:
+        """Attempt every point; after Ctrl-C, wait for the running ones. Returns the results in the order of ending."""
         with stop_signals(self.stop):
             try:
-                while await self._fill():
+                while True:
+                    await self._start_waiting_points()
+                    if not self._running:
+                        break
                     done, _ = await asyncio.wait(
-                        self._running, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+                        self._running, timeout=POLL_EVERY_S, return_when=asyncio.FIRST_COMPLETED
                     )
                     for task in done:
-                        self._note_end(task)
-                    for run in self._running.values():
-                        run.look()
+                        self._record_end(task)
+                    for attempt in self._running.values():
+                        attempt.read_progress()
                     self._show(self._state())
             finally:  # leave no run behind, even after an error of this runner
-                self._kill()
+                self._kill_all()
                 await asyncio.gather(*self._running, return_exceptions=True)
         return self._results
 
     def stop(self) -> None:
-        """Start nothing more and ask all runs to stop; a second call makes them stop at once. Never blocks."""
+        """Start no more runs and send SIGTERM to all; on a second call runs stop immediately. Never blocks."""
         if not self.stopping:
-            asyncio.get_running_loop().call_later(self._patience_s, self._kill)
+            asyncio.get_running_loop().call_later(self._stop_timeout_s, self._kill_all)
         self.stopping = True
-        for run in self._running.values():
-            run.role.terminate()
+        for attempt in self._running.values():
+            attempt.process.terminate()
 
-    async def _fill(self) -> bool:
-        """Start as many runs as there is room for; False if no run is left to wait for."""
+    async def _start_waiting_points(self) -> None:
+        """Start points in order while there are places and devices.
+
+        A point that does not fit blocks the ones behind it. Otherwise small runs could keep a large one waiting until
+        the end of the sweep.
+        """
         while self._waiting and not self.stopping and len(self._running) < self._at_once:
             point = self._waiting[0]
-            environment = {} if self._pool is None else self._pool.take(point.name, devices_wanted(point.config)[1])
+            environment: dict[str, str] | None = {}
+            if self._pool is not None:
+                _, count = required_devices(point.config)
+                environment = self._pool.take(point.name, count)
             if environment is None:
-                break
-            await self._start(self._waiting.pop(0), environment)
-        return bool(self._running)
+                return
+            self._waiting.pop(0)
+            await self._start_attempt(point, environment)
 
-    async def _start(self, point: Point, environment: dict[str, str]) -> None:
-        log = self._folder.log(point.name)
-        spec = RoleSpec(point.name, self._argv(point), log, max_restarts=0, env={**_WIDE, **environment})
-        role = await RoleProcess.start(spec, f"sweep {self._folder.path.name}")
-        run = _Run(point, role, RowFollower(point.config.run_dir / "metrics.jsonl"), time.monotonic())
-        run.look()
-        run.begun_at = run.step
-        self._running[asyncio.create_task(role.wait(), name=f"run {point.name}")] = run
-        if self.stopping:  # asked for while it was being started
-            role.terminate()
+    async def _start_attempt(self, point: Point, environment: dict[str, str]) -> None:
+        log = self._folder.log_file(point.name)
+        spec = RoleSpec(point.name, self._argv(point), log, max_restarts=0, env={**_WIDE_TERMINAL, **environment})
+        process = await RoleProcess.start(spec, f"sweep {self._folder.path.name}")
+        follower = RowFollower(point.config.run_dir / "metrics.jsonl")
+        attempt = _Attempt(point, process, follower, time.monotonic())
+        attempt.read_progress()
+        attempt.start_step = attempt.step
+        self._running[asyncio.create_task(process.wait(), name=f"run {point.name}")] = attempt
 
-    def _note_end(self, task: asyncio.Task[int]) -> None:
-        run = self._running.pop(task)
-        run.look()
+        # A Ctrl-C during the start did not see this process in `_running`.
+        if self.stopping:
+            process.terminate()
+
+    def _record_end(self, task: asyncio.Task[int]) -> None:
+        attempt = self._running.pop(task)
+        attempt.read_progress()
         if self._pool is not None:
-            self._pool.give_back(run.point.name)
-        self._made_steps += run.step - run.begun_at
-        self._spent_s += time.monotonic() - run.started_s
-        code = task.result()
-        outcome = outcome_of(code=code, finished=run.point.is_finished, stopping=self.stopping)
-        error = run.role.explain(code) if outcome is AttemptOutcome.FAILED else ""
-        self._results.append(AttemptResult(run.point, outcome, error))
-        self._ended(self._results[-1])
+            self._pool.give_back(attempt.point.name)
+        self._ended_steps += attempt.step - attempt.start_step
+        self._ended_s += time.monotonic() - attempt.started_s
+
+        outcome = classify_outcome(finished=attempt.point.is_finished, stopping=self.stopping)
+        error = attempt.process.explain(task.result()) if outcome is AttemptOutcome.FAILED else ""
+        result = AttemptResult(attempt.point, outcome, error)
+        self._results.append(result)
+        self._on_end(result)
 
     def _state(self) -> SweepState:
         now_s = time.monotonic()
         running = [
             RunningPoint(
-                label=str(run.point),
-                step=run.step,
-                steps=run.point.config.steps,
-                begun_at=run.begun_at,
-                elapsed_s=now_s - run.started_s,
-                reward=number(run.row, "reward_mean"),
+                label=str(attempt.point),
+                step=attempt.step,
+                steps=attempt.point.config.steps,
+                start_step=attempt.start_step,
+                elapsed_s=now_s - attempt.started_s,
+                reward=number(attempt.newest_row, "reward_mean"),
             )
-            for run in self._running.values()
+            for attempt in self._running.values()
         ]
+        steps_of_running = sum(point.steps - point.step for point in running)
+        steps_of_waiting = sum(point.config.steps for point in self._waiting)
+        outcomes = [result.outcome for result in self._results]
         return SweepState(
             total=self._total,
-            finished=self._before + sum(result.outcome is AttemptOutcome.FINISHED for result in self._results),
-            failed=sum(result.outcome is AttemptOutcome.FAILED for result in self._results),
+            finished=self._finished_before + outcomes.count(AttemptOutcome.FINISHED),
+            failed=outcomes.count(AttemptOutcome.FAILED),
             running=running,
-            steps_left=sum(run.steps - run.step for run in running) + sum(p.config.steps for p in self._waiting),
+            steps_left=steps_of_running + steps_of_waiting,
             at_once=self._at_once,
-            made_steps=self._made_steps,
-            spent_s=self._spent_s,
+            ended_steps=self._ended_steps,
+            ended_s=self._ended_s,
             elapsed_s=now_s - self._started_s,
             stopping=self.stopping,
         )
 
-    def _kill(self) -> None:
-        for run in self._running.values():
-            run.role.kill()
+    def _kill_all(self) -> None:
+        for attempt in self._running.values():
+            attempt.process.kill()

@@ -22,7 +22,7 @@ _BAND_POINTS = 200
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Curves of several seeds at common points: their mean, lowest and highest value."""
+    """Mean, lowest and highest value of several seeds' curves at common points."""
 
     xs: Sequence[float]
     mean: Sequence[float]
@@ -32,16 +32,20 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class GridSetting:
-    """One combination of the grid with its points, one for each seed."""
+    """One combination of the grid with its points, one per seed."""
 
     values: Mapping[str, str]
     points: Sequence[PointMetrics]
 
     @property
     def label(self) -> str:
-        """The values, such as `max_staleness=4, preset=grpo`: keys by their last word, whole if two would be alike."""
-        leaves = [key.split(".")[-1] for key in self.values]
-        names = leaves if len(set(leaves)) == len(leaves) else list(self.values)
+        """The values, such as `max_staleness=4, preset=grpo`.
+
+        Keys are shortened to their last word, unless two would become equal.
+        """
+        names = [_last_word(key) for key in self.values]
+        if len(set(names)) < len(names):
+            names = list(self.values)
         return ", ".join(f"{name}={value}" for name, value in zip(names, self.values.values(), strict=True))
 
     @property
@@ -52,7 +56,8 @@ class GridSetting:
     @property
     def rest(self) -> str:
         """The values of the other axes, such as `preset=grpo`; "" if there is one axis."""
-        return ", ".join(f"{key.split('.')[-1]}={value}" for key, value in list(self.values.items())[1:])
+        others = list(self.values.items())[1:]
+        return ", ".join(f"{_last_word(key)}={value}" for key, value in others)
 
     @property
     def finished(self) -> list[PointMetrics]:
@@ -60,51 +65,58 @@ class GridSetting:
         return [point for point in self.points if point.state == FINISHED]
 
     def values_of(self, key: str) -> list[float]:
-        """The field `key` of `PointMetrics`, for every finished seed that has it."""
-        return [value for point in self.finished if (value := getattr(point, key)) is not None]
+        """Return field `key` of PointMetrics for every finished seed that has it."""
+        values = [getattr(point, key) for point in self.finished]
+        return [value for value in values if value is not None]
 
     def mean(self, key: str) -> float | None:
-        """The mean of that field; None if no seed has it."""
+        """Return the mean of field `key`; None if no seed has it."""
         return mean(self.values_of(key))
 
     def standard_error(self, key: str) -> float | None:
-        """The standard error of that mean; None for fewer than two seeds."""
+        """Return the standard error of that mean; None for fewer than two seeds."""
         values = self.values_of(key)
         return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def settings_of(points: Sequence[PointMetrics]) -> list[GridSetting]:
-    """One setting for each combination, in the order of the axes: numbers by size, words by appearance."""
-    by_values: dict[tuple[str, ...], list[PointMetrics]] = {}
+def group_by_setting(points: Sequence[PointMetrics]) -> list[GridSetting]:
+    """Return one setting per combination, in the order of the axes: numbers by size, words by appearance."""
+    points_by_values: dict[tuple[str, ...], list[PointMetrics]] = {}
     for point in points:
-        by_values.setdefault(tuple(point.values.values()), []).append(point)
-    columns = [list(dict.fromkeys(column)) for column in zip(*by_values, strict=True)]
-    ranks = [{value: rank for rank, value in enumerate(in_order(column))} for column in columns]
-    ordered = sorted(by_values, key=lambda values: [rank[value] for rank, value in zip(ranks, values, strict=True)])
-    return [
-        GridSetting(dict(by_values[values][0].values), sorted(by_values[values], key=lambda point: point.seed))
-        for values in ordered
-    ]
+        points_by_values.setdefault(tuple(point.values.values()), []).append(point)
+
+    # Rank of each value on its axis. Sorting by the ranks compares numbers as numbers although they are text.
+    axes = [list(dict.fromkeys(axis)) for axis in zip(*points_by_values, strict=True)]
+    ranks = [{value: rank for rank, value in enumerate(sort_values(axis))} for axis in axes]
+
+    def axis_ranks(values: tuple[str, ...]) -> list[int]:
+        return [rank[value] for rank, value in zip(ranks, values, strict=True)]
+
+    settings = []
+    for values in sorted(points_by_values, key=axis_ranks):
+        members = sorted(points_by_values[values], key=lambda point: point.seed)
+        settings.append(GridSetting(dict(members[0].values), members))
+    return settings
 
 
-def in_order(values: Sequence[str]) -> list[str]:
-    """The values by size if all are numbers, otherwise in their given order."""
+def sort_values(values: Sequence[str]) -> list[str]:
+    """Return the values by size if all are numbers, otherwise in their given order."""
     try:
         return sorted(values, key=float)
     except ValueError:
         return list(values)
 
 
-def shown_values(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
-    """The values of a resolved configuration for the keys of the grid, in short form.
+def format_values(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
+    """Return the values of a resolved configuration for the keys of the grid, in short form.
 
-    >>> shown_values({"trainer": {"optimizer": {"lr": 0.0001}}}, ["trainer.optimizer.lr"])
+    >>> format_values({"trainer": {"optimizer": {"lr": 0.0001}}}, ["trainer.optimizer.lr"])
     {'trainer.optimizer.lr': '0.0001'}
     """
-    return {key: _shown(look_up(config, key)) for key in keys}
+    return {key: _format_value(look_up(config, key)) for key in keys}
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, float):
@@ -115,29 +127,40 @@ def _shown(value: Any) -> str:
 
 
 def _without_unset(value: Any) -> Any:
+    """Remove keys that are null, empty or false, at every level."""
     if isinstance(value, Mapping):
         return {key: _without_unset(item) for key, item in value.items() if item not in (None, {}, [], False)}
-    return [_without_unset(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_unset(item) for item in value]
+    return value
 
 
-def band(curves: Sequence[Curve], *, over_seconds: bool) -> Band | None:
-    """The smoothed mean curve, as far as every seed goes; None if that leaves no point.
+def reward_band(curves: Sequence[Curve], *, over_seconds: bool) -> Band | None:
+    """Return the smoothed mean curve over the range that all seeds cover; None if that range is empty.
 
     Against steps, its points are the steps of the longest seed; against seconds, they are evenly spaced. Values between
     the points of a seed are interpolated.
     """
-    drawn = [curve for curve in curves if curve.steps]
-    if not drawn:
+    series = []
+    for curve in curves:
+        if curve.steps:
+            xs = curve.seconds if over_seconds else curve.steps
+            series.append((xs, smooth(curve.reward, smoothing_window(len(curve.reward)))))
+    if not series:
         return None
-    series = [
-        (curve.seconds if over_seconds else curve.steps, smooth(curve.reward, smoothing_window(len(curve.reward))))
-        for curve in drawn
-    ]
-    start, end = max(xs[0] for xs, _ in series), min(xs[-1] for xs, _ in series)
-    longest = max((xs for xs, _ in series), key=len)
-    steps = np.array([x for x in longest if start <= x <= end])
-    grid = np.linspace(start, end, _BAND_POINTS) if over_seconds else steps
+
+    start = max(xs[0] for xs, _ in series)
+    end = min(xs[-1] for xs, _ in series)
+    if over_seconds:
+        grid = np.linspace(start, end, _BAND_POINTS)
+    else:
+        longest = max((xs for xs, _ in series), key=len)
+        grid = np.array([x for x in longest if start <= x <= end])
     if start > end or not len(grid):
         return None
     rewards = np.array([np.interp(grid, xs, ys) for xs, ys in series])
     return Band(grid.tolist(), rewards.mean(0).tolist(), rewards.min(0).tolist(), rewards.max(0).tolist())
+
+
+def _last_word(key: str) -> str:
+    return key.split(".")[-1]

@@ -1,8 +1,8 @@
 """`async-grpo sweep`: from the options to a report.
 
-    SweepOptions --make_plan--> SweepPlan --run_sweep--> SweepRunner (the points that are not finished) --> report
+    SweepOptions --make_plan--> SweepPlan --run_sweep--> SweepRunner (the unfinished points) --> report
 
-`make_plan` refuses a sweep with a point that is not allowed, before anything is started.
+`make_plan` rejects a sweep with a point that is not allowed before anything is started.
 """
 
 from __future__ import annotations
@@ -29,62 +29,72 @@ from async_grpo.lab.sweep.plan import (
     SweepRequest,
     assignments,
     combinations,
-    lay_out,
     parse_axes,
     parse_seeds,
+    plan_points,
 )
 from async_grpo.lab.sweep.progress import SweepView
-from async_grpo.lab.sweep.report import SweepComparison, caveats_of, write_report
-from async_grpo.lab.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, pool_for
+from async_grpo.lab.sweep.report import SweepComparison, find_caveats, write_report
+from async_grpo.lab.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, make_device_pool
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import latest_rows, rows_of_kind
 
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
+INTERRUPTED = 130
+"""Exit codes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """The options of the command, as typed; DIR is None for the default folder."""
+    """Options of the command, as typed."""
 
     config: Path
     grid: Sequence[str]
     seeds: str | None
     overrides: Sequence[str]
     out: Path | None
+    """Folder of the sweep; None for the default."""
     at_once: int = 1
     tolerance: float | None = None
     command: str = ""
 
 
 def make_plan(options: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
-    """The folder of a sweep and its points. Starts and writes nothing. Must not be called in a running event loop.
+    """Return the folder of a sweep and its points. Starts and writes nothing.
 
-    Raises ConfigError for options that are wrong and for a point that is not allowed.
+    Must not be called in a running event loop. Raises ConfigError for wrong options and for a point that is not
+    allowed.
     """
     axes = parse_axes(options.grid, options.overrides)
-    first = assignments(combinations(axes)[0])
+
+    # The configuration may only be complete with a value of the grid, so load it with the first combination.
+    first_values = assignments(combinations(axes)[0])
     try:
-        base = load(options.config, [*options.overrides, *first])
+        base = load(options.config, [*options.overrides, *first_values])
     except ConfigError as error:
-        raise ConfigError(f"nothing is started, because {', '.join(first)} is refused: {error}") from None
+        raise ConfigError(f"nothing is started, because {', '.join(first_values)} is rejected: {error}") from None
+
     name = run_name(base.name, options.overrides)
     folder = SweepFolder(options.out or base.runs_dir / f"{name}-sweep")
-    seeds = parse_seeds(options.seeds) if options.seeds is not None else (base.seed,)
+    seeds = (base.seed,) if options.seeds is None else parse_seeds(options.seeds)
     request = SweepRequest(name, options.overrides, axes, seeds, folder.runs_dir)
-    known = folder.points(folder.read())
-    held = [repo for point in known for repo in hub_inputs(point.config).values()]
+    existing = folder.load_points(folder.read_record())
+
+    # New points get the Hub revisions of the existing ones. Otherwise a sweep extended later would compare runs of
+    # two versions of a model or data set.
+    pinned = [repo for point in existing for repo in hub_inputs(point.config).values()]
 
     def resolve(overrides: Sequence[str]) -> RunConfig:
-        return plan_run(options.config, overrides, download=True, pinned=held).config
+        return plan_run(options.config, overrides, download=True, pinned=pinned).config
 
-    return folder, lay_out(request, known, resolve)
+    return folder, plan_points(request, existing, resolve)
 
 
 def print_result(folder: SweepFolder, comparison: SweepComparison) -> None:
     """Print the recommendation, its caveats and the path of the report."""
     choice = comparison.choice
     lines = [f"recommended: {choice.label}" if choice.label else "no recommendation", choice.reason]
-    lines += [f"caveat: {caveat}" for caveat in caveats_of(comparison)]
+    lines += [f"caveat: {caveat}" for caveat in find_caveats(comparison)]
     lines.append(f"report: {folder.path / 'report.md'}")
     Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
@@ -95,56 +105,66 @@ async def run_sweep(
     options: SweepOptions,
     show: Callable[[SweepFolder, SweepComparison], None] = print_result,
 ) -> int:
-    """Run the points that are not finished, write the report and `show` it; returns the exit code.
+    """Run the unfinished points, write the report and `show` it. Returns the exit code.
 
-    Raises ConfigError before anything is started if another sweep works in the folder or devices are missing.
+    Raises ConfigError before anything is started if another sweep is running in the folder or devices are missing.
     """
-    with folder.locked(), SweepView(Console()) as view:
-        todo = [point for point in plan.points if point.name in plan.asked and not point.is_finished]
-        pool = pool_for([point.config for point in todo], options.at_once, os.environ)
+    with folder.lock(), SweepView(Console()) as view:
+        to_run = [point for point in plan.points if point.name in plan.requested and not point.is_finished]
+        pool = make_device_pool([point.config for point in to_run], options.at_once, os.environ)
         folder.write_configs(plan.points)
-        records = folder.records(plan.points)
+        records = folder.point_records(plan.points)
 
-        def write() -> None:
-            folder.write(SweepRecord(command=options.command, points=list(records.values())))
+        def write_records() -> None:
+            folder.write_record(SweepRecord(command=options.command, points=list(records.values())))
 
-        def ended(result: AttemptResult) -> None:
-            known = records[result.point.name]
-            at_once = max(known.at_once, options.at_once)
-            records[known.name] = msgspec.structs.replace(known, error=result.error, at_once=at_once)
-            write()
+        def record_result(result: AttemptResult) -> None:
+            record = records[result.point.name]
+            at_once = max(record.at_once, options.at_once)
+            records[record.name] = msgspec.structs.replace(record, error=result.error, at_once=at_once)
+            write_records()
             view.say(f"{result.point}: {result.error or result.outcome.value}")
 
-        write()
-        view.say(f"{len(plan.points)} points in {folder.path}, {len(todo)} to run")
+        # Write the points before the first run starts: if this process is killed, the same command finds them.
+        write_records()
+        view.say(f"{len(plan.points)} points in {folder.path}, {len(to_run)} to run")
         runner = SweepRunner(
-            todo, folder, total=len(plan.asked), at_once=options.at_once, pool=pool, show=view.update, ended=ended
+            to_run,
+            folder,
+            total=len(plan.requested),
+            at_once=options.at_once,
+            pool=pool,
+            show=view.update,
+            on_end=record_result,
         )
-        results = await runner.work()
+        results = await runner.run_points()
         comparison = write_report(folder, options.tolerance)
+
     show(folder, comparison)
     failed = [result.point.name for result in results if result.outcome is AttemptOutcome.FAILED]
     if failed:
         Console(stderr=True).print(f"failed: {', '.join(failed)}; the same command tries again", soft_wrap=True)
     if runner.stopping:
-        Console().print("stopped; the same command goes on")
-    return INTERRUPTED if runner.stopping else FAILED if failed else 0
+        Console().print("stopped; the same command continues")
+        return INTERRUPTED
+    return FAILED if failed else 0
 
 
 def describe_plan(folder: SweepFolder, plan: SweepPlan) -> Table:
-    """A table of every point and what would happen to it."""
+    """Return a table of every point and what would happen to it."""
     table = Table(title=f"sweep {folder.path} (dry run: nothing is started)")
     for column in ("run", "point", "steps", "what happens"):
         table.add_column(column, overflow="fold")
     for point in plan.points:
-        table.add_row(point.name, escape(str(point)), str(point.config.steps), _future(point, point.name in plan.asked))
+        action = _describe_action(point, point.name in plan.requested)
+        table.add_row(point.name, escape(str(point)), str(point.config.steps), action)
     return table
 
 
-def _future(point: Point, asked: bool) -> str:
+def _describe_action(point: Point, is_requested: bool) -> str:
     if point.is_finished:
         return "finished, is kept"
-    if not asked:
+    if not is_requested:
         return "not in this grid, stays as it is"
     rows = latest_rows(rows_of_kind(read_rows(point.config.run_dir / "metrics.jsonl"), "step"), "step")
     return f"is resumed after step {rows[-1]['step']}" if rows else "is run"

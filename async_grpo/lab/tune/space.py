@@ -21,7 +21,7 @@ from async_grpo.config import RunConfig
 from async_grpo.config.trainer import VLLM_PLATFORMS
 from async_grpo.errors import ConfigError
 from async_grpo.lab.sweep.plan import parse_axis
-from async_grpo.lab.sweep.settings import in_order, shown_values
+from async_grpo.lab.sweep.settings import format_values, sort_values
 
 STALENESS = (0, 1, 2, 4, 8, 16)
 LEAST_WINDOWS = 4
@@ -141,8 +141,8 @@ def _asked(config: RunConfig, text: str) -> TuningAxis:
             f"--vary {axis.key}: a simulation does not know what it does to speed and ages. It knows {SELECTOR}, "
             f"{', '.join(sorted(SIMULATED))}. Compare other keys by real runs: async-grpo sweep --grid"
         )
-    present = shown_values(config.model_dump(mode="json"), [axis.key])[axis.key]
-    rest = in_order([value for value in axis.values if value != present])
+    present = format_values(config.model_dump(mode="json"), [axis.key])[axis.key]
+    rest = sort_values([value for value in axis.values if value != present])
     return TuningAxis(axis.key, tuple({axis.key: value} for value in [present, *rest]))
 
 

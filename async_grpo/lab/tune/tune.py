@@ -2,7 +2,7 @@
 
 DIR/recommended.yaml   the configuration, with a reason for every line that it changes
 DIR/tune.json          every simulated point, and what was measured
-DIR/plots/pareto.png   speed against mean age
+DIR/plots/pareto_front.png   speed against mean age
 DIR/points.json, runs/, report.md, ...   with --real: the short runs, as a sweep
 """
 
@@ -25,8 +25,8 @@ from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.uncertainty import describe_uncertainty
 from async_grpo.lab.sweep.folder import SweepFolder
 from async_grpo.lab.sweep.plan import Point, SweepPlan, point_name
-from async_grpo.lab.sweep.report import read_all
-from async_grpo.lab.sweep.settings import settings_of
+from async_grpo.lab.sweep.report import read_point_metrics
+from async_grpo.lab.sweep.settings import group_by_setting
 from async_grpo.lab.sweep.sweep import INTERRUPTED, SweepOptions, run_sweep
 from async_grpo.lab.tune.advice import Advice, as_json, changes_of, reasons_for, recommended_yaml
 from async_grpo.lab.tune.goals import AGE_COST, Goal, GoalName, measured_age_cost, measured_ess_decay
@@ -107,7 +107,7 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
 
 def write(folder: Path, options: TuneOptions, advice: Advice) -> None:
     """Write the files of a recommendation."""
-    save_figures(folder / "plots", {"pareto": advice.figure()})
+    save_figures(folder / "plots", {"pareto_front": advice.figure()})
     write_atomic(folder / "tune.json", as_json(advice))
     text = recommended_yaml(options.config, options.overrides, advice, options.command)
     write_atomic(folder / "recommended.yaml", text)
@@ -125,8 +125,8 @@ def _goal_of(options: TuneOptions) -> tuple[Goal, list[str]]:
             )
     if options.learning is not None:
         folder = SweepFolder(options.learning)
-        record = folder.read()
-        cost = measured_age_cost(settings_of(read_all(folder, record)) if record.points else [])
+        record = folder.read_record()
+        cost = measured_age_cost(group_by_setting(read_point_metrics(folder, record)) if record.points else [])
     cost = AGE_COST if cost is None else cost
     goal = Goal(options.goal, options.max_age, options.min_ess, cost, decay or 0.0)
     measured = {"learning_measured": options.learning is not None, "ess_measured": options.ess_decay is None}
@@ -168,7 +168,9 @@ def _run(
     measured, failed = {}, []
     for places, point in planned.items():
         if not point.is_finished:
-            failed.append(f"the run {point.name} does not count: it has not finished, see {folder.log(point.name)}")
+            failed.append(
+                f"the run {point.name} does not count: it has not finished, see {folder.log_file(point.name)}"
+            )
             continue
         try:
             measured[places] = measure_run(read_recorded(point.config.run_dir))

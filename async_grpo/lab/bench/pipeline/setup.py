@@ -144,9 +144,9 @@ async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[st
         at_once=1,
         pool=None,
         show=lambda state: show(_in_words(state), state.finished),
-        ended=ended,
+        on_end=ended,
     )
-    await runner.work()
+    await runner.run_points()
     if failed := [ending for ending in endings if ending.outcome is AttemptOutcome.FAILED]:
         raise RoleFailed(f"the run {failed[0].point.name} of the bench failed: {failed[0].error}")
     if runner.stopping:

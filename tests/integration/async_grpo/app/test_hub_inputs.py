@@ -234,7 +234,7 @@ def test_a_sweep_keeps_its_commits(hub: HubServer, config_file: Path) -> None:
     first = SweepOptions(config_file, ["max_staleness=1"], None, [], None)
     folder, plan = make_plan(first)
     folder.write_configs(plan.points)
-    folder.write(SweepRecord(command="", points=list(folder.records(plan.points).values())))
+    folder.write_record(SweepRecord(command="", points=list(folder.point_records(plan.points).values())))
     move_on(hub)
     _, plan = make_plan(SweepOptions(config_file, ["max_staleness=1,2"], None, [], None))
     assert [str(point.config.model.path) for point in plan.points] == [f"acme/tiny@{FIRST}"] * 2

@@ -56,7 +56,7 @@ def states(facts: dict[str, Any]) -> dict[str, str]:
     return {point["name"]: point["state"] for point in facts["points"]}
 
 
-def test_a_killed_run_is_named_the_other_goes_on_and_the_same_command_finishes_both(sweep: SweepCommand) -> None:
+def test_the_same_command_finishes_a_sweep_with_a_killed_run(sweep: SweepCommand) -> None:
     sweep.start()
     killed = sweep.run_of(KILLED)
     family = killed.children(recursive=True)

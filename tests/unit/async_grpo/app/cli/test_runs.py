@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from async_grpo.app.cli.main import app
 from async_grpo.app.launch.run_folder import RunFolder, RunState
 from async_grpo.config import dump, validate
-from async_grpo.lab.sweep.results import from_summary
+from async_grpo.lab.sweep.results import summary_metrics
 
 
 def type_in(*words: object) -> Result:
@@ -119,7 +119,7 @@ def test_a_report_written_again_keeps_that_the_groups_do_not_balance(tmp_path: P
     assert type_in("report", path).exit_code == 0
     summary = json.loads((path / "summary.json").read_text())
     assert summary["balanced"] is False
-    assert from_summary(summary)["balanced"] is False, "a sweep recommends no such setting"
+    assert summary_metrics(summary)["balanced"] is False, "a sweep recommends no such setting"
 
 
 def test_clean_lists_and_deletes_only_with_yes_and_never_a_live_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What --grid and --seeds say, which runs a sweep has, and which it refuses."""
+"""Parsing of --grid and --seeds, the points of a sweep, and the ones that it rejects."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from async_grpo.lab.sweep.plan import (
     SweepPlan,
     SweepRequest,
     combinations,
-    lay_out,
     parse_axes,
     parse_axis,
     parse_seeds,
+    plan_points,
     point_name,
 )
 
-LayOut = Callable[..., SweepPlan]
+PlanPoints = Callable[..., SweepPlan]
 BASE = "name: q\nsteps: 4\nmodel: {random: {}}\n"
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> LayOut:
-    """Lays out a sweep of BASE, or of another text."""
+def plan(tmp_path: Path) -> PlanPoints:
+    """Function that plans a sweep of BASE, or of another text."""
 
-    def laid_out(
+    def plan_sweep(
         grid: Sequence[str],
         *,
         seeds: Sequence[int] = (1,),
@@ -41,10 +41,10 @@ def plan(tmp_path: Path) -> LayOut:
     ) -> SweepPlan:
         file = tmp_path / "q.yaml"
         file.write_text(text)
-        ask = SweepRequest("q", overrides, parse_axes(grid, overrides), seeds, tmp_path / "a sweep: mine" / "runs")
-        return lay_out(ask, known, lambda given: load(file, given))
+        request = SweepRequest("q", overrides, parse_axes(grid, overrides), seeds, tmp_path / "a sweep: mine" / "runs")
+        return plan_points(request, known, lambda changes: load(file, changes))
 
-    return laid_out
+    return plan_sweep
 
 
 def names(plan: SweepPlan) -> list[str]:
@@ -80,17 +80,17 @@ def test_a_comma_inside_brackets_or_quotes_belongs_to_its_value(text: str, value
         ([], [], "--grid key=value"),
     ],
 )
-def test_what_is_no_grid_is_refused_with_what_to_type(grid: list[str], overrides: list[str], why: str) -> None:
+def test_a_wrong_grid_is_rejected_with_what_to_type(grid: list[str], overrides: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_axes(grid, overrides)
 
 
-def test_what_simulates_is_told_the_option_for_the_seed_that_it_has() -> None:
+def test_the_error_for_a_seed_axis_names_the_option_of_simulate() -> None:
     with pytest.raises(ConfigError, match="--seed N"):
         parse_axis("seed=1,2")
 
 
-def test_the_last_axis_turns_fastest() -> None:
+def test_the_last_axis_varies_fastest() -> None:
     axes = parse_axes(["s=0,1", "p=x,y"], [])
     assert [tuple(choice.values()) for choice in combinations(axes)] == [("0", "x"), ("0", "y"), ("1", "x"), ("1", "y")]
 
@@ -102,15 +102,15 @@ def test_seeds_are_whole_numbers_and_differ() -> None:
             parse_seeds(text)
 
 
-def test_every_combination_with_every_seed_is_a_run_of_its_own(plan: LayOut) -> None:
+def test_every_combination_with_every_seed_is_a_separate_run(plan: PlanPoints) -> None:
     made = plan(["max_staleness=0,2", "trainer.objective.preset=grpo,areal"], seeds=(1, 2))
-    assert made.asked == set(names(made)) and len({point.config.run_dir for point in made.points}) == 8
+    assert made.requested == set(names(made)) and len({point.config.run_dir for point in made.points}) == 8
     assert {point.config.run_dir.parent.parent.name for point in made.points} == {"a sweep: mine"}
     objectives = [(p.config.max_staleness, p.config.trainer.objective.loss, p.seed) for p in made.points]
     assert set(objectives) == {(s, loss, seed) for s in (0, 2) for loss in ("ppo_clip", "decoupled") for seed in (1, 2)}
 
 
-def test_names_say_the_point_and_differ_where_they_are_cut_or_leave_a_key_out(plan: LayOut) -> None:
+def test_names_stay_unique_when_they_are_cut_or_omit_a_key(plan: PlanPoints) -> None:
     assert point_name("q", {"max_staleness": "4", "trainer.objective.preset": "grpo"}, 2) == (
         "q-max_staleness.4-seed.2-preset.grpo"
     )
@@ -122,7 +122,9 @@ def test_names_say_the_point_and_differ_where_they_are_cut_or_leave_a_key_out(pl
     assert len(set(names(plan(["launch.stop_timeout_s=10,20"])))) == 2
 
 
-def test_a_combination_that_is_not_allowed_is_named_with_the_reason_and_nothing_else_is_laid_out(plan: LayOut) -> None:
+def test_only_combinations_that_are_not_allowed_are_reported(
+    plan: PlanPoints,
+) -> None:
     with pytest.raises(ConfigError) as refused:
         plan(["max_staleness=0,1", "buffer.selector.kind=fifo,freshest", "buffer.on_stale=wait,drop"], seeds=(1, 2))
     text = str(refused.value)
@@ -131,22 +133,22 @@ def test_a_combination_that_is_not_allowed_is_named_with_the_reason_and_nothing_
         assert f"max_staleness={staleness}, buffer.selector.kind=freshest, buffer.on_stale=wait: " in text
 
 
-def test_two_texts_of_one_value_are_refused_as_one_run(plan: LayOut) -> None:
+def test_two_spellings_of_one_value_are_rejected_as_the_same_run(plan: PlanPoints) -> None:
     with pytest.raises(ConfigError, match="are the same run"):
         plan(["trainer.optimizer.lr=1.0e-3,0.001"])
 
 
-def test_more_values_and_seeds_are_added_to_what_is_there(plan: LayOut) -> None:
+def test_new_values_and_seeds_extend_the_existing_points(plan: PlanPoints) -> None:
     before = plan(["max_staleness=0,2"])
     after = plan(["max_staleness=2,4"], seeds=(1, 2), known=before.points)
     assert len(after.points) == 5
-    assert after.asked == set(names(after)) - {"q-max_staleness.0-seed.1"}
+    assert after.requested == set(names(after)) - {"q-max_staleness.0-seed.1"}
     wider = plan(["max_staleness=0,2", "trainer.objective.preset=areal,grpo"], known=before.points)
     assert len(wider.points) == 4 and set(names(before)) < set(names(wider))  # areal is what the known points had
 
 
-def test_a_changed_base_is_refused_by_the_key_even_if_only_new_points_are_asked_for(
-    plan: LayOut,
+def test_a_changed_base_configuration_is_rejected_even_if_only_new_points_are_requested(
+    plan: PlanPoints,
 ) -> None:
     before = plan(["max_staleness=0"])
     for changed in ({"text": BASE.replace("steps: 4", "steps: 8")}, {"overrides": ["steps=8"]}):
@@ -156,30 +158,29 @@ def test_a_changed_base_is_refused_by_the_key_even_if_only_new_points_are_asked_
     assert names(patient) == names(before) and patient.points[0].config.launch.stop_timeout_s == 77
 
 
-def test_the_folder_gives_back_the_points_that_were_written_even_after_it_was_moved(
-    plan: LayOut, tmp_path: Path
-) -> None:
+def test_a_moved_folder_loads_the_points_that_were_written(plan: PlanPoints, tmp_path: Path) -> None:
     points = plan(["max_staleness=0,2"]).points
     folder = SweepFolder(tmp_path / "first")
     folder.write_configs(points)
-    folder.write(SweepRecord(points=[PointRecord(name=point.name, values=dict(point.values)) for point in points]))
+    records = [PointRecord(name=point.name, values=dict(point.values)) for point in points]
+    folder.write_record(SweepRecord(points=records))
     moved = SweepFolder(folder.path.rename(tmp_path / "second"))
-    read = moved.points(moved.read())
+    read = moved.load_points(moved.read_record())
     assert [(point.name, point.values) for point in read] == [(point.name, point.values) for point in points]
     assert {point.config.runs_dir for point in read} == {tmp_path / "second" / "runs"}
 
 
-def test_a_file_that_is_not_the_record_of_a_sweep_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_sweep_record_is_rejected(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path)
     for text, words in (("[1, 2", "not the record"), ('{"format": 9}', "format 9")):
         folder.record_file.write_text(text)
         with pytest.raises(ConfigError, match=words):
-            folder.read()
+            folder.read_record()
 
 
-def test_two_sweeps_never_work_in_one_folder(tmp_path: Path) -> None:
+def test_two_sweeps_never_run_in_one_folder(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path / "s")
-    with folder.locked(), pytest.raises(ConfigError, match="another `async-grpo sweep`"), folder.locked():
+    with folder.lock(), pytest.raises(ConfigError, match="another `async-grpo sweep`"), folder.lock():
         pass
-    with folder.locked():
+    with folder.lock():
         pass

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from async_grpo.lab.sweep import plots
-from async_grpo.lab.sweep.recommend import candidate, recommend
+from async_grpo.lab.sweep.recommend import make_candidates, recommend
 from async_grpo.lab.sweep.results import Curve
-from async_grpo.lab.sweep.settings import GridSetting, settings_of
+from async_grpo.lab.sweep.settings import GridSetting, group_by_setting
 from tests.support.sweep_fakes import figures
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def settings(staleness: list[int], presets: list[str], *, ratio: float = 1.5, st
         for rank, preset in enumerate(presets)
         for seed in (1, 2)
     ]
-    return settings_of(found)
+    return group_by_setting(found)
 
 
 def tradeoff(found: list[GridSetting]) -> Figure:
     choice = recommend(found)
-    candidates = [one for each in found if (one := candidate(each, choice.measure)) is not None]
-    figure = plots._tradeoff(candidates, {each.label: each for each in found}, plots.styles_of(found), choice)
+    candidates = make_candidates(found, choice.measure)
+    figure = plots._draw_tradeoff(candidates, {each.label: each for each in found}, plots.assign_styles(found), choice)
     assert figure is not None
     return figure
 
@@ -64,7 +64,7 @@ MANY = settings([0, 1, 2, 4, 8, 16], ["grpo", "dapo", LONG])
     ],
     ids=["few", "on one spot", "long names", "many"],
 )
-def test_labels_of_settings_cover_neither_each_other_nor_a_point(found: list[GridSetting], first: str) -> None:
+def test_labels_overlap_neither_each_other_nor_a_point(found: list[GridSetting], first: str) -> None:
     figure = tradeoff(found)
     figure.draw_without_rendering()
     (axes,) = figure.axes
@@ -77,7 +77,7 @@ def test_labels_of_settings_cover_neither_each_other_nor_a_point(found: list[Gri
     assert first != "1" or key[-1].endswith(LONG)
 
 
-def test_throughputs_that_differ_tenfold_have_a_logarithmic_axis_of_plain_numbers() -> None:
+def test_throughputs_that_differ_tenfold_get_a_logarithmic_axis() -> None:
     axes = tradeoff(settings([0, 1, 2, 4, 8, 16], ["grpo"], ratio=2.0)).axes[0]
     assert axes.get_xscale() == "log"
     shown = [axes.xaxis.get_major_formatter()(value) for value in (20.0, 500.0)]
@@ -86,17 +86,17 @@ def test_throughputs_that_differ_tenfold_have_a_logarithmic_axis_of_plain_number
 
 
 @pytest.mark.parametrize("values", [["0", "1", "2", "4"], [f"async-reward-function-{n}" for n in range(9)]])
-def test_tick_labels_of_small_panels_do_not_run_into_each_other(values: list[str]) -> None:
-    found = settings_of([figures(0, values={"preset": value}, tokens_per_s=100.0) for value in values])
-    figure = plots._figures(found, plots.styles_of(found))
+def test_tick_labels_of_small_panels_do_not_overlap(values: list[str]) -> None:
+    found = group_by_setting([figures(0, values={"preset": value}, tokens_per_s=100.0) for value in values])
+    figure = plots._draw_metrics(found, plots.assign_styles(found))
     assert figure is not None
     figure.draw_without_rendering()
     for axes in figure.axes:
         assert not any(a.overlaps(b) for a, b in combinations(boxes(axes.get_xticklabels()), 2))
 
 
-def test_legends_and_titles_of_reward_curves_hide_no_curve() -> None:
-    figure = plots._rewards(MANY, plots.styles_of(MANY), over_seconds=False)
+def test_legends_and_titles_cover_no_reward_curve() -> None:
+    figure = plots._draw_rewards(MANY, plots.assign_styles(MANY), over_seconds=False)
     assert figure is not None
     figure.draw_without_rendering()
     shown = [axes for axes in figure.axes if axes.axison]
@@ -109,9 +109,9 @@ def test_legends_and_titles_of_reward_curves_hide_no_curve() -> None:
     assert len(set(looks)) == 4, "settings differ without colour"
 
 
-def test_lines_of_the_small_multiples_are_told_apart_by_colour_where_there_are_several() -> None:
+def test_several_lines_in_a_panel_have_different_colours() -> None:
     found = settings([0, 2, 8], ["grpo", "dapo", "areal"])
-    figure = plots._figures(found, plots.styles_of(found))
+    figure = plots._draw_metrics(found, plots.assign_styles(found))
     assert figure is not None
     lines = figure.axes[0].get_lines()
     assert len(lines) == 3 and len({str(line.get_color()) for line in lines}) == 3

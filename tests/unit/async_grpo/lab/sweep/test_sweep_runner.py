@@ -1,4 +1,4 @@
-"""Runs of a sweep side by side: scripted processes in place of `async-grpo run`."""
+"""Parallel runs of a sweep, with scripted processes instead of `async-grpo run`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from async_grpo.errors import ConfigError
 from async_grpo.lab.sweep import runner as runner_module
 from async_grpo.lab.sweep.folder import SweepFolder
 from async_grpo.lab.sweep.plan import Point
-from async_grpo.lab.sweep.progress import RunningPoint, SweepState, SweepView, eta_s, line, table
-from async_grpo.lab.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, devices_wanted, outcome_of, pool_for
+from async_grpo.lab.sweep.progress import RunningPoint, SweepState, SweepView, eta_s, format_line, progress_table
+from async_grpo.lab.sweep.runner import (
+    AttemptOutcome,
+    AttemptResult,
+    SweepRunner,
+    classify_outcome,
+    make_device_pool,
+    required_devices,
+)
 from tests.support.sweep_fakes import STEPS, point
 
 MakeRunner = Callable[..., SweepRunner]
@@ -67,7 +74,7 @@ leave(0)
 
 @pytest.fixture
 def make_runner(tmp_path: Path) -> MakeRunner:
-    """A runner whose runs do what they are told and write it to `tmp_path / "events"`."""
+    """A runner whose runs follow a script and log to `tmp_path / "events"`."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
     folder = SweepFolder(tmp_path / "s")
@@ -84,9 +91,9 @@ def make_runner(tmp_path: Path) -> MakeRunner:
             words = (script, one.config.run_dir, how[one.name], tmp_path / "events")
             return [sys.executable, "-S", *map(str, words)]
 
-        pool = pool_for([one.config for one in points], at_once, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
+        pool = make_device_pool([one.config for one in points], at_once, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
         shares = {"total": len(points), "at_once": at_once, "pool": pool}
-        return SweepRunner(points, folder, argv=argv, **shares, show=show, ended=lambda result: None)
+        return SweepRunner(points, folder, argv=argv, **shares, show=show, on_end=lambda result: None)
 
     return made
 
@@ -109,20 +116,20 @@ def running(word: str) -> list[psutil.Process]:
     return found
 
 
-async def test_a_failed_run_is_named_with_its_error_and_the_others_go_on(make_runner: MakeRunner) -> None:
-    results = await make_runner({"a": "finish", "b": "fail", "c": "finish"}).work()
+async def test_a_failed_run_is_reported_and_the_others_continue(make_runner: MakeRunner) -> None:
+    results = await make_runner({"a": "finish", "b": "fail", "c": "finish"}).run_points()
     assert outcomes(results) == {"a": AttemptOutcome.FINISHED, "b": AttemptOutcome.FAILED, "c": AttemptOutcome.FINISHED}
     [failed] = [result for result in results if result.error]
     assert "exit code 1: RoleFailed: the trainer died" in failed.error
 
 
-async def test_one_at_a_time_means_one_after_the_other(make_runner: MakeRunner, tmp_path: Path) -> None:
-    await make_runner({"a": "finish", "b": "finish"}).work()
+async def test_one_run_at_a_time_by_default(make_runner: MakeRunner, tmp_path: Path) -> None:
+    await make_runner({"a": "finish", "b": "finish"}).run_points()
     assert [row[:2] for row in events(tmp_path)] == [["start", "a"], ["end", "a"], ["start", "b"], ["end", "b"]]
 
 
-async def test_several_at_once_are_never_more_than_asked_for(make_runner: MakeRunner, tmp_path: Path) -> None:
-    results = await make_runner(dict.fromkeys("abcd", "together"), at_once=2).work()
+async def test_parallel_runs_never_exceed_the_requested_number(make_runner: MakeRunner, tmp_path: Path) -> None:
+    results = await make_runner(dict.fromkeys("abcd", "together"), at_once=2).run_points()
     assert set(outcomes(results).values()) == {AttemptOutcome.FINISHED}
     running = most = 0
     for word, *_ in events(tmp_path):
@@ -131,13 +138,13 @@ async def test_several_at_once_are_never_more_than_asked_for(make_runner: MakeRu
     assert most == 2
 
 
-async def test_ctrl_c_stops_what_runs_and_starts_nothing_more(make_runner: MakeRunner, tmp_path: Path) -> None:
+async def test_ctrl_c_stops_all_runs_and_starts_no_more(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(
         dict.fromkeys("abc", "hang"),
         at_once=2,
         show=lambda state: _when_all_run(state, lambda: os.kill(os.getpid(), signal.SIGINT)),
     )
-    results = await runner.work()
+    results = await runner.run_points()
     assert runner.stopping
     assert outcomes(results) == {"a": AttemptOutcome.STOPPED, "b": AttemptOutcome.STOPPED}
     assert [result.error for result in results] == ["", ""]
@@ -147,24 +154,24 @@ async def test_ctrl_c_stops_what_runs_and_starts_nothing_more(make_runner: MakeR
 async def test_a_run_that_does_not_stop_is_killed_at_the_deadline(
     make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "REPORT_PATIENCE_S", 0.5)
+    monkeypatch.setattr(runner_module, "REPORT_TIMEOUT_S", 0.5)
     runner = make_runner({"a": "stubborn"}, show=lambda state: _when_all_run(state, lambda: runner.stop()))
-    assert outcomes(await runner.work()) == {"a": AttemptOutcome.STOPPED}
+    assert outcomes(await runner.run_points()) == {"a": AttemptOutcome.STOPPED}
     assert not running("stubborn")
 
 
-async def test_an_error_of_the_sweep_itself_leaves_no_run_behind(make_runner: MakeRunner) -> None:
+async def test_an_error_of_the_sweep_leaves_no_run_behind(make_runner: MakeRunner) -> None:
     def fail(state: SweepState) -> None:
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):
-        await make_runner({"a": "hang"}, show=fail).work()
+        await make_runner({"a": "hang"}, show=fail).run_points()
     assert not running("hang")
 
 
-async def test_runs_at_once_never_share_a_device(make_runner: MakeRunner, tmp_path: Path) -> None:
+async def test_parallel_runs_never_share_a_device(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(dict.fromkeys("abc", "finish"), at_once=3, **on_cuda(1))
-    assert set(outcomes(await runner.work()).values()) == {AttemptOutcome.FINISHED}
+    assert set(outcomes(await runner.run_points()).values()) == {AttemptOutcome.FINISHED}
     held: set[str] = set()
     for word, _, devices in events(tmp_path):
         own = set(devices.split(","))
@@ -178,61 +185,63 @@ def on_cuda(processes: int) -> dict[str, object]:
     return {"trainer": {"platform": "cuda", "processes": processes}, "rollout": {"vllm": {"platform": "cuda"}}}
 
 
-def test_devices_are_those_of_both_sides_and_go_from_a_run_that_has_ended_to_the_next(tmp_path: Path) -> None:
+def test_devices_of_an_ended_run_go_to_the_next(tmp_path: Path) -> None:
     config = point(tmp_path, **on_cuda(2)).config
-    assert devices_wanted(config) == ("cuda", 3)
-    pool = pool_for([config], 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
+    assert required_devices(config) == ("cuda", 3)
+    pool = make_device_pool([config], 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
     assert pool is not None
     assert pool.take("a", 3) == {"CUDA_VISIBLE_DEVICES": "4,5,6"}
     assert pool.take("b", 3) is None
     pool.give_back("a")
     assert pool.take("b", 3) == {"CUDA_VISIBLE_DEVICES": "4,5,6"}
     with pytest.raises(ConfigError, match=r"3 devices.* 2: 0, 1"):
-        pool_for([config], 2, {"CUDA_VISIBLE_DEVICES": "0,1"})
+        make_device_pool([config], 2, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
-def test_a_run_at_a_time_or_on_the_cpu_needs_no_pool(tmp_path: Path) -> None:
-    assert devices_wanted(point(tmp_path).config) == ("", 0)
-    assert pool_for([point(tmp_path, **on_cuda(2)).config], 1, {}) is None
-    assert pool_for([point(tmp_path).config], 4, {}) is None
+def test_no_pool_for_single_runs_or_the_cpu(tmp_path: Path) -> None:
+    assert required_devices(point(tmp_path).config) == ("", 0)
+    assert make_device_pool([point(tmp_path, **on_cuda(2)).config], 1, {}) is None
+    assert make_device_pool([point(tmp_path).config], 4, {}) is None
 
 
 @pytest.mark.parametrize(
-    ("code", "finished", "stopping", "outcome"),
+    ("finished", "stopping", "outcome"),
     [
-        (0, True, False, AttemptOutcome.FINISHED),
-        (130, True, True, AttemptOutcome.FINISHED),
-        (130, False, True, AttemptOutcome.STOPPED),
-        (-9, False, True, AttemptOutcome.STOPPED),
-        (130, False, False, AttemptOutcome.FAILED),
-        (0, False, False, AttemptOutcome.FAILED),
+        (True, False, AttemptOutcome.FINISHED),
+        (True, True, AttemptOutcome.FINISHED),
+        (False, True, AttemptOutcome.STOPPED),
+        (False, False, AttemptOutcome.FAILED),
     ],
 )
-def test_how_an_attempt_ended(code: int, finished: bool, stopping: bool, outcome: AttemptOutcome) -> None:
-    assert outcome_of(code=code, finished=finished, stopping=stopping) is outcome
+def test_an_attempt_is_classified_by_its_run_not_by_its_exit_code(
+    finished: bool, stopping: bool, outcome: AttemptOutcome
+) -> None:
+    assert classify_outcome(finished=finished, stopping=stopping) is outcome
 
 
-def test_what_is_left_is_told_from_the_pace_so_far() -> None:
-    running = RunningPoint(label="s=2", step=6, steps=10, begun_at=4, elapsed_s=20.0, reward=0.25)
-    state = SweepState(5, 2, 1, [running], steps_left=14, at_once=2, made_steps=10, spent_s=40.0, elapsed_s=60.0)
+def test_the_remaining_time_follows_from_the_pace_so_far() -> None:
+    running = RunningPoint(label="s=2", step=6, steps=10, start_step=4, elapsed_s=20.0, reward=0.25)
+    state = SweepState(5, 2, 1, [running], steps_left=14, at_once=2, ended_steps=10, ended_s=40.0, elapsed_s=60.0)
     assert eta_s(state) == 14 * 60 / 12 / 2
-    assert line(state) == "[1:00] 2 of 5 points finished, 1 failed, 0:35 left | s=2 at step 6/10"
-    starting = RunningPoint(label="s=4", step=0, steps=10, begun_at=0, elapsed_s=99.0)
+    assert format_line(state) == "[1:00] 2 of 5 points finished, 1 failed, 0:35 left | s=2 at step 6/10"
+    starting = RunningPoint(label="s=4", step=0, steps=10, start_step=0, elapsed_s=99.0)
     assert eta_s(replace(state, running=[running, starting])) == eta_s(state)
     assert eta_s(replace(state, steps_left=0)) is None
-    assert "stopping" in line(replace(state, stopping=True)) and "left" not in line(replace(state, stopping=True))
+    assert "stopping" in format_line(replace(state, stopping=True)) and "left" not in format_line(
+        replace(state, stopping=True)
+    )
     begun = SweepState(5, 0, 0, [], steps_left=50, at_once=1)
-    assert eta_s(begun) is None and "left" not in line(begun)
+    assert eta_s(begun) is None and "left" not in format_line(begun)
 
 
-def test_a_terminal_sees_a_row_for_every_run_and_a_log_a_line_now_and_then() -> None:
+def test_a_terminal_shows_a_row_per_run_and_a_log_an_occasional_line() -> None:
     running = [
-        RunningPoint(label="s=2", step=6, steps=10, begun_at=0, elapsed_s=20.0, reward=0.25),
-        RunningPoint(label="s=4", step=0, steps=10, begun_at=0, elapsed_s=5.0),
+        RunningPoint(label="s=2", step=6, steps=10, start_step=0, elapsed_s=20.0, reward=0.25),
+        RunningPoint(label="s=4", step=0, steps=10, start_step=0, elapsed_s=5.0),
     ]
     state = SweepState(5, 2, 0, running, steps_left=14, at_once=2)
     console = Console(file=io.StringIO(), width=120, record=True)
-    console.print(table(state))
+    console.print(progress_table(state))
     rows = console.export_text().splitlines()
     assert "2 of 5 points finished" in rows[0]
     assert "s=2" in rows[1] and "step 6 of 10, reward 0.250, 0:20" in rows[1]

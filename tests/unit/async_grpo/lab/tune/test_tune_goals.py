@@ -13,7 +13,7 @@ from async_grpo.config import validate
 from async_grpo.errors import ConfigError
 from async_grpo.lab.simulate.recorded import RecordedRun
 from async_grpo.lab.sweep.results import Curve
-from async_grpo.lab.sweep.settings import settings_of
+from async_grpo.lab.sweep.settings import group_by_setting
 from async_grpo.lab.tune.goals import Goal, PointFigures, measured_age_cost, measured_ess_decay
 from tests.support.recorded_runs import PLAIN
 from tests.support.sweep_fakes import figures
@@ -84,6 +84,6 @@ def learned(staleness: int, age: float, steps_to_one: int) -> Any:
 
 def test_what_age_costs_is_measured_in_the_tokens_to_a_reward() -> None:
     runs = [learned(0, 0.0, 40), learned(4, 4.0, 80)]  # twice the tokens at age 4: 1 + 4 c = 2
-    assert measured_age_cost(settings_of(runs)) == pytest.approx(0.25, rel=0.1)
+    assert measured_age_cost(group_by_setting(runs)) == pytest.approx(0.25, rel=0.1)
     with pytest.raises(ConfigError, match="--age-cost"):
-        measured_age_cost(settings_of(runs[:1]))
+        measured_age_cost(group_by_setting(runs[:1]))
