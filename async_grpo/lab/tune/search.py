@@ -1,8 +1,8 @@
-"""TuningSearch: points, each simulated once, and the best of them.
+"""Simulates points of the search space, each once, and finds the best.
 
-All points of a small space are simulated. Of a larger one Optuna's multi-objective TPE sampler proposes points that are
-good or fresh (Bergstra et al. 2011; Ozaki et al., GECCO 2020); then the neighbours of the best are simulated until none
-is better, so that the choice is at least a local optimum on every axis.
+A small space is simulated completely. In a larger one, Optuna's multi-objective TPE sampler proposes points that are
+fast or fresh (Bergstra et al. 2011; Ozaki et al., GECCO 2020). Then the neighbours of the best point are simulated
+until none is better, so the choice is at least a local optimum on every axis.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from async_grpo.lab.simulate.results import SimulatedMetrics, summarize_run, wit
 from async_grpo.lab.simulate.settings import SimulatedSettings
 from async_grpo.lab.simulate.simulation import simulate
 from async_grpo.lab.simulate.timings import Timings
-from async_grpo.lab.tune.goals import Goal, PointFigures
-from async_grpo.lab.tune.space import Overrides, TuningAxis, combined
+from async_grpo.lab.tune.goals import CandidateMetrics, Goal
+from async_grpo.lab.tune.space import Overrides, TuningAxis, merge_choices
 
-FRONT_GAIN = 0.005
-"""Share by which a point of the front is better than the fresher ones."""
+MIN_FRONT_GAIN = 0.005
+"""Minimum gain, as a fraction, of a point on the Pareto front over the fresher ones."""
 STARTUP_TRIALS = 20
 """Points that the sampler draws at random before it models them."""
 
-Places = tuple[int, ...]
-"""A point: the place of its choice on every axis. All 0 is the present configuration."""
+Choices = tuple[int, ...]
+"""A point: the index of its choice on every axis. All 0 is the present configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class TunedPoint:
-    """A point and what the simulation says of it."""
+    """A simulated point."""
 
-    places: Places
+    choices: Choices
     overrides: Overrides
     config: RunConfig
     simulated: SimulatedMetrics
-    figures: PointFigures
+    metrics: CandidateMetrics
+    """The part of `simulated` by which the point is judged."""
 
-    def measured(self, found: MeasuredMetrics) -> PointFigures:
-        """Its figures by a real run: the simulated ages are shifted to the measured mean."""
-        shift = found.age_mean - self.figures.age_mean
-        ages = {age + shift: share for age, share in self.figures.ages.items()}
-        return replace(self.figures, tokens_per_s=found.tokens_per_s, age_mean=found.age_mean, ages=ages)
+    def with_measurement(self, measured: MeasuredMetrics) -> CandidateMetrics:
+        """Metrics by a real run. The distribution of ages is not measured, so the simulated one is shifted to the
+        measured mean."""
+        shift = measured.age_mean - self.metrics.age_mean
+        ages = {age + shift: fraction for age, fraction in self.metrics.ages.items()}
+        return replace(self.metrics, tokens_per_s=measured.tokens_per_s, age_mean=measured.age_mean, ages=ages)
 
 
 class TuningSearch:
@@ -56,101 +58,115 @@ class TuningSearch:
     def __init__(
         self, file: Path, overrides: Sequence[str], axes: Sequence[TuningAxis], timings: Timings, goal: Goal, seed: int
     ) -> None:
-        self._file, self._overrides = file, overrides
-        self.axes, self._timings, self._goal, self._seed = axes, timings, goal, seed
-        self._points: dict[Places, TunedPoint | None] = {}
-        self._unusable: set[Places] = set()
-        self._points[(0,) * len(axes)] = self.present = self._simulate((0,) * len(axes))
+        self._file = file
+        self._overrides = overrides
+        self._timings = timings
+        self._goal = goal
+        self._seed = seed
+        self.axes = axes
+        self._points: dict[Choices, TunedPoint | None] = {}
+        """Simulated points. None: the configuration is invalid, or the run would stall."""
+        self._unusable: set[Choices] = set()
+        """Points that can be simulated, but that `async-grpo run` would refuse."""
+
+        present_choices = (0,) * len(axes)
+        self._present_ranks = load(file, overrides).trainer.processes
+        self.present = self._simulate(present_choices)
+        self._points[present_choices] = self.present
 
     @property
     def size(self) -> int:
-        """Points of the space."""
+        """Number of points of the space."""
         return math.prod(len(axis.choices) for axis in self.axes)
 
     @property
     def points(self) -> list[TunedPoint]:
-        """Every point that was simulated and can be run, the present one first."""
-        return [one for one in self._points.values() if one is not None and one.places not in self._unusable]
+        """All points that were simulated and can be run, the present one first."""
+        return [point for point in self._points.values() if point is not None and point.choices not in self._unusable]
 
-    def point(self, places: Places) -> TunedPoint | None:
-        """The point, simulated at most once; None if it is refused or would stall."""
-        if places not in self._points:
+    def simulate_point(self, choices: Choices) -> TunedPoint | None:
+        """Simulate a point, at most once. None if its configuration is invalid or it would stall."""
+        if choices not in self._points:
             try:
-                self._points[places] = self._simulate(places)
+                self._points[choices] = self._simulate(choices)
             except ConfigError:
-                self._points[places] = None
-        return self._points[places]
+                self._points[choices] = None
+        return self._points[choices]
 
     def explore(self, trials: int) -> None:
-        """Simulate all points if they are no more than `trials`, else as many as that."""
-        proposed = product(*(range(len(axis.choices)) for axis in self.axes))
-        for places in proposed if self.size <= trials else self._proposed(trials):
-            self.point(places)
+        """Simulate all points if there are at most `trials`, otherwise `trials` proposed ones."""
+        if self.size <= trials:
+            for choices in product(*(range(len(axis.choices)) for axis in self.axes)):
+                self.simulate_point(choices)
+        else:
+            self._simulate_proposals(trials)
 
-    def best(self) -> TunedPoint:
-        """The choice of the goal, no worse than any neighbour. Raises ConfigError if no point keeps the bounds."""
+    def find_best(self) -> TunedPoint:
+        """Return the goal's choice, after simulating its neighbours. Raises ConfigError if no point is in bounds."""
         while True:
             points = self.points
-            chosen = points[self._goal.choose([one.figures for one in points])]
-            known = len(self._points)
-            for places in self._neighbours(chosen.places):
-                self.point(places)
-            if len(self._points) == known and self._is_usable(chosen):
-                return chosen
+            best = points[self._goal.choose_point([point.metrics for point in points])]
+            simulated_before = len(self._points)
+            for choices in self._neighbours(best.choices):
+                self.simulate_point(choices)
+            # A new neighbour may be better, and an unusable point leaves `points`: choose again.
+            if len(self._points) == simulated_before and self._check_usable(best):
+                return best
 
-    def without(self, one: TunedPoint) -> Iterator[tuple[TuningAxis, TunedPoint | None]]:
-        """Every axis on which the point differs from the present one, and the point with this change taken back."""
-        for place, axis in enumerate(self.axes):
-            if one.places[place]:
-                yield axis, self.point((*one.places[:place], 0, *one.places[place + 1 :]))
+    def simulate_reverts(self, point: TunedPoint) -> Iterator[tuple[TuningAxis, TunedPoint | None]]:
+        """Yield every axis on which the point differs from the present one, and the point with that change reverted."""
+        for index, axis in enumerate(self.axes):
+            if point.choices[index]:
+                reverted = (*point.choices[:index], 0, *point.choices[index + 1 :])
+                yield axis, self.simulate_point(reverted)
 
-    def _neighbours(self, places: Places) -> Iterator[Places]:
-        """The points that differ on one axis."""
-        for place, axis in enumerate(self.axes):
+    def _neighbours(self, choices: Choices) -> Iterator[Choices]:
+        """Points that differ on one axis, and the point itself."""
+        for index, axis in enumerate(self.axes):
             for choice in range(len(axis.choices)):
-                yield (*places[:place], choice, *places[place + 1 :])
+                yield (*choices[:index], choice, *choices[index + 1 :])
 
-    def _is_usable(self, one: TunedPoint) -> bool:
-        """Whether `async-grpo run` would start it: its memory, for one, is checked only here."""
+    def _check_usable(self, point: TunedPoint) -> bool:
+        """Plan the run of a point, which checks its memory, for example. Notes it as unusable if that fails.
+
+        Only for points about to be chosen: planning takes much longer than loading the configuration.
+        """
         try:
-            plan_run(self._file, self._typed(one.overrides), download=False)
+            plan_run(self._file, self._all_overrides(point.overrides), download=False)
         except DependencyError:
-            return True
+            return True  # a package is missing here; it may be installed where the run will be
         except ConfigError:
-            if not any(one.places):
+            if point is self.present:
                 raise
-            self._unusable.add(one.places)
+            self._unusable.add(point.choices)
             return False
         return True
 
-    def _typed(self, overrides: Overrides) -> list[str]:
+    def _all_overrides(self, overrides: Overrides) -> list[str]:
         return [*self._overrides, *(f"{key}={value}" for key, value in overrides.items())]
 
-    def _simulate(self, places: Places) -> TunedPoint:
-        overrides = combined([axis.choices[place] for axis, place in zip(self.axes, places, strict=True)])
-        config = load(self._file, self._typed(overrides))
-        before = self.present.config.trainer.processes if self._points else config.trainer.processes
-        timings = timings_for(self._timings, config, config.trainer.processes / before)
+    def _simulate(self, choices: Choices) -> TunedPoint:
+        overrides = merge_choices([axis.choices[choice] for axis, choice in zip(self.axes, choices, strict=True)])
+        config = load(self._file, self._all_overrides(overrides))
+        timings = adapt_timings(self._timings, config, config.trainer.processes / self._present_ranks)
         settings = with_enough_steps(SimulatedSettings.from_config(config), timings)
-        found = summarize_run(simulate(settings, timings, seed=self._seed))
-        changed = self._changes(overrides)
-        judged = PointFigures(
-            tokens_per_s=found.tokens_per_s,
-            age_mean=found.age_mean,
-            ages={float(age): share for age, share in found.age_histogram.items()},
+        simulated = summarize_run(simulate(settings, timings, seed=self._seed))
+        metrics = CandidateMetrics(
+            tokens_per_s=simulated.tokens_per_s,
+            age_mean=simulated.age_mean,
+            ages={float(age): fraction for age, fraction in simulated.age_histogram.items()},
             max_staleness=config.max_staleness,
-            devices=devices_of(config),
-            changes=changed,
+            devices=count_devices(config),
+            changes=self._count_changes(overrides),
         )
-        return TunedPoint(places, overrides, config, found, judged)
+        return TunedPoint(choices, overrides, config, simulated, metrics)
 
-    def _changes(self, overrides: Overrides) -> int:
-        present = combined([axis.choices[0] for axis in self.axes])
+    def _count_changes(self, overrides: Overrides) -> int:
+        present = merge_choices([axis.choices[0] for axis in self.axes])
         return sum(present.get(key) != value for key, value in overrides.items())
 
-    def _proposed(self, trials: int) -> Iterator[Places]:
-        """So many proposals of Optuna, the present point first; the caller has simulated one when it asks for the
-        next. Raises DependencyError without Optuna."""
+    def _simulate_proposals(self, trials: int) -> None:
+        """Simulate points that Optuna proposes, the present one first. Raises DependencyError without Optuna."""
         try:
             import optuna
         except ImportError:
@@ -162,35 +178,39 @@ class TuningSearch:
         sampler = optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=STARTUP_TRIALS)
         study = optuna.create_study(directions=["maximize", "minimize"], sampler=sampler)
         study.enqueue_trial({axis.name: 0 for axis in self.axes})
+
         for _ in range(trials):
             trial = study.ask()
-            places = tuple(trial.suggest_categorical(axis.name, [*range(len(axis.choices))]) for axis in self.axes)
-            yield places
-            one = self.point(places)
-            if one is None:
+            choices = tuple(trial.suggest_categorical(axis.name, [*range(len(axis.choices))]) for axis in self.axes)
+            point = self.simulate_point(choices)
+            if point is None:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
-                study.tell(trial, [self._goal.value(one.figures), one.figures.age_mean])
+                study.tell(trial, [self._goal.value(point.metrics), point.metrics.age_mean])
 
 
-def timings_for(timings: Timings, config: RunConfig, ranks: float) -> Timings:
-    """The timings for a configuration whose trainer has `ranks` times as many ranks: the time that depends on the
-    tokens shrinks with them, the rest stays."""
-    trainer = timings.trainer.model_copy(update={"token_s": timings.trainer.token_s / ranks})
+def adapt_timings(timings: Timings, config: RunConfig, rank_ratio: float) -> Timings:
+    """Adapt timings to a configuration whose trainer has `rank_ratio` times as many ranks.
+
+    The time per token shrinks with the ranks, the rest stays.
+    """
+    trainer = timings.trainer.model_copy(update={"token_s": timings.trainer.token_s / rank_ratio})
     lengths = timings.lengths.with_default_cap(config.sampling.max_tokens)
     return timings.model_copy(update={"trainer": trainer, "lengths": lengths})
 
 
-def devices_of(config: RunConfig) -> int:
-    """Devices of both sides; on CPU, processes."""
+def count_devices(config: RunConfig) -> int:
+    """Number of devices of both sides; on CPU, of processes."""
     return config.rollout.servers * config.rollout.limits.devices + config.trainer.processes
 
 
-def front_of(points: Sequence[TunedPoint], goal: Goal) -> list[TunedPoint]:
-    """The points that no other beats in both value and mean age, the freshest first; those whose value is hardly above
-    that of a fresher one are left out."""
+def find_pareto_front(points: Sequence[TunedPoint], goal: Goal) -> list[TunedPoint]:
+    """Points that no other beats in both value and mean age, the freshest first.
+
+    Points that are hardly better than a fresher one are left out.
+    """
     front: list[TunedPoint] = []
-    for one in sorted(points, key=lambda one: (one.figures.age_mean, -goal.value(one.figures))):
-        if not front or goal.value(one.figures) > (1 + FRONT_GAIN) * goal.value(front[-1].figures):
-            front.append(one)
+    for point in sorted(points, key=lambda point: (point.metrics.age_mean, -goal.value(point.metrics))):
+        if not front or goal.value(point.metrics) > (1 + MIN_FRONT_GAIN) * goal.value(front[-1].metrics):
+            front.append(point)
     return front

@@ -1,8 +1,8 @@
 """`async-grpo tune`: from the options to a recommendation and its files.
 
-DIR/recommended.yaml   the configuration, with a reason for every line that it changes
-DIR/tune.json          every simulated point, and what was measured
-DIR/plots/pareto_front.png   speed against mean age
+DIR/recommended.yaml   the configuration, with a reason for every changed line
+DIR/tune.json          all simulated points, and the measured metrics
+DIR/plots/pareto.png   speed against mean age
 DIR/points.json, runs/, report.md, ...   with --real: the short runs, as a sweep
 """
 
@@ -16,28 +16,30 @@ from pathlib import Path
 from async_grpo.app.launch.plan import plan_run
 from async_grpo.app.report.drawing import save_figures
 from async_grpo.app.runs.run import Run
+from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.lab.simulate.calibrate import MeasuredMetrics, measure_run
 from async_grpo.lab.simulate.prediction import TimingsOptions
 from async_grpo.lab.simulate.recorded import read_recorded
 from async_grpo.lab.simulate.results import transient_steps, with_enough_steps
 from async_grpo.lab.simulate.settings import SimulatedSettings
-from async_grpo.lab.simulate.uncertainty import describe_uncertainty
+from async_grpo.lab.simulate.timings import Timings
+from async_grpo.lab.simulate.uncertainty import Uncertainty, describe_uncertainty
 from async_grpo.lab.sweep.folder import SweepFolder
 from async_grpo.lab.sweep.plan import Point, SweepPlan, point_name
 from async_grpo.lab.sweep.report import read_point_metrics
 from async_grpo.lab.sweep.settings import group_by_setting
 from async_grpo.lab.sweep.sweep import INTERRUPTED, SweepOptions, run_sweep
-from async_grpo.lab.tune.advice import Advice, as_json, changes_of, reasons_for, recommended_yaml
-from async_grpo.lab.tune.goals import AGE_COST, Goal, GoalName, measured_age_cost, measured_ess_decay
-from async_grpo.lab.tune.search import Places, TunedPoint, TuningSearch, timings_for
-from async_grpo.lab.tune.space import axes_of
+from async_grpo.lab.tune.advice import Advice, as_json, explain_changes, list_changes, render_recommended_yaml
+from async_grpo.lab.tune.goals import AGE_COST, Goal, GoalName, measure_age_cost, measure_ess_decay
+from async_grpo.lab.tune.search import Choices, TunedPoint, TuningSearch, adapt_timings
+from async_grpo.lab.tune.space import build_axes
 from async_grpo.utils.files import write_atomic
 
 REAL_STEPS = 16
-"""Steps of a short real run that count, unless told otherwise."""
-_SHORT = ("eval.prompts=1", "eval.samples=1", "eval.greedy=false", "eval.every_steps=0")
-"""Overrides of short real runs: what they learn is of no interest."""
+"""Default number of measured steps per short real run."""
+_WITHOUT_EVALUATION = ("eval.prompts=1", "eval.samples=1", "eval.greedy=false", "eval.every_steps=0")
+"""Overrides of short real runs, which measure speed and not learning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,118 +66,170 @@ class TuneOptions:
 
 
 def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice]:
-    """The folder that was written and the recommendation. Must not be called in a running event loop.
+    """Search the settings and write the files. Returns their folder and the recommendation.
 
-    Raises ConfigError for options that are wrong, before anything is run, and if no point keeps the bounds; DataError
-    for runs that say too little.
+    Must not be called in a running event loop. Raises ConfigError for invalid options, before anything is run, and if
+    no point is within the bounds; DataError for runs whose files hold too little.
     """
     base = plan_run(options.config, options.overrides, download=False).config
-    goal, notes = _goal_of(options)
-    axes = axes_of(base, options.vary, options.fix)
-    timings, said, uncertainty = options.timings.read_timings(base)
-    notes = [timings.source, *said, *notes]
-    for line in notes:
-        say(line)
+    goal, goal_notes = _make_goal(options)
+    axes = build_axes(base, options.vary, options.fix)
+    timings, quality_notes, uncertainty = options.timings.read_timings(base)
+    notes: list[str] = []
+
+    def add_note(text: str) -> None:
+        notes.append(text)
+        say(text)
+
+    for text in (timings.source, *quality_notes, *goal_notes):
+        add_note(text)
+
     search = TuningSearch(options.config, options.overrides, axes, timings, goal, options.seed)
     search.explore(options.trials)
-    chosen = search.best()
+    chosen = search.find_best()
     say(f"simulated {len(search.points)} of {search.size} points: {', '.join(axis.name for axis in axes)}")
+
     folder = options.out or base.runs_dir / f"{base.name}-tune"
-    measured: dict[Places, MeasuredMetrics] = {}
+    measured: dict[Choices, MeasuredMetrics] = {}
     if options.real:
-        best = _best(search, goal, chosen, options.real)
-        measured, failed = _run(SweepFolder(folder), options, base.name, [search.present, *best], search.present)
-        notes += failed
-        ran = [one for one in search.points if one.places in measured]
-        chosen = ran[goal.choose([one.measured(measured[one.places]) for one in ran])]
-    beyond = [] if chosen.places in measured else _beyond(options.timings.runs, chosen)
-    for line in beyond:
-        say(line)
-    notes += beyond
+        measured, failures = _run_best_points(SweepFolder(folder), options, base.name, search, goal, chosen)
+        notes += failures
+        chosen = _choose_measured(search.points, measured, goal)
+
+    if chosen.choices not in measured:
+        for text in _extrapolation_notes(options.timings.runs, chosen):
+            add_note(text)
+    # The uncertainty does not include how timings depend on the number of ranks.
     if uncertainty is not None and chosen.config.trainer.processes == base.trainer.processes:
-        settings = with_enough_steps(SimulatedSettings.from_config(chosen.config), timings)
-        span = uncertainty.predict_range(settings, timings_for(timings, chosen.config, 1.0), seed=options.seed)
-        determined = describe_uncertainty([span], uncertainty)
-        notes.append(f"recommended: between {span.low:,.0f} and {span.high:,.0f} tokens/s, {determined}")
-        say(notes[-1])
-    notes.append(f"chosen: {goal.rule}")
-    say(notes[-1])
-    advice = Advice(goal, search.points, search.present, chosen, reasons_for(search, goal, chosen), measured, notes)
-    write(folder, options, advice)
+        add_note(_describe_range(chosen.config, timings, uncertainty, options.seed))
+    add_note(f"chosen: {goal.rule}")
+
+    reasons = explain_changes(search, goal, chosen)
+    advice = Advice(goal, search.points, search.present, chosen, reasons, measured, notes)
+    write_files(folder, options, advice)
     return folder, advice
 
 
-def write(folder: Path, options: TuneOptions, advice: Advice) -> None:
+def write_files(folder: Path, options: TuneOptions, advice: Advice) -> None:
     """Write the files of a recommendation."""
-    save_figures(folder / "plots", {"pareto_front": advice.figure()})
+    save_figures(folder / "plots", {"pareto": advice.figure()})
     write_atomic(folder / "tune.json", as_json(advice))
-    text = recommended_yaml(options.config, options.overrides, advice, options.command)
+    text = render_recommended_yaml(options.config, options.overrides, advice, options.command)
     write_atomic(folder / "recommended.yaml", text)
 
 
-def _goal_of(options: TuneOptions) -> tuple[Goal, list[str]]:
-    """The goal, and what it assumes or has measured, in words."""
-    decay, cost = options.ess_decay, options.age_cost
-    if options.min_ess is not None and decay is None:
-        decay = measured_ess_decay([read_recorded(path) for path in options.timings.runs])
-        if decay is None:
+def _make_goal(options: TuneOptions) -> tuple[Goal, list[str]]:
+    """Build the goal, and describe its measured or assumed constants."""
+    ess_decay = options.ess_decay
+    if options.min_ess is not None and ess_decay is None:
+        ess_decay = measure_ess_decay([read_recorded(path) for path in options.timings.runs])
+        if ess_decay is None:
             raise ConfigError(
-                "--min-ess needs to know how the effective sample size falls with age: give a run that trained tokens "
-                "of other ages than 0 with --from, or --ess-decay D for exp(-D * age)"
+                "--min-ess needs the decay of the effective sample size with age. Add a run with --from that trained "
+                "tokens of other ages than 0, or set --ess-decay D for exp(-D * age)"
             )
+
+    age_cost = options.age_cost
     if options.learning is not None:
         folder = SweepFolder(options.learning)
         record = folder.read_record()
-        cost = measured_age_cost(group_by_setting(read_point_metrics(folder, record)) if record.points else [])
-    cost = AGE_COST if cost is None else cost
-    goal = Goal(options.goal, options.max_age, options.min_ess, cost, decay or 0.0)
-    measured = {"learning_measured": options.learning is not None, "ess_measured": options.ess_decay is None}
-    return goal, goal.assumptions(**measured)
+        age_cost = measure_age_cost(group_by_setting(read_point_metrics(folder, record)) if record.points else [])
+
+    goal = Goal(
+        options.goal,
+        options.max_age,
+        options.min_ess,
+        AGE_COST if age_cost is None else age_cost,
+        ess_decay or 0.0,
+    )
+    notes = goal.describe_assumptions(
+        age_cost_measured=options.learning is not None, ess_decay_measured=options.ess_decay is None
+    )
+    return goal, notes
 
 
-def _beyond(runs: Sequence[Path], chosen: TunedPoint) -> list[str]:
-    """A caution if more samples are in flight than in any run that the timings were fitted to."""
-    known = max((Run.open(path).config.rollout.max_concurrency for path in runs), default=None)
-    if known is None or chosen.config.rollout.max_concurrency <= known:
+# Notes on the choice
+
+
+def _extrapolation_notes(runs: Sequence[Path], chosen: TunedPoint) -> list[str]:
+    """Caution against more samples in flight than in any run that the timings were fitted to."""
+    recorded_slots = [Run.open(path).config.rollout.max_concurrency for path in runs]
+    if not recorded_slots or chosen.config.rollout.max_concurrency <= max(recorded_slots):
         return []
-    return [f"extrapolated: the runs had at most {known} samples in flight. Check by a short run: --real 1"]
+    return [
+        f"extrapolated: the runs had at most {max(recorded_slots)} samples in flight. Check by a short run: --real 1"
+    ]
 
 
-def _best(search: TuningSearch, goal: Goal, chosen: TunedPoint, count: int) -> list[TunedPoint]:
-    """The chosen point and the best others that keep the bounds; never the present one."""
-    others = [one for one in search.points if one not in (chosen, search.present) and goal.allows(one.figures)]
-    ranked = sorted(others, key=lambda one: goal.value(one.figures), reverse=True)
-    return [one for one in [chosen, *ranked] if one is not search.present][:count]
+def _describe_range(config: RunConfig, timings: Timings, uncertainty: Uncertainty, seed: int) -> str:
+    settings = with_enough_steps(SimulatedSettings.from_config(config), timings)
+    predicted = uncertainty.predict_range(settings, adapt_timings(timings, config, 1.0), seed=seed)
+    certainty = describe_uncertainty([predicted], uncertainty)
+    return f"recommended: between {predicted.low:,.0f} and {predicted.high:,.0f} tokens/s, {certainty}"
 
 
-def _run(
-    folder: SweepFolder, options: TuneOptions, name: str, points: Sequence[TunedPoint], present: TunedPoint
-) -> tuple[dict[Places, MeasuredMetrics], list[str]]:
-    """Do short real runs of the points, as a sweep in `folder`; returns what was measured and which failed."""
-    planned: dict[Places, Point] = {}
-    for one in points:
-        values = changes_of(one, present)
-        own = point_name(name, values, one.config.seed)
-        steps = f"steps={options.real_steps + transient_steps(one.config.max_staleness)}"
-        typed = [*options.overrides, *(f"{key}={value}" for key, value in values.items()), *_SHORT, steps]
-        config = plan_run(options.config, typed, download=True).config
-        update = {"name": own, "runs_dir": folder.runs_dir}
-        planned[one.places] = Point(values, config.model_copy(update=update))
+# Short real runs
+
+
+def _run_best_points(
+    folder: SweepFolder, options: TuneOptions, name: str, search: TuningSearch, goal: Goal, chosen: TunedPoint
+) -> tuple[dict[Choices, MeasuredMetrics], list[str]]:
+    """Do short real runs of the present point and the best others, as a sweep in `folder`.
+
+    Returns the measured metrics, and a line per run that failed. Raises DataError if all failed.
+    """
+    points = [search.present, *_select_best(search, goal, chosen, options.real)]
+    planned = {point.choices: _plan_short_run(folder, options, name, point, search.present) for point in points}
     plan = SweepPlan(list(planned.values()), frozenset(point.name for point in planned.values()))
     request = SweepOptions(options.config, [], None, options.overrides, folder.path, command=options.command)
     if asyncio.run(run_sweep(folder, plan, request, show=lambda *_: None)) == INTERRUPTED:
         raise SystemExit(INTERRUPTED)
-    measured, failed = {}, []
-    for places, point in planned.items():
+
+    measured: dict[Choices, MeasuredMetrics] = {}
+    failures: list[str] = []
+    for choices, point in planned.items():
         if not point.is_finished:
-            failed.append(
-                f"the run {point.name} does not count: it has not finished, see {folder.log_file(point.name)}"
-            )
+            log_file = folder.log_file(point.name)
+            failures.append(f"the run {point.name} does not count: it has not finished, see {log_file}")
             continue
         try:
-            measured[places] = measure_run(read_recorded(point.config.run_dir))
+            measured[choices] = measure_run(read_recorded(point.config.run_dir))
         except (ConfigError, DataError) as error:
-            failed.append(f"the run {point.name} does not count: {error}")
+            failures.append(f"the run {point.name} does not count: {error}")
     if not measured:
-        raise DataError(f"no short run has ended as it should; {folder.path}/logs says why")
-    return measured, failed
+        raise DataError(f"no short run has ended successfully. See the logs in {folder.path}/logs")
+    return measured, failures
+
+
+def _select_best(search: TuningSearch, goal: Goal, chosen: TunedPoint, count: int) -> list[TunedPoint]:
+    """Select the chosen point and the best others within the bounds, without the present one."""
+    others = [
+        point
+        for point in search.points
+        if point not in (chosen, search.present) and goal.is_within_bounds(point.metrics)
+    ]
+    others.sort(key=lambda point: goal.value(point.metrics), reverse=True)
+    return [point for point in [chosen, *others] if point is not search.present][:count]
+
+
+def _plan_short_run(
+    folder: SweepFolder, options: TuneOptions, name: str, point: TunedPoint, present: TunedPoint
+) -> Point:
+    values = list_changes(point, present)
+    steps = options.real_steps + transient_steps(point.config.max_staleness)
+    overrides = [
+        *options.overrides,
+        *(f"{key}={value}" for key, value in values.items()),
+        *_WITHOUT_EVALUATION,
+        f"steps={steps}",
+    ]
+    config = plan_run(options.config, overrides, download=True).config
+    update = {"name": point_name(name, values, point.config.seed), "runs_dir": folder.runs_dir}
+    return Point(values, config.model_copy(update=update))
+
+
+def _choose_measured(points: Sequence[TunedPoint], measured: dict[Choices, MeasuredMetrics], goal: Goal) -> TunedPoint:
+    """Choose among the points that were run, by their measured metrics."""
+    candidates = [point for point in points if point.choices in measured]
+    metrics = [point.with_measurement(measured[point.choices]) for point in candidates]
+    return candidates[goal.choose_point(metrics)]

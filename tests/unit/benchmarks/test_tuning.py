@@ -11,7 +11,7 @@ import pytest
 from async_grpo.config import load
 from async_grpo.errors import ConfigError
 from async_grpo.lab.simulate.calibrate import MeasuredMetrics
-from async_grpo.lab.tune.space import axes_of, combined
+from async_grpo.lab.tune.space import build_axes, merge_choices
 from benchmarks.tuning.__main__ import CALIBRATION, TUNE, TimedRuns, describe_choice, name_point
 from benchmarks.tuning.workloads import WORKLOADS, TunedWorkload, TuningBench
 
@@ -22,8 +22,8 @@ def test_tune_chooses_among_the_points_of_the_grid(workload: TunedWorkload, tmp_
     bench.prepare()
     vary = [option.partition("=")[2] for option in workload.tune_options if option.startswith("--vary")]
     fix = [option.partition("=")[2] for option in workload.tune_options if option.startswith("--fix")]
-    first, second = axes_of(load(bench.config_file), vary, fix)
-    choices = {name_point(values): values for values in map(combined, product(first.choices, second.choices))}
+    first, second = build_axes(load(bench.config_file), vary, fix)
+    choices = {name_point(values): values for values in map(merge_choices, product(first.choices, second.choices))}
     grid = {name_point(values) for values in workload.grid}
     assert grid <= choices.keys() and len(grid) >= 12
     for name in choices.keys() - grid:

@@ -17,7 +17,7 @@ from async_grpo.lab.simulate.prediction import predict
 from async_grpo.lab.simulate.timings import Timings
 from async_grpo.lab.tune.goals import Goal
 from async_grpo.lab.tune.search import TuningSearch
-from async_grpo.lab.tune.space import SPLIT, Overrides, TuningAxis, axes_of
+from async_grpo.lab.tune.space import SPLIT, Overrides, TuningAxis, build_axes
 from async_grpo.utils.text import GIB
 
 CONFIGS = Path(__file__).parents[5] / "configs"
@@ -94,7 +94,7 @@ def test_the_speed_in_the_comment_is_that_of_a_simulation(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_OWN_DEVICES)
 def test_tune_would_not_split_the_devices_in_another_way(name: str) -> None:
     config = planned(name)
-    axes = [axis for axis in axes_of(config, [], []) if axis.name == SPLIT]
+    axes = [axis for axis in build_axes(config, [], []) if axis.name == SPLIT]
     if axes:
         timings = estimate_timings(config, stated(name, PREDICTED)["device"])
         assert chosen_split(name, axes, timings) == axes[0].choices[0]
@@ -104,7 +104,7 @@ def test_tune_would_not_split_the_devices_in_another_way(name: str) -> None:
 def test_tune_moves_npus_to_the_side_that_needs_them() -> None:
     name, halves = "qwen2.5_7b_gsm8k_ascend.yaml", ["trainer.processes=8", "rollout.servers=2"]
     config = plan_run(CONFIGS / name, halves, download=False).config
-    axes = [axis for axis in axes_of(config, [], []) if axis.name == SPLIT]
+    axes = [axis for axis in build_axes(config, [], []) if axis.name == SPLIT]
     best = chosen_split(name, axes, estimate_timings(config, "910c"), halves)
     assert best == {"trainer.processes": "12", "rollout.servers": "1"}
 
@@ -112,4 +112,4 @@ def test_tune_moves_npus_to_the_side_that_needs_them() -> None:
 def chosen_split(name: str, axes: list[TuningAxis], timings: Timings, overrides: Sequence[str] = ()) -> Overrides:
     search = TuningSearch(CONFIGS / name, overrides, axes, timings, Goal(), 1)
     search.explore(50)
-    return search.best().overrides
+    return search.find_best().overrides

@@ -1,4 +1,4 @@
-"""`--real N`: the short runs of the best points, and a verdict by what they measured. The runs are only left behind."""
+"""`--real N`: short runs of the best points, and a verdict by their measurements. Only the runs' files are faked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from async_grpo.lab.simulate.prediction import TimingsOptions
 from async_grpo.lab.sweep.folder import SweepFolder
 from async_grpo.lab.sweep.plan import SweepPlan
 from async_grpo.lab.tune import tune as tuned
-from async_grpo.lab.tune.advice import changes_of
+from async_grpo.lab.tune.advice import list_changes
 from tests.support.recorded_runs import PLAIN
 from tests.support.sweep_fakes import leave_run
 
@@ -38,12 +38,12 @@ def options(tmp_path: Path) -> tuned.TuneOptions:
     )
 
 
-def leaving(monkeypatch: pytest.MonkeyPatch, step_s: dict[str, float]) -> list[SweepPlan]:
-    """Replace the runs: each leaves steps of so many seconds, by S; one without an entry fails."""
-    seen = []
+def fake_runs(monkeypatch: pytest.MonkeyPatch, step_s: dict[str, float]) -> list[SweepPlan]:
+    """Replace the runs: each writes steps of `step_s[S]` seconds. A run without an entry fails."""
+    plans = []
 
     async def leave(folder: SweepFolder, plan: SweepPlan, *_: Any, **__: Any) -> int:
-        seen.append(plan)
+        plans.append(plan)
         for point in plan.points:
             spent_s = step_s.get(str(point.config.max_staleness))
             if spent_s:
@@ -52,13 +52,13 @@ def leaving(monkeypatch: pytest.MonkeyPatch, step_s: dict[str, float]) -> list[S
         return 0
 
     monkeypatch.setattr(tuned, "run_sweep", leave)
-    return seen
+    return plans
 
 
-def test_the_verdict_is_by_what_was_measured(options: tuned.TuneOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = leaving(monkeypatch, {"0": 2.0, "1": 1.5, "2": 1.0})
+def test_the_verdict_follows_the_measurements(options: tuned.TuneOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = fake_runs(monkeypatch, {"0": 2.0, "1": 1.5, "2": 1.0})
     folder, advice = tuned.tune(options, print)
-    assert changes_of(advice.chosen, advice.present) == {"max_staleness": "2"}  # simulated, S = 1 is as fast
+    assert list_changes(advice.chosen, advice.present) == {"max_staleness": "2"}  # simulated, S = 1 is as fast
     assert "measured in 3 short runs" in advice.verdict and "1,000 tokens/s" in advice.verdict
     assert load(folder / "recommended.yaml").max_staleness == 2
     (plan,) = plans
@@ -69,10 +69,10 @@ def test_the_verdict_is_by_what_was_measured(options: tuned.TuneOptions, monkeyp
 
 
 def test_a_run_that_failed_does_not_count(options: tuned.TuneOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaving(monkeypatch, {"0": 2.0, "1": 1.5})
+    fake_runs(monkeypatch, {"0": 2.0, "1": 1.5})
     _, advice = tuned.tune(options, print)
-    assert changes_of(advice.chosen, advice.present) == {"max_staleness": "1"}
+    assert list_changes(advice.chosen, advice.present) == {"max_staleness": "1"}
     assert any("run-max_staleness.2-seed.1 does not count" in note for note in advice.notes)
-    leaving(monkeypatch, {})
+    fake_runs(monkeypatch, {})
     with pytest.raises(DataError, match="no short run has ended"):
         tuned.tune(replace(options, out=options.config.with_name("other")), print)
