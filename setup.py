@@ -1,6 +1,6 @@
-"""The step of a build that pyproject.toml cannot state: the charts of `async-grpo view` come from npm into the wheel.
+"""Build step that pyproject.toml cannot express: fetch the chart library of `async-grpo view` from npm into the wheel.
 
-Without npm, or without its registry, the package is built without them, and the page says how to fetch them.
+Without npm or its registry, the package is built without charts, and the page explains how to fetch them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from setuptools.command.build_py import build_py
 
 
 def load_vendor() -> ModuleType:
-    """Load the module that fetches the packages by its path, because the dependencies of its package are not
-    installed."""
+    """Load the module that fetches npm packages.
+
+    It is loaded by path: importing it through `async_grpo` would need dependencies that a build environment lacks.
+    """
     path = Path(__file__).parent / "async_grpo" / "lab" / "view" / "vendor.py"
     spec = importlib.util.spec_from_file_location("vendor", path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules["vendor"] = importlib.util.module_from_spec(spec)  # where dataclasses look
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["vendor"] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
 
 class BuildWithCharts(build_py):
-    """build_py that first fetches the page's packages."""
+    """build_py that fetches the page's npm packages first."""
 
     def run(self) -> None:
         load_vendor().main()

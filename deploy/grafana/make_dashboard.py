@@ -1,12 +1,13 @@
-"""dashboards/async-grpo.json from the table below: python deploy/grafana/make_dashboard.py
+"""Writes dashboards/async-grpo.json from the table below: python deploy/grafana/make_dashboard.py
 
-Curves that other displays have too take title, unit and labels from `telemetry.charts`; panels of operations are here
-alone. A test holds file and table together, and runs every query against a Prometheus that scrapes a run.
+Curves that other displays have too take title, unit and labels from `telemetry.charts`. Panels for operations exist
+only here. A test compares the file with the table, and runs every query against a Prometheus that scrapes a run.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from async_grpo.telemetry.metrics import METRICS
 
 FILE = Path(__file__).parent / "dashboards" / "async-grpo.json"
 WIDTH, HEIGHT = 8, 7
-"""Size of a panel; a row of Grafana has 24 columns."""
+"""Size of a panel. Grafana's grid has 24 columns."""
 
 UNITS = {"s": "s", "share": "percentunit"}
-"""Unit of a chart -> unit as Grafana calls it; `short`, a plain number, for all others."""
+"""Unit of a chart -> Grafana's name of it. All others are `short`, a plain number."""
 
 TRAINER_TIME = "async_grpo_trainer_phase_seconds_total"
 
@@ -42,7 +43,7 @@ QUERIES = {
     "buffer_groups.inflight": 'max(async_grpo_buffer_groups{state="inflight"})',
     "buffer_groups.ready": 'max(async_grpo_buffer_groups{state="ready"})',
 }
-"""Key of a curve -> its query. Prometheus has no other curves of `telemetry.charts`."""
+"""Key of a curve -> its query. Prometheus has no data for the other curves of `telemetry.charts`."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,21 @@ class Panel:
 
     title: str
     unit: str
-    """Unit as Grafana calls it."""
+    """Grafana's name of the unit."""
     queries: dict[str, str]
     """Query -> legend."""
     stacked: bool = False
 
 
-def panel_of(chart: Chart, more: dict[str, str] | None = None) -> Panel:
-    """A chart of the table, with the curves that Prometheus has, and `more` queries of other curves."""
+def chart_panel(chart: Chart, extra_queries: dict[str, str] | None = None) -> Panel:
+    """Make a panel of a chart's curves, as far as Prometheus has them, and of `extra_queries`."""
     queries = {QUERIES[series.key]: series.label for series in chart.series if series.key in QUERIES}
-    stacked = chart.kind is Kind.STACKED
-    return Panel(chart.heading, UNITS.get(chart.unit, "short"), {**queries, **(more or {})}, stacked)
+    queries.update(extra_queries or {})
+    return Panel(chart.heading, UNITS.get(chart.unit, "short"), queries, chart.kind is Kind.STACKED)
 
 
-def panel_of_metrics(title: str, *keys: str) -> Panel:
-    """A panel of several metrics with one unit, each with its label."""
+def metrics_panel(title: str, *keys: str) -> Panel:
+    """Make a panel of several metrics, which must have the same unit."""
     (unit,) = {METRIC_CHARTS[key].unit for key in keys}
     return Panel(title, UNITS.get(unit, "short"), {QUERIES[key]: METRIC_CHARTS[key].title for key in keys})
 
@@ -91,8 +92,8 @@ ROWS: dict[str, list[Panel]] = {
             {f"rate({TRAINER_TIME}[5m])": "{{phase}}"},
             stacked=STEP_TIME.kind is Kind.STACKED,
         ),
-        # Free slots are not ROLLOUT_IDLE, for which Prometheus would need the spans of every server.
-        panel_of(
+        # Free slots are only an approximation of ROLLOUT_IDLE, which needs the spans of every server.
+        chart_panel(
             IDLE,
             {
                 "1 - sum(async_grpo_samples_running) / sum(async_grpo_concurrency_limit_samples)": "free slots of the "
@@ -111,9 +112,9 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "Staleness": [
-        panel_of(AGES),
+        chart_panel(AGES),
         Panel("How full the staleness window is", "percentunit", {"max(async_grpo_window_fill_ratio)": "window"}),
-        panel_of_metrics("Off-policy: effective sample size, clipped tokens", "ess", "clip_fraction"),
+        metrics_panel("Off-policy: effective sample size, clipped tokens", "ess", "clip_fraction"),
     ],
     "Weights": [
         Panel(
@@ -133,7 +134,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "Buffer": [
-        panel_of(
+        chart_panel(
             BUFFER,
             {'max by (state) (async_grpo_buffer_groups{state!~"inflight|ready"})': "{{state}}"},
         ),
@@ -153,12 +154,12 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "Rewards": [
-        panel_of_metrics(f"{REWARD.heading} of the last step", "reward_mean", "reward_std"),
-        panel_of(REWARD_BY_FUNCTION, {"async_grpo_trainer_reward_by_function": "{{function}}"}),
-        panel_of_metrics("Shares of the last step", "informative_groups", "truncated_fraction"),
-        panel_of(METRIC_CHARTS["completion_tokens_mean"]),
-        panel_of_metrics("Loss and gradient norm", "loss", "grad_norm"),
-        panel_of_metrics("Nats per token", "entropy_estimate", "logprob_gap_mean", "kl"),
+        metrics_panel(f"{REWARD.heading} of the last step", "reward_mean", "reward_std"),
+        chart_panel(REWARD_BY_FUNCTION, {"async_grpo_trainer_reward_by_function": "{{function}}"}),
+        metrics_panel("Shares of the last step", "informative_groups", "truncated_fraction"),
+        chart_panel(METRIC_CHARTS["completion_tokens_mean"]),
+        metrics_panel("Loss and gradient norm", "loss", "grad_norm"),
+        metrics_panel("Nats per token", "entropy_estimate", "logprob_gap_mean", "kl"),
     ],
     "Faults": [
         Panel("Who answers", "short", {'up{job=~"trainer|rollout"}': "{{job}} {{instance}}"}),
@@ -194,16 +195,17 @@ ROWS: dict[str, list[Panel]] = {
 }
 
 
-def dashboard() -> dict[str, Any]:
-    """The dashboard in Grafana's JSON model."""
+def make_dashboard() -> dict[str, Any]:
+    """Make the dashboard in Grafana's JSON model."""
     panels: list[dict[str, Any]] = []
     top = 0
     for row, members in ROWS.items():
-        panels.append({"type": "row", "title": row, "collapsed": False, "gridPos": _place(0, top, 24, 1), "panels": []})
+        position = make_position(0, top, 24, 1)
+        panels.append({"type": "row", "title": row, "collapsed": False, "gridPos": position, "panels": []})
         for index, panel in enumerate(members):
-            place = _place(WIDTH * (index % 3), top + 1 + HEIGHT * (index // 3), WIDTH, HEIGHT)
-            panels.append(_facts(panel, place))
-        top += 1 + HEIGHT * -(-len(members) // 3)
+            position = make_position(WIDTH * (index % 3), top + 1 + HEIGHT * (index // 3), WIDTH, HEIGHT)
+            panels.append(make_panel(panel, position))
+        top += 1 + HEIGHT * math.ceil(len(members) / 3)
     numbered = [{"id": number, **panel} for number, panel in enumerate(panels, 1)]
     return {
         "uid": "async-grpo",
@@ -217,16 +219,16 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def _place(x: int, y: int, width: int, height: int) -> dict[str, int]:
+def make_position(x: int, y: int, width: int, height: int) -> dict[str, int]:
     return {"x": x, "y": y, "w": width, "h": height}
 
 
-def _facts(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
+def make_panel(panel: Panel, position: dict[str, int]) -> dict[str, Any]:
+    """Make a panel in Grafana's JSON model."""
     source = {"type": "prometheus", "uid": "prometheus"}
-    targets = [
-        {"refId": chr(ord("A") + index), "datasource": source, "expr": expr, "legendFormat": legend}
-        for index, (expr, legend) in enumerate(panel.queries.items())
-    ]
+    targets = []
+    for index, (query, legend) in enumerate(panel.queries.items()):
+        targets.append({"refId": chr(ord("A") + index), "datasource": source, "expr": query, "legendFormat": legend})
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0 if panel.unit in ("s", "bytes") else None}
     if panel.stacked:
         defaults["custom"] = {"fillOpacity": 30, "stacking": {"mode": "normal", "group": "A"}}
@@ -234,17 +236,17 @@ def _facts(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
         "type": "timeseries",
         "title": panel.title,
         "datasource": source,
-        "gridPos": place,
+        "gridPos": position,
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": targets,
     }
 
 
-def text() -> str:
-    """The text of the dashboard file."""
-    return json.dumps(dashboard(), indent=1) + "\n"
+def format_dashboard() -> str:
+    """Return the content of the dashboard file."""
+    return json.dumps(make_dashboard(), indent=1) + "\n"
 
 
 if __name__ == "__main__":
-    FILE.write_text(text())
+    FILE.write_text(format_dashboard())

@@ -1,11 +1,11 @@
 #!/bin/sh
-# entrypoint.sh COMMAND...: COMMAND, with the secrets of this container in its environment and devices of its own.
+# entrypoint.sh COMMAND...: run COMMAND with the container's secrets in its environment and, optionally, its own devices.
 #
-# Every file SECRETS_DIR/ASYNC_GRPO_* becomes the variable of its name, unless that is set.
+# Every file SECRETS_DIR/ASYNC_GRPO_* becomes the environment variable of its name, unless the variable is set.
 #
-# DEVICE_SETS="0,1 2,3" deals devices out to containers that are all alike: the first set that nobody holds becomes
-# VISIBLE_DEVICES_VARIABLE. A set is held by a lock on a file of DEVICE_LOCKS, a folder that the containers of one
-# machine share. The lock belongs to COMMAND, and the kernel takes it away when COMMAND ends, however that happens.
+# DEVICE_SETS="0,1 2,3" distributes devices over identical containers: VISIBLE_DEVICES_VARIABLE is set to the first set
+# that is free. A container locks its set's file in DEVICE_LOCKS, a folder that all containers of the machine share.
+# COMMAND inherits the lock, so the kernel releases it when COMMAND ends, even if it is killed.
 set -eu
 
 for file in "${SECRETS_DIR:-/run/secrets}"/ASYNC_GRPO_*; do
@@ -23,7 +23,7 @@ take_devices() {
             return
         fi
     done
-    echo "all of DEVICE_SETS ($DEVICE_SETS) are held by other containers. Start fewer, or name more" >&2
+    echo "all of DEVICE_SETS ($DEVICE_SETS) are in use by other containers. Start fewer containers, or add sets" >&2
     exit 1
 }
 

@@ -1,15 +1,15 @@
 #!/bin/sh
-# The server of the replay buffer, with the settings that it demands (docs/buffer-redis.md): no eviction, and an append-only
-# file that is synced at every acknowledged write. The password goes through a file of this container's memory, so
-# that no list of processes shows it. Further arguments go to the server.
+# redis.sh ARGUMENT...: start the replay buffer's server with its required settings (docs/buffer-redis.md): no eviction,
+# and an append-only file that is synced before every acknowledgement. The password is passed in a file on the
+# container's tmpfs, because command-line arguments are visible to all processes. ARGUMENTs go to the server.
 set -eu
 
 umask 077
-own=$(mktemp)
+config=$(mktemp)
 secret=$(cat "${SECRETS_DIR:-/run/secrets}/ASYNC_GRPO_REDIS_PASSWORD")
-printf 'requirepass %s\n' "$secret" >"$own"
+printf 'requirepass %s\n' "$secret" >"$config"
 
-exec redis-server "$own" \
+exec redis-server "$config" \
     --appendonly yes \
     --appendfsync "${REDIS_FSYNC:-always}" \
     --save '' \

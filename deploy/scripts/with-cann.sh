@@ -1,5 +1,5 @@
 #!/bin/bash
-# with-cann.sh COMMAND...: COMMAND in the environment of CANN, which its own scripts set for shells that log in only.
+# with-cann.sh COMMAND...: run COMMAND in CANN's environment, which CANN's scripts set only for login shells.
 set -e
 
 for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
@@ -10,7 +10,7 @@ for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal
 done
 
 if [ -z "${TASK_QUEUE_ENABLE:-}" ]; then
-    unset TASK_QUEUE_ENABLE         # empty would mean 0; trainers and engines have defaults of their own
+    unset TASK_QUEUE_ENABLE         # an empty value would mean 0; trainers and engines have different defaults
 fi
 
 exec "$@"
