@@ -9,11 +9,11 @@ from urllib.parse import quote
 
 import pytest
 
-from async_grpo.lab.view.vendor import UPLOT, is_there
+from async_grpo.lab.view.vendor import UPLOT, is_unpacked
 from tests.support.view_runs import HOSTILE, write_metrics, write_run
 from tests.view.conftest import HOSTILE_RUN, NARROW, serving, view_of
 
-needs_charts = pytest.mark.skipif(not is_there(UPLOT), reason="needs uPlot: python -m async_grpo.lab.view.vendor")
+needs_charts = pytest.mark.skipif(not is_unpacked(UPLOT), reason="needs uPlot: python -m async_grpo.lab.view.vendor")
 
 
 @pytest.fixture(scope="module")

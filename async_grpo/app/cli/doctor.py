@@ -39,7 +39,7 @@ def doctor(
     With CONFIG, also check whether that run can start on this machine: model, data and its first row, reward functions,
     memory, disk, ports, devices, Redis, and keys without effect.
     """
-    from async_grpo.lab.doctor import checks_of, checks_of_run
+    from async_grpo.lab.doctor import machine_checks, run_checks
 
     run_config: RunConfig | None = None
     findings: list[Finding] = []
@@ -48,9 +48,9 @@ def doctor(
     chosen: PlatformName = platform or (run_config.trainer.platform if run_config is not None else "cpu")
 
     with Console(stderr=True).status("checking; private names of packages take ten seconds"):
-        findings += [check() for check in checks_of(chosen)]
+        findings += [check() for check in machine_checks(chosen)]
         if run_config is not None:
-            findings += [check() for check in checks_of_run(run_config)]
+            findings += [check() for check in run_checks(run_config)]
     healthy = all(finding.ok is not False for finding in findings)
     if as_json:
         document = {"platform": chosen, "ok": healthy, "findings": [asdict(finding) for finding in findings]}

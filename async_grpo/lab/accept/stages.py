@@ -21,7 +21,7 @@ from typing import Any
 from async_grpo.config import RunConfig
 from async_grpo.errors import RoleFailed
 from async_grpo.lab.accept.context import HOST_RANKS, STEPS, TEMPERATURE, StageContext
-from async_grpo.lab.doctor import checks_of
+from async_grpo.lab.doctor import machine_checks
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import rows_of_kind
 
@@ -112,7 +112,7 @@ STALE_WEIGHTS = (
 
 async def doctor(context: StageContext) -> list[StageMetric]:
     """Run the checks of `async-grpo doctor`."""
-    findings = [await asyncio.to_thread(check) for check in checks_of(context.platform.name)]
+    findings = [await asyncio.to_thread(check) for check in machine_checks(context.platform.name)]
     return [
         StageMetric(finding.name, finding.found, ok=finding.ok is not False, fix=finding.fix) for finding in findings
     ]

@@ -1,4 +1,4 @@
-"""RunsRoot: the runs and sweeps below a folder, by unique ids. KnownRun: one run, read again when its files grow."""
+"""RunsRoot: the runs and sweeps below a folder, by unique ids. ViewedRun: one run, read again when its files grow."""
 
 from __future__ import annotations
 
@@ -19,66 +19,77 @@ from async_grpo.lab.view.columns import READ_S, StepColumns
 SEPARATOR = "~"
 """Replaces the slash in ids, so that the id of a run in a subfolder is one segment of a URL."""
 SWEEP_RECORD = "points.json"
-SIGNS = ("config.yaml", "metrics.jsonl", "run.json", "summary.json", "evaluations/*.jsonl")
-"""Files that the figures of a run are computed from."""
+WATCHED_FILES = ("config.yaml", "metrics.jsonl", "run.json", "summary.json", "evaluations/*.jsonl")
+"""Files from which the metrics of a run are computed."""
 
 
-class KnownRun:
-    """One run: its columns, and the figures of the list, read again when its files have changed."""
+class ViewedRun:
+    """One run: its columns and its entry in the list, read again when its files have changed. Thread-safe."""
 
     def __init__(self, run_id: str, path: Path) -> None:
         self.id = run_id
         self.run = Run(path)
         self.columns = StepColumns(path)
-        self._lock, self._summary_lock = threading.Lock(), threading.Lock()
-        self._sign: Any = None
-        self._brief: dict[str, Any] = {}
-        self._summary: tuple[Any, dict[str, Any]] = (None, {})
+        self._lock = threading.Lock()
+        # A separate lock: computing a summary takes seconds, and the list of runs must not wait for it.
+        self._summary_lock = threading.Lock()
+        self._fingerprint: Any = None
+        self._entry: dict[str, Any] = {}
+        self._summary_fingerprint: Any = None
+        self._summary: dict[str, Any] = {}
 
-    def sign(self) -> tuple[Any, ...]:
-        """A value that changes when the run writes, starts or ends."""
-        stats = [(path.name, path.stat()) for pattern in SIGNS for path in self.run.path.glob(pattern)]
-        return (self.run.folder.has_live_process(), *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Return a value that changes when the run writes, starts or ends."""
+        files = []
+        for pattern in WATCHED_FILES:
+            for path in self.run.path.glob(pattern):
+                stat = path.stat()
+                files.append((path.name, stat.st_size, stat.st_mtime_ns))
+        return (self.run.folder.has_live_process(), *files)
 
-    def brief(self, budget_s: float = READ_S) -> dict[str, Any]:
-        """The figures of the run in the list. `read` is the share of its steps that has been read; while it is below 1,
-        each call reads further."""
+    def list_entry(self, budget_s: float = READ_S) -> dict[str, Any]:
+        """Return the run's entry in the list.
+
+        `read` is the share of its steps that has been read. While it is below 1, each call reads further.
+        """
         with self._lock:
-            sign = self.sign()
-            if sign != self._sign or self._brief["read"] < 1:
-                self._brief, self._sign = self._read_brief(budget_s), sign
-            return self._brief
+            # Take the fingerprint before reading: a change during the read is then picked up by the next call.
+            fingerprint = self.fingerprint()
+            if fingerprint != self._fingerprint or self._entry["read"] < 1:
+                self._entry = self._read_entry(budget_s)
+                self._fingerprint = fingerprint
+            return self._entry
 
-    def _read_brief(self, budget_s: float) -> dict[str, Any]:
-        read = self.columns.update(budget_s)
-        settings, state = self.run.settings(), self.run.state()
+    def _read_entry(self, budget_s: float) -> dict[str, Any]:
+        read = self.columns.read_new_rows(budget_s)
+        settings = self.run.settings()
         evaluations = self.run.evaluations()
+        config = self._validate(settings)
         times = self.columns.column("time_s")
         ages = self.columns.column("age_max")
-        spent_s = float(times[-1] - times[0]) if len(times) else None
-        config = self._config(settings)
+        steps_s = float(times[-1] - times[0]) if len(times) else None
         return {
             "id": self.id,
             "name": self.id.replace(SEPARATOR, "/"),
             "read": read,
             "status": self.run.status().value,
             "reason": self.run.reason,
-            "step": self.columns.last("step"),
+            "step": self.columns.last_value("step"),
             "steps": settings.get("steps"),
             "max_staleness": settings.get("max_staleness"),
             "age_bound": config and config.replay_policy.age_bound,
             "capacity": config and config.capacity_groups,
             "age_max": float(np.nanmax(ages)) if not np.isnan(ages).all() else None,
-            "reward": self.columns.last("reward_mean"),
+            "reward": self.columns.last_value("reward_mean"),
             "accuracy": evaluations[-1].get("sampled_accuracy") if evaluations else None,
             "tokens_per_s": self.columns.tokens_per_s(settings.get("max_staleness")),
             "started_s": float(times[0]) if len(times) else None,
             "changed_s": max(path.stat().st_mtime for path in (self.run.path, *self.run.path.glob("metrics.jsonl"))),
-            "duration_s": state.wall_s or spent_s,
+            "duration_s": self.run.state().wall_s or steps_s,
         }
 
-    def _config(self, settings: dict[str, Any]) -> RunConfig | None:
-        """The configuration; None if this release refuses it."""
+    def _validate(self, settings: dict[str, Any]) -> RunConfig | None:
+        """Return the configuration; None if this release rejects it."""
         try:
             remove_former_values(settings)
             return validate(settings, str(self.run.path))
@@ -86,10 +97,10 @@ class KnownRun:
             return None
 
     def details(self) -> dict[str, Any]:
-        """The data of the run's overview page."""
-        brief, folder = self.brief(), self.run.path
+        """Return the data of the run's overview page."""
+        folder = self.run.path
         return {
-            **brief,
+            **self.list_entry(),
             "path": str(folder),
             "settings": self.run.settings(),
             "evaluations": self.run.evaluations(),
@@ -99,67 +110,74 @@ class KnownRun:
         }
 
     def summary(self) -> dict[str, Any]:
-        """The figures of the whole run; {} while it is live. Computing them takes seconds if a long run has not written
-        its summary.json."""
+        """Return the metrics of the whole run; {} while it is live.
+
+        Takes seconds for a long run that has not written its summary.json.
+        """
         with self._summary_lock:
-            if self.brief()["status"] == RunStatus.LIVE:
+            if self.list_entry()["status"] == RunStatus.LIVE:
                 return {}
-            if (sign := self.sign()) != self._summary[0]:
-                self._summary = (sign, self.run.summary())
-            return {key: value for key, value in self._summary[1].items() if key != "evaluations"}
+            fingerprint = self.fingerprint()
+            if fingerprint != self._summary_fingerprint:
+                self._summary = self.run.summary()
+                self._summary_fingerprint = fingerprint
+            return {key: value for key, value in self._summary.items() if key != "evaluations"}
 
 
 class RunsRoot:
-    """The runs below a folder, or the one run that the folder is. Links out of it are not followed."""
+    """The runs below a folder, or the one run that the folder is. Links that lead out of it are not followed."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise ConfigError(
-                f"{path} is no folder of runs. Name the folder that holds them (runs_dir of the configuration, usually "
+                f"{path} is not a folder of runs. Name the folder of all runs (runs_dir of the configuration, usually "
                 "runs), or one run in it"
             )
         self.path = path.resolve()
-        self._known: dict[Path, KnownRun] = {}
+        self._runs: dict[Path, ViewedRun] = {}
 
-    def runs(self) -> list[KnownRun]:
-        """All runs, the latest first."""
+    def viewed_runs(self) -> list[ViewedRun]:
+        """Return all runs, the latest first."""
         paths = [run.path for run in list_runs(self.path)]
-        return [self._know(path) for path in paths if self._is_inside(path)]
+        return [self._viewed_run(path) for path in paths if self._is_inside(path)]
 
-    def run(self, run_id: str) -> KnownRun:
-        """The run of this id. Raises HTTPException if there is none."""
-        for path in self._named(run_id):
+    def find_run(self, run_id: str) -> ViewedRun:
+        """Return the run with this id. Raises HTTPException if there is none."""
+        for path in self._candidate_paths(run_id):
             if is_run(path):
-                return self._know(path)
+                return self._viewed_run(path)
         raise HTTPException(404, f"there is no run {run_id!r} in {self.path}. It may have been removed or renamed")
 
-    def find(self, run_id: str) -> Path:
-        """The folder of a run. Raises HTTPException if there is none of this id."""
-        return self.run(run_id).run.path
+    def find_run_folder(self, run_id: str) -> Path:
+        """Return the folder of the run with this id. Raises HTTPException if there is none."""
+        return self.find_run(run_id).run.path
 
-    def sweeps(self) -> list[Path]:
-        """The folders of sweeps, the newest first."""
-        places = {path.parent for pattern in ("", "*/", "*/*/") for path in self.path.glob(pattern + SWEEP_RECORD)}
-        return sorted(filter(self._is_inside, places), key=lambda path: path.stat().st_mtime, reverse=True)
+    def sweep_folders(self) -> list[Path]:
+        """Return the folders of sweeps, the newest first."""
+        folders: set[Path] = set()
+        for depth in ("", "*/", "*/*/"):
+            folders.update(path.parent for path in self.path.glob(depth + SWEEP_RECORD))
+        inside = [folder for folder in folders if self._is_inside(folder)]
+        return sorted(inside, key=lambda path: path.stat().st_mtime, reverse=True)
 
-    def sweep(self, sweep_id: str) -> Path:
-        """The folder of a sweep. Raises HTTPException if there is none of this id."""
-        for path in self._named(sweep_id):
+    def find_sweep_folder(self, sweep_id: str) -> Path:
+        """Return the folder of the sweep with this id. Raises HTTPException if there is none."""
+        for path in self._candidate_paths(sweep_id):
             if (path / SWEEP_RECORD).is_file():
                 return path
         raise HTTPException(404, f"there is no sweep {sweep_id!r} in {self.path}. It may have been removed or renamed")
 
-    def id_of(self, path: Path) -> str:
-        """The id of a run or sweep in addresses."""
+    def make_id(self, path: Path) -> str:
+        """Return the id of a run or sweep for URLs."""
         return path.name if path == self.path else SEPARATOR.join(path.relative_to(self.path).parts)
 
-    def _know(self, path: Path) -> KnownRun:
-        if path not in self._known:
-            self._known[path] = KnownRun(self.id_of(path), path)
-        return self._known[path]
+    def _viewed_run(self, path: Path) -> ViewedRun:
+        if path not in self._runs:
+            self._runs[path] = ViewedRun(self.make_id(path), path)
+        return self._runs[path]
 
-    def _named(self, name: str) -> Iterator[Path]:
-        """The folders that an id can refer to: names may contain the separator themselves."""
+    def _candidate_paths(self, name: str) -> Iterator[Path]:
+        """Yield the folders that an id can refer to. Names may contain the separator themselves."""
         if "/" in name or "\0" in name:
             return
         if name == self.path.name:
@@ -170,5 +188,5 @@ class RunsRoot:
                 yield path
 
     def _is_inside(self, path: Path) -> bool:
-        """Whether the folder lies below the root and its path contains no link."""
+        """True if the folder is below the root and its path has no link."""
         return path.resolve() == path and path.is_relative_to(self.path)

@@ -1,10 +1,10 @@
 """StepColumns: the metrics of a run's steps as columns that grow with its file, and curves of them for the screen.
 
-    metrics.jsonl         --StepColumns.update-->  key -> one number a step   --thinned-->  at most MOST_POINTS a curve
-    timeline/rollout-*    --ServerSpans.update-->  spans  -->  idle share of the servers
+    metrics.jsonl         --read_new_rows-->   key -> one number per step  --downsample--> at most MAX_POINTS per curve
+    timeline/rollout-*    --read_new_spans-->  spans                       --> idle share of the servers
 
-Long files are read in parts: an update stops after its time budget and returns the share that has been read; the next
-update continues. A run of 100,000 steps takes about 50 MB. Nested fields have dotted keys: `age_histogram.2`.
+Long files are read in parts: a call stops after its time budget and returns the share that has been read; the next call
+continues. A run of 100,000 steps takes about 50 MB. Nested fields have dotted keys: `age_histogram.2`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ from async_grpo.telemetry.rows import count_warmup_steps, rate
 
 READ_S = 0.25
 """Seconds that a request may spend on reading new rows. The page asks again until everything has been read."""
-MOST_POINTS = 2000
-"""Most points of a curve, more than a screen has columns."""
-MOST_WARNINGS = 200
+MAX_POINTS = 2000
+"""Maximum points of a curve, more than a screen has columns."""
+MAX_WARNINGS = 200
 AGES = f"{TOKENS_BY_AGE.family}."
+"""Prefix of the keys of tokens by age."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -44,66 +45,78 @@ class StepColumns:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir
         self.lock = threading.RLock()
-        """Hold it to see the same steps in several calls."""
-        self._begin()
+        """Take it to read the same steps in several calls."""
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._files = FollowedFiles(self._folder, "metrics.jsonl")
         self._servers = ServerSpans(self._folder)
-        self._rows = 0
+        self._row_count = 0
         self._columns: dict[str, array[float]] = {}
-        self._ordered: tuple[int, npt.NDArray[np.int64]] = (0, np.zeros(0, np.int64))
-        self.warnings: deque[dict[str, Any]] = deque(maxlen=MOST_WARNINGS)
+        self._ordered_rows = 0
+        """Rows that `_order` covers."""
+        self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self.warnings: deque[dict[str, Any]] = deque(maxlen=MAX_WARNINGS)
 
-    def update(self, budget_s: float = math.inf) -> float:
-        """Read new rows for about `budget_s` seconds, from the start if another run has taken the folder. Returns the
-        share of the file that has been read; 1 means all of it."""
+    def read_new_rows(self, budget_s: float = math.inf) -> float:
+        """Read new rows for about `budget_s` seconds, from the start if another run has replaced the file.
+
+        Returns the share of the file that has been read; 1 means all of it.
+        """
         with self.lock:
             if self._files.are_replaced():
-                self._begin()
-            return self._files.read_lines(self._add, time.monotonic() + budget_s)
+                self._reset()
+            return self._files.read_lines(self._add_lines, time.monotonic() + budget_s)
 
-    def update_servers(self, budget_s: float = math.inf) -> float:
-        """Read new spans of the timelines, which give the idle shares of the servers; budget and result as for
-        `update`."""
+    def read_new_spans(self, budget_s: float = math.inf) -> float:
+        """Read new spans of the servers' timelines, from which their idle shares are computed.
+
+        Budget and result are as for `read_new_rows`.
+        """
         with self.lock:
-            return self._servers.update(time.monotonic() + budget_s)
+            return self._servers.read_new_spans(time.monotonic() + budget_s)
 
-    def _add(self, _path: Path, _offset: int, lines: list[bytes]) -> None:
+    def _add_lines(self, _path: Path, _offset: int, lines: list[bytes]) -> None:
         rows = list(parse_rows(lines))
         self.warnings.extend(row for row in rows if row.get("kind") == "warning")
         steps = [row for row in rows if row.get("kind") == "step" and isinstance(row.get("step"), int)]
-        for key, values in _columns_of(steps):
+        for key, values in _flatten_columns(steps):
+            # Fill up with NaN for earlier rows without this key.
             column = self._columns.setdefault(key, array("d"))
-            column.extend([np.nan] * (self._rows - len(column)))
+            column.extend([np.nan] * (self._row_count - len(column)))
             column.frombytes(values.tobytes())
-        self._rows += len(steps)
+        self._row_count += len(steps)
 
-    def _order(self) -> npt.NDArray[np.int64]:
-        """Index of the last row of each step, sorted by step."""
-        if self._ordered[0] != self._rows:
-            _, from_end = np.unique(self._raw("step")[::-1], return_index=True)
-            self._ordered = (self._rows, self._rows - 1 - from_end)
-        return self._ordered[1]
+    def _step_order(self) -> npt.NDArray[np.int64]:
+        """Return the index of the last row of each step, sorted by step."""
+        if self._ordered_rows != self._row_count:
+            # np.unique returns the first index of each value, so search from the end.
+            _, from_end = np.unique(self._raw_column("step")[::-1], return_index=True)
+            self._order = self._row_count - 1 - from_end
+            self._ordered_rows = self._row_count
+        return self._order
 
-    def _raw(self, key: str) -> Floats:
-        values = np.full(self._rows, np.nan)
-        found = self._columns.get(key, array("d"))
-        values[: len(found)] = found
+    def _raw_column(self, key: str) -> Floats:
+        """Return one number per row, in the order of the file."""
+        values = np.full(self._row_count, np.nan)
+        column = self._columns.get(key, array("d"))
+        values[: len(column)] = column
         return values
 
     def __len__(self) -> int:
         with self.lock:
-            return len(self._order())
+            return len(self._step_order())
 
     def keys(self) -> list[str]:
-        """The keys that at least one step has."""
+        """Return the keys that at least one step has."""
         with self.lock:
             return list(self._columns)
 
     def column(self, key: str) -> Floats:
-        """One number for each step, sorted by step, NaN where it is missing. TRAINER_IDLE and ROLLOUT_IDLE are keys
-        too."""
+        """Return one number per step, sorted by step, NaN where it is missing.
+
+        TRAINER_IDLE and ROLLOUT_IDLE are keys too.
+        """
         with self.lock:
             if key == TRAINER_IDLE:
                 with np.errstate(invalid="ignore", divide="ignore"):
@@ -111,44 +124,53 @@ class StepColumns:
                 return np.where(np.isfinite(shares), shares, np.nan)
             if key == ROLLOUT_IDLE:
                 return self._servers.idle_shares(self.column("time_s"), self.column("step_s"))
-            return self._raw(key)[self._order()]
+            return self._raw_column(key)[self._step_order()]
 
-    def last(self, key: str) -> float | None:
-        """The value of the newest step that has one."""
+    def last_value(self, key: str) -> float | None:
+        """Return the value of the newest step that has one."""
         values = self.column(key)
-        known = values[~np.isnan(values)]
-        return float(known[-1]) if len(known) else None
+        present = values[~np.isnan(values)]
+        return float(present[-1]) if len(present) else None
 
-    def means(self, keys: Sequence[str]) -> dict[str, float]:
-        """Mean over the steps, of the keys that at least one step has."""
-        columns = {key: self.column(key) for key in keys}
-        return {key: float(np.nanmean(values)) for key, values in columns.items() if not np.isnan(values).all()}
+    def mean_values(self, keys: Sequence[str]) -> dict[str, float]:
+        """Return the mean over the steps for each key that at least one step has."""
+        means = {}
+        for key in keys:
+            values = self.column(key)
+            if not np.isnan(values).all():
+                means[key] = float(np.nanmean(values))
+        return means
 
     def tokens_per_s(self, max_staleness: Any) -> float | None:
-        """Tokens trained per second over the steps behind the head start, as reports have it; None if unknown."""
+        """Return the tokens trained per second over the steps after the head start, as in reports; None if unknown."""
         window = max_staleness if isinstance(max_staleness, int) else 0
         with self.lock:
-            trained, spent_s = self.column("trained_tokens"), self.column("step_s")
+            trained = self.column("trained_tokens")
+            durations_s = self.column("step_s")
         first = count_warmup_steps(len(trained), window)
         if np.isnan(trained[first:]).all():
             return None
-        return rate(float(np.nansum(trained[first:])), float(np.nansum(spent_s[first:])))
+        return rate(float(np.nansum(trained[first:])), float(np.nansum(durations_s[first:])))
 
-    def x(self, axis: str) -> Floats:
-        """The steps' coordinates on the axis: `step`, or `time` in seconds since the end of the first step."""
-        values = self.column("time_s" if axis == "time" else "step")
-        return values - values[0] if axis == "time" and len(values) else values
+    def x_values(self, axis: str) -> Floats:
+        """Return the steps' coordinates on an axis: `step`, or `time` in seconds since the end of the first step."""
+        if axis != "time":
+            return self.column("step")
+        times = self.column("time_s")
+        return times - times[0] if len(times) else times
 
-    def ages(self, axis: str, most: int = 400) -> dict[str, Any]:
-        """Share of the trained tokens at each age, [age][column]. Adjacent steps share a column if there are too
-        many."""
+    def age_shares(self, axis: str, max_columns: int = 400) -> dict[str, Any]:
+        """Return the share of the trained tokens at each age, [age][column].
+
+        Neighbouring steps share a column if there are more than `max_columns`.
+        """
         with self.lock:
             ages = sorted(int(key.removeprefix(AGES)) for key in self.keys() if key.startswith(AGES))
-            x = self.x(axis)
+            x = self.x_values(axis)
             if not ages:
                 return {"x": [], "ages": [], "share": []}
             tokens = np.array([np.nan_to_num(self.column(f"{AGES}{age}")) for age in ages])
-        starts = [start for start, _ in _parts(len(x), most)]
+        starts = _column_starts(len(x), max_columns)
         summed = np.add.reduceat(tokens, starts, axis=1)
         share = summed / np.maximum(summed.sum(axis=0), 1)
         return {"x": x[starts].tolist(), "ages": ages, "share": np.round(share, 4).tolist()}
@@ -159,68 +181,83 @@ class ServerSpans:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "timeline"
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._files = FollowedFiles(self._folder, "rollout-*.jsonl")
         self._spans: dict[Path, tuple[array[float], array[float]]] = {}
-        self._is_whole = False
+        self._is_complete = False
 
-    def update(self, until: float) -> float:
-        """Read new spans until `time.monotonic()` reaches `until`, from the start if another run has taken the folder.
-        Returns the share that has been read."""
+    def read_new_spans(self, until: float) -> float:
+        """Read new spans until `time.monotonic()` reaches `until`, from the start if another run has replaced a file.
+
+        Returns the share that has been read.
+        """
         if self._files.are_replaced():
-            self._begin()
-        read = self._files.read_lines(self._add, until)
-        self._is_whole = read == 1
+            self._reset()
+        read = self._files.read_lines(self._add_lines, until)
+        self._is_complete = read == 1
         return read
 
-    def _add(self, path: Path, _offset: int, lines: list[bytes]) -> None:
-        spans = [row for row in parse_rows(lines) if row.get("track") in GENERATING]
-        times = [_numbers([row.get(key) for row in spans]) for key in ("start_s", "end_s")]
-        known = ~np.isnan(times[0]) & ~np.isnan(times[1])
-        columns = self._spans.setdefault(path, (array("d"), array("d")))
-        for column, values in zip(columns, times, strict=True):
-            column.frombytes(values[known].tobytes())
+    def _add_lines(self, path: Path, _offset: int, lines: list[bytes]) -> None:
+        rows = [row for row in parse_rows(lines) if row.get("track") in GENERATING]
+        starts = _to_floats([row.get("start_s") for row in rows])
+        ends = _to_floats([row.get("end_s") for row in rows])
+        is_valid = ~np.isnan(starts) & ~np.isnan(ends)
+        start_column, end_column = self._spans.setdefault(path, (array("d"), array("d")))
+        start_column.frombytes(starts[is_valid].tobytes())
+        end_column.frombytes(ends[is_valid].tobytes())
 
     def idle_shares(self, ends: Floats, lengths: Floats) -> Floats:
-        """Share of each step in which a server generated nothing, mean over the servers, given the ends and lengths of
-        the steps in seconds. NaN where it is unknown, and until all timelines have been read."""
+        """Return the share of each step in which a server generated nothing, mean over the servers.
+
+        `ends` and `lengths` are those of the steps in seconds. NaN where it is unknown, and everywhere until all
+        timelines have been read: a server whose spans are still unread would look idle.
+        """
         shares = np.full(len(ends), np.nan)
-        known = ~np.isnan(ends) & (lengths > 0)
-        if self._is_whole and self._spans:
+        if self._is_complete and self._spans:
+            is_valid = ~np.isnan(ends) & (lengths > 0)
+            ends = ends[is_valid]
+            lengths = lengths[is_valid]
             servers = [(np.array(start), np.array(end)) for start, end in self._spans.values()]
-            ends, lengths = ends[known], lengths[known]
-            shares[known] = idle_s(ends - lengths, ends, servers) / lengths
+            shares[is_valid] = idle_s(ends - lengths, ends, servers) / lengths
         return shares
 
 
-def thinned(x: Floats, y: Floats, most: int = MOST_POINTS) -> tuple[Floats, Floats]:
-    """At most `most` points of a curve: the lowest and the highest of each run of neighbouring points, in order."""
-    known = ~np.isnan(y) & ~np.isnan(x)
-    x, y = x[known], y[known]
-    if len(y) <= most:
+def downsample(x: Floats, y: Floats, max_points: int = MAX_POINTS) -> tuple[Floats, Floats]:
+    """Return at most `max_points` points of a curve.
+
+    Of each range of neighbouring points the lowest and the highest are kept, in order, so that spikes stay visible.
+    """
+    is_valid = ~np.isnan(y) & ~np.isnan(x)
+    x = x[is_valid]
+    y = y[is_valid]
+    if len(y) <= max_points:
         return x, y
-    size = -(-len(y) // (most // 2))
-    parts = np.append(y, np.full(-len(y) % size, y[-1])).reshape(-1, size)
-    starts = size * np.arange(len(parts))
-    places = np.concatenate([starts + parts.argmin(axis=1), starts + parts.argmax(axis=1)])
-    kept = np.unique(np.minimum(places, len(y) - 1))
+
+    size = -(-len(y) // (max_points // 2))
+    padding = np.full(-len(y) % size, y[-1])
+    ranges = np.append(y, padding).reshape(-1, size)
+    starts = size * np.arange(len(ranges))
+    indices = np.concatenate([starts + ranges.argmin(axis=1), starts + ranges.argmax(axis=1)])
+    kept = np.unique(np.minimum(indices, len(y) - 1))
     return x[kept], y[kept]
 
 
-def curve_groups() -> list[dict[str, Any]]:
-    """The metrics that have curves, by group: key, label, unit and description of each. Reward, staleness and idle
-    shares come first."""
+def group_curves() -> list[dict[str, Any]]:
+    """Return the metrics that have curves by group: key, label, unit and description of each.
+
+    Reward, staleness and idle shares come first.
+    """
     groups: dict[str, list[dict[str, str]]] = {"reward": [], "staleness": [], "idle": []}
     for key, chart in METRIC_CHARTS.items():
-        facts = {"key": key, "label": chart.title, "unit": chart.unit, "doc": chart.doc}
-        groups.setdefault(chart.group, []).append(facts)
+        entry = {"key": key, "label": chart.title, "unit": chart.unit, "doc": chart.doc}
+        groups.setdefault(chart.group, []).append(entry)
     return [{"group": group, "metrics": metrics} for group, metrics in groups.items()]
 
 
-def chart_facts(chart: Chart) -> dict[str, Any]:
-    """A chart of `telemetry.charts` for the page, which has its own colour for each name because of its themes."""
+def describe_chart(chart: Chart) -> dict[str, Any]:
+    """Return a chart of `telemetry.charts` for the page. Colours are names, because each theme has its own values."""
     series = [
         {
             "key": series.key,
@@ -240,25 +277,28 @@ def chart_facts(chart: Chart) -> dict[str, Any]:
     }
 
 
-def _columns_of(rows: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[tuple[str, Floats]]:
-    """Key -> its number in each row, NaN where the row has none. Keys without any number are left out."""
+def _flatten_columns(rows: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[tuple[str, Floats]]:
+    """Yield (key, one number per row), NaN where a row has none. Keys without any number are omitted."""
     for key in dict.fromkeys(chain.from_iterable(rows)):
         values = [row.get(key) for row in rows]
         if dict in set(map(type, values)):
-            inner = [value if isinstance(value, dict) else {} for value in values]
-            yield from _columns_of(inner, f"{prefix}{key}.")
-        elif not np.isnan(found := _numbers(values)).all():
-            yield prefix + key, found
+            inner_rows = [value if isinstance(value, dict) else {} for value in values]
+            yield from _flatten_columns(inner_rows, f"{prefix}{key}.")
+            continue
+        numbers = _to_floats(values)
+        if not np.isnan(numbers).all():
+            yield prefix + key, numbers
 
 
-def _numbers(values: Sequence[Any]) -> Floats:
-    """The values as floats, NaN for anything that is not a number."""
+def _to_floats(values: Sequence[Any]) -> Floats:
+    """Return the values as floats, NaN for anything that is not a number."""
+    # Checking the set of types first is much faster than checking each value, which a long run notices.
     if not set(map(type, values)) <= {float, int, bool, type(None)}:
         values = [value if isinstance(value, (int, float)) else None for value in values]
     return np.array(values, dtype=np.float64)
 
 
-def _parts(count: int, most: int) -> list[tuple[int, int]]:
-    """[start, end) of at most `most` parts of equal length, none of them empty."""
-    edges = np.unique(np.linspace(0, count, min(count, most) + 1).astype(int))
-    return [(int(start), int(end)) for start, end in pairwise(edges)]
+def _column_starts(count: int, max_columns: int) -> list[int]:
+    """Return the start of each of at most `max_columns` ranges of about equal length, none of them empty."""
+    edges = np.unique(np.linspace(0, count, min(count, max_columns) + 1).astype(int))
+    return [int(start) for start in edges[:-1]]

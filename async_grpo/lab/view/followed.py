@@ -3,10 +3,10 @@
     samples/*.jsonl   --+
     timeline/*.jsonl  --+-- FollowedFiles --lines--> a reader's columns
     metrics.jsonl     --+         |
-                                  +-- are_replaced(): the reader throws its columns away and makes FollowedFiles again
+                                  +-- are_replaced(): the reader drops its columns and creates FollowedFiles again
 
-A run that is started with `--fresh`, or after `runs clean`, writes files of the same names. A reader that kept its
-place in them would show the old run, and would skip the beginning of the new one.
+A run that is started with `--fresh`, or after `runs clean`, writes files with the same names. A reader that kept its
+offsets would show the old run and skip the start of the new one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from async_grpo.telemetry.jsonl import RowFollower
 SLICE_BYTES = 1 << 20
 """Bytes read between two checks of the time budget."""
 
-TakeLines = Callable[[Path, int, list[bytes]], None]
-"""Takes new lines: their file, the offset of the first of them in bytes, and the lines, each with its end."""
+AddLines = Callable[[Path, int, list[bytes]], None]
+"""Receives new lines: their file, the byte offset of the first one, and the lines, each with its line break."""
 
 
 class FollowedFiles:
@@ -36,8 +36,8 @@ class FollowedFiles:
         """True if one of the files is no longer the one that was read."""
         return any(follower.is_replaced() for follower in self._followers.values())
 
-    def read_lines(self, take: TakeLines, until: float) -> float:
-        """Pass new lines to `take` until `time.monotonic()` reaches `until`, but at least one slice.
+    def read_lines(self, add: AddLines, until: float) -> float:
+        """Pass new lines to `add` until `time.monotonic()` reaches `until`; at least one slice per call.
 
         Returns the share of all bytes that has been read; 1 means that nothing is left.
         """
@@ -45,8 +45,11 @@ class FollowedFiles:
             self._followers.setdefault(path, RowFollower(path))
         for path, follower in self._followers.items():
             offset = follower.read_bytes
-            while lines := follower.read_new_lines(SLICE_BYTES):
-                take(path, offset, lines)
+            while True:
+                lines = follower.read_new_lines(SLICE_BYTES)
+                if not lines:
+                    break
+                add(path, offset, lines)
                 offset = follower.read_bytes
                 if time.monotonic() > until:
                     return self._share_read()

@@ -19,12 +19,16 @@ from fastapi import APIRouter, HTTPException, Query
 from async_grpo.lab.view.recent_runs import RecentRuns
 from async_grpo.lab.view.sample_index import SampleIndex, SamplesQuery
 
-SEARCH_S, INDEX_S, MATCH_S = 1.0, 0.25, 0.05
-"""Time limits in seconds: for searching in a request, for indexing in a request, and for a pattern on one text."""
-SNIPPET = 160
-"""Characters of a text that a list shows."""
+SEARCH_S = 1.0
+"""Maximum seconds of searching per request."""
+INDEX_S = 0.25
+"""Maximum seconds of indexing per request."""
+MATCH_S = 0.05
+"""Maximum seconds of a pattern on one text."""
+SNIPPET_LENGTH = 160
+"""Characters of a text that the list shows."""
 
-Matches = Callable[[str], tuple[int, int] | None]
+FindMatch = Callable[[str], tuple[int, int] | None]
 """text -> [start, end) of the first match."""
 
 
@@ -46,62 +50,81 @@ class RunSamples:
         self._index = SampleIndex(run_dir)
         self._decode = msgspec.json.Decoder(_Texts).decode
 
-    def page(self, query: SamplesQuery) -> dict[str, Any]:
-        """A page of groups. Raises ValueError for an invalid pattern."""
-        matches = matcher(query.q, query.regex)
+    def search(self, query: SamplesQuery) -> dict[str, Any]:
+        """Return a page of groups. Raises ValueError for an invalid pattern."""
+        find_match = make_matcher(query.q, query.regex)
         with self._lock:
-            indexed = self._index.update(INDEX_S)
-            groups, passing = self._index.select(query)
-            until, at = time.monotonic() + SEARCH_S, query.start
+            indexed = self._index.read_new_lines(INDEX_S)
+            groups, passing = self._index.select_groups(query)
+            until = time.monotonic() + SEARCH_S
+            position = query.start
             items: list[dict[str, Any]] = []
-            while at < len(groups) and len(items) < query.limit and time.monotonic() < until:
-                group = int(groups[at])
-                at += 1
-                if (item := self._item(group, passing[self._index.span_of(group)], query.within, matches)) is not None:
+            while position < len(groups) and len(items) < query.limit and time.monotonic() < until:
+                group = int(groups[position])
+                position += 1
+                item = self._make_item(group, passing[self._index.completion_slice(group)], query.within, find_match)
+                if item is not None:
                     items.append(item)
-            return {
+
+            page: dict[str, Any] = {
                 "indexed": indexed,
                 "groups": len(self._index),
                 "completions": self._index.completions,
                 "matching": len(groups),
                 "unreadable": self._index.unreadable,
-                "searched": at,
-                "next": at if at < len(groups) else None,
+                "searched": position,
+                "next": position if position < len(groups) else None,
                 "items": items,
-                **({"facts": self._index.facts()} if query.start == 0 else {}),
             }
+            if query.start == 0:
+                page["facts"] = self._index.filter_options()
+            return page
 
-    def _item(self, group: int, passing: Any, within: str, matches: Matches | None) -> dict[str, Any] | None:
-        """The group's item in the list, with the completions that pass the filter and match; None if none does."""
-        texts = self._decode(self._index.line(group))
-        places = [place for place, passes in enumerate(passing) if passes]
-        snippet = {}
-        if matches is not None:
-            in_prompt = within != "completion" and matches(texts.prompt) is not None
-            hits = {} if within == "prompt" else {at: matches(texts.completions[at].text) for at in places}
-            found = {at: hit for at, hit in hits.items() if hit is not None}
-            if not in_prompt and not found:
-                return None
-            places = list(found) or places
-            if found:
-                snippet = {"snippet": _around(texts.completions[places[0]].text, *found[places[0]])}
-        shown = {"prompt": texts.prompt[:SNIPPET], "answer": texts.answer[:SNIPPET], "matches": places}
-        return {**self._index.brief(group), **shown, **snippet}
+    def _make_item(self, group: int, passing: Any, within: str, find_match: FindMatch | None) -> dict[str, Any] | None:
+        """Return the group's item in the list; None if the search finds nothing in it.
 
-    def group(self, identity: str) -> dict[str, Any] | None:
-        """All data of a group; None if no group has this identity."""
+        `matches` of the item are the completions that pass the filter and contain the text. If only the prompt contains
+        it, they are all that pass.
+        """
+        texts = self._decode(self._index.read_line(group))
+        item = self._index.group_entry(group)
+        item["prompt"] = texts.prompt[:SNIPPET_LENGTH]
+        item["answer"] = texts.answer[:SNIPPET_LENGTH]
+        item["matches"] = [index for index, passes in enumerate(passing) if passes]
+        if find_match is None:
+            return item
+
+        is_in_prompt = within != "completion" and find_match(texts.prompt) is not None
+        matches: dict[int, tuple[int, int]] = {}
+        if within != "prompt":
+            for index in item["matches"]:
+                match = find_match(texts.completions[index].text)
+                if match is not None:
+                    matches[index] = match
+        if matches:
+            item["matches"] = list(matches)
+            first = item["matches"][0]
+            item["snippet"] = _cut_snippet(texts.completions[first].text, *matches[first])
+        elif not is_in_prompt:
+            return None
+        return item
+
+    def read_group(self, identity: str) -> dict[str, Any] | None:
+        """Return all data of a group; None if no group has this identity."""
         with self._lock:
-            self._index.update(INDEX_S)
-            group = self._index.find(identity)
+            self._index.read_new_lines(INDEX_S)
+            group = self._index.find_group(identity)
             if group is None:
                 return None
-            row = msgspec.json.decode(self._index.line(group))
+            row = msgspec.json.decode(self._index.read_line(group))
             return {"id": identity, "row": row, "trained": self._index.trained.get(row["seq"])}
 
 
-def matcher(text: str, is_regex: bool) -> Matches | None:
-    """A function that finds the text, as a regular expression or literally and ignoring case; None for an empty text.
-    Raises ValueError for an invalid pattern."""
+def make_matcher(text: str, is_regex: bool) -> FindMatch | None:
+    """Return a function that finds the text, as a regular expression or literally and ignoring case.
+
+    None for an empty text. Raises ValueError for an invalid pattern.
+    """
     if not text:
         return None
     try:
@@ -109,25 +132,26 @@ def matcher(text: str, is_regex: bool) -> Matches | None:
     except (regex.error, RecursionError) as error:
         raise ValueError(f"{text!r} is not a valid regular expression: {error}") from error
 
-    def search(in_text: str) -> tuple[int, int] | None:
+    def find_match(searched: str) -> tuple[int, int] | None:
+        # A pattern with nested repetitions can take exponential time. The module `re` has no time limit.
         try:
-            found = pattern.search(in_text, timeout=MATCH_S)
+            match = pattern.search(searched, timeout=MATCH_S)
         except TimeoutError:
             return None
-        return None if found is None else found.span()
+        return None if match is None else match.span()
 
-    return search
+    return find_match
 
 
-def _around(text: str, start: int, end: int) -> list[str]:
-    """The text before, in and after a match, shortened for the list."""
-    before = max(0, start - SNIPPET // 4)
-    matched = text[start : min(end, start + SNIPPET)]
-    return [text[before:start], matched, text[start + len(matched) : start + SNIPPET]]
+def _cut_snippet(text: str, start: int, end: int) -> list[str]:
+    """Return the text before, in and after a match, shortened for the list."""
+    before = max(0, start - SNIPPET_LENGTH // 4)
+    matched = text[start : min(end, start + SNIPPET_LENGTH)]
+    return [text[before:start], matched, text[start + len(matched) : start + SNIPPET_LENGTH]]
 
 
 def sample_routes(find_run: Callable[[str], Path]) -> APIRouter:
-    """The routes of samples. `find_run` gives the folder of a run's name, or raises HTTPException."""
+    """Return the routes of samples. `find_run` returns the folder of a run's id, or raises HTTPException."""
     routes = APIRouter()
     runs = RecentRuns(RunSamples)
 
@@ -136,18 +160,18 @@ def sample_routes(find_run: Callable[[str], Path]) -> APIRouter:
 
     @routes.get("/api/runs/{name}/samples")
     def samples(name: str, query: Annotated[SamplesQuery, Query()]) -> dict[str, Any]:
-        """A page of groups."""
+        """Return a page of groups."""
         try:
-            return samples_of(name).page(query)
+            return samples_of(name).search(query)
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
 
     @routes.get("/api/runs/{name}/samples/{identity}")
     def group(name: str, identity: str) -> dict[str, Any]:
-        """One group with all its tokens."""
-        found = samples_of(name).group(identity)
-        if found is None:
+        """Return one group with all its tokens."""
+        sample = samples_of(name).read_group(identity)
+        if sample is None:
             raise HTTPException(404, f"run {name} has no group {identity}: its samples may have been removed")
-        return found
+        return sample
 
     return routes

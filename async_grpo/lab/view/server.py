@@ -4,10 +4,11 @@
                                                    /api/        runs, curves, sweeps, samples, timelines, changes
                                                    /reports/    reports for a frame
 
-A page subscribes to the events of a run or of all runs (/api/runs/ID/events, /api/changes), and fetches its data again
-when an event names them. The files are polled every POLL_S seconds.
+The page subscribes to the events of a run or of all runs (/api/runs/ID/events, /api/changes) and fetches its data again
+when an event names it. The files are polled every POLL_S seconds.
 
-It only reads. The Content-Security-Policy lets the page load nothing from other hosts, and no scripts but its own.
+The application is read-only. Its Content-Security-Policy keeps the page from loading anything from other hosts, and
+from running scripts other than its own.
 """
 
 from __future__ import annotations
@@ -36,11 +37,18 @@ POLL_S = 0.5
 """Seconds between two polls of the files."""
 KEEPALIVE_POLLS = 30
 """Polls without a change after which a comment is sent, so that proxies keep the connection open."""
-WRITTEN = (
-    *("metrics.jsonl", "trained.jsonl", "samples/*.jsonl", "timeline/*.jsonl", "evaluations/*.jsonl", "logs/*.log"),
-    *("run.json", "summary.json", "report.md"),
+WATCHED_FILES = (
+    "metrics.jsonl",
+    "trained.jsonl",
+    "samples/*.jsonl",
+    "timeline/*.jsonl",
+    "evaluations/*.jsonl",
+    "logs/*.log",
+    "run.json",
+    "summary.json",
+    "report.md",
 )
-"""Files whose growth is reported."""
+"""Files whose growth causes an event."""
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
     "Content-Security-Policy": (
@@ -54,29 +62,32 @@ HEADERS = {
 
 
 def make_app(root: RunsRoot, ending: asyncio.Event, *, local_only: bool = True) -> ASGIApp:
-    """The ASGI application. Setting `ending` ends the event streams. `local_only`: refuse requests whose Host header
-    does not name this machine."""
+    """Return the ASGI application. Setting `ending` ends the event streams.
+
+    With `local_only`, requests whose Host header does not name this machine are refused. Otherwise another web site
+    could read the page through DNS rebinding.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/")
     async def page() -> FileResponse:
-        """The page."""
+        """Return the page."""
         return FileResponse(STATIC / "index.html")
 
     @app.get("/api/runs/{name}/events")
     async def events(name: str) -> StreamingResponse:
-        """Server-sent: an event `rows` with the names of the files that have grown."""
-        return StreamingResponse(run_events(root.find(name), ending), media_type="text/event-stream")
+        """Stream an event `rows` with the names of the files that have grown (server-sent events)."""
+        return StreamingResponse(stream_run_events(root.find_run_folder(name), ending), media_type="text/event-stream")
 
     @app.get("/api/changes")
     async def changes() -> StreamingResponse:
-        """Server-sent: an event `runs` with the ids of the runs that have changed, come or gone."""
-        return StreamingResponse(list_events(root, ending), media_type="text/event-stream")
+        """Stream an event `runs` with the ids of the runs that were changed, added or removed."""
+        return StreamingResponse(stream_list_events(root, ending), media_type="text/event-stream")
 
     for routes in (run_routes, curve_routes, report_routes):
         app.include_router(routes(root))
-    app.include_router(sample_routes(root.find))
-    app.include_router(timeline_routes(root.find))
+    app.include_router(sample_routes(root.find_run_folder))
+    app.include_router(timeline_routes(root.find_run_folder))
     app.mount("/static", StaticFiles(directory=STATIC))
     page_app = PageHeaders(app)
     return LocalNamesOnly(page_app) if local_only else page_app
@@ -99,34 +110,45 @@ class PageHeaders:
         await self._app(scope, receive, with_headers)
 
 
-def run_events(run_dir: Path, ending: asyncio.Event) -> AsyncIterator[str]:
-    """Events `rows` with the names of the run's files that have grown, and `run.lock` when it began or ended."""
-    return _changes("rows", lambda: _sizes(run_dir), ending)
+def stream_run_events(run_dir: Path, ending: asyncio.Event) -> AsyncIterator[str]:
+    """Yield events `rows` with the names of the run's files that have grown; `run.lock` when it starts or ends."""
+    return _stream_changes("rows", lambda: _file_sizes(run_dir), ending)
 
 
-def list_events(root: RunsRoot, ending: asyncio.Event) -> AsyncIterator[str]:
-    """Events `runs` with the ids of the runs that have changed, come or gone."""
-    return _changes("runs", lambda: {run.id: run.sign() for run in root.runs()}, ending)
+def stream_list_events(root: RunsRoot, ending: asyncio.Event) -> AsyncIterator[str]:
+    """Yield events `runs` with the ids of the runs that were changed, added or removed."""
+    return _stream_changes("runs", lambda: {run.id: run.fingerprint() for run in root.viewed_runs()}, ending)
 
 
-async def _changes(event: str, poll: Callable[[], Mapping[str, Any]], ending: asyncio.Event) -> AsyncIterator[str]:
-    """An event whenever two successive polls differ, until `ending` is set. `poll` returns the state by name."""
-    known, quiet = await asyncio.to_thread(poll), 0
+async def _stream_changes(
+    event: str, poll: Callable[[], Mapping[str, Any]], ending: asyncio.Event
+) -> AsyncIterator[str]:
+    """Yield an event whenever two successive polls differ, until `ending` is set. `poll` returns the state by name."""
+    previous = await asyncio.to_thread(poll)
+    quiet_polls = 0
     yield "retry: 2000\n\n"
     while not ending.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ending.wait(), POLL_S)
-        now = await asyncio.to_thread(poll)
-        changed = sorted(name for name in now.keys() | known.keys() if now.get(name) != known.get(name))
-        known, quiet = now, 0 if changed else quiet + 1
+        current = await asyncio.to_thread(poll)
+        names = current.keys() | previous.keys()
+        changed = sorted(name for name in names if current.get(name) != previous.get(name))
+        previous = current
+
         if changed:
+            quiet_polls = 0
             yield f"event: {event}\ndata: {json.dumps(changed)}\n\n"
-        elif quiet % KEEPALIVE_POLLS == 0:
-            yield ": quiet\n\n"
+        else:
+            quiet_polls += 1
+            if quiet_polls % KEEPALIVE_POLLS == 0:
+                yield ": quiet\n\n"
 
 
-def _sizes(run_dir: Path) -> dict[str, int]:
-    """Size of each file that a live run writes, and 1 for `run.lock` while it is held, else 0."""
-    found = [path for pattern in WRITTEN for path in run_dir.glob(pattern)]
-    sizes = {str(path.relative_to(run_dir)): path.stat().st_size for path in found}
-    return {**sizes, "run.lock": int(RunFolder(run_dir).has_live_process())}
+def _file_sizes(run_dir: Path) -> dict[str, int]:
+    """Return the size of each file that a live run writes, and for `run.lock` 1 if the run is live, otherwise 0."""
+    sizes = {}
+    for pattern in WATCHED_FILES:
+        for path in run_dir.glob(pattern):
+            sizes[str(path.relative_to(run_dir))] = path.stat().st_size
+    sizes["run.lock"] = int(RunFolder(run_dir).has_live_process())
+    return sizes

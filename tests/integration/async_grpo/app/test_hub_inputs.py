@@ -20,7 +20,7 @@ from async_grpo.app.launch.run_folder import RunFolder, open_run, write_config
 from async_grpo.config import RunConfig, load
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.errors import ConfigError
-from async_grpo.lab.doctor import checks_of_run
+from async_grpo.lab.doctor import run_checks
 from async_grpo.lab.evaluate import evaluate as evaluating
 from async_grpo.lab.evaluate.policy_source import Checkpoint, differences, load_chosen_run
 from async_grpo.lab.sweep.folder import SweepRecord
@@ -243,7 +243,7 @@ def test_a_sweep_keeps_its_commits(hub: HubServer, config_file: Path) -> None:
 def test_what_is_in_the_cache_is_checked_before_a_start(hub: HubServer, config_file: Path) -> None:
     fetch_inputs(resolve(config_file, []), print)
     assert "not here yet" not in invoke("run", config_file, "--dry-run").output
-    row = next(check for check in checks_of_run(load(config_file)) if "first_row" in repr(check))()
+    row = next(check for check in run_checks(load(config_file)) if "first_row" in repr(check))()
     assert "prompt 'What is 0 + 0?', answer '0'" in row.found
 
 

