@@ -1,4 +1,4 @@
-"""Distributions of lengths, and timings as files."""
+"""Length distributions, and timings as files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GENERATOR = np.random.default_rng(7)
 
 
 @pytest.mark.parametrize(
-    ("given", "mean", "median", "p99"),
+    ("parameters", "mean", "median", "p99"),
     [
         ({"kind": "lognormal", "median": 100, "sigma": 1.0}, 164.9, 100, 1024),  # exp(1/2), exp(2.326)
         ({"kind": "lognormal", "median": 100, "p99": 1000}, 163.2, 100, 1000),
@@ -26,10 +26,10 @@ GENERATOR = np.random.default_rng(7)
         ({"kind": "constant", "mean": 36}, 36, 36, 36),
     ],
 )
-def test_a_distribution_has_the_moments_that_it_was_given(
-    given: dict[str, float], mean: float, median: float | None, p99: float | None
+def test_a_distribution_has_the_given_moments(
+    parameters: dict[str, float], mean: float, median: float | None, p99: float | None
 ) -> None:
-    drawn = LengthModel.model_validate(given).draw_groups(GENERATOR, 20_000, 8)
+    drawn = LengthModel.model_validate(parameters).draw_groups(GENERATOR, 20_000, 8)
     assert drawn.mean() == pytest.approx(mean, rel=0.02)
     if median is not None:
         assert np.median(drawn) == pytest.approx(median, rel=0.02)
@@ -42,7 +42,7 @@ def test_no_length_is_above_the_cap_or_below_one() -> None:
     assert (drawn.min(), drawn.max()) == (1, 64)
 
 
-def test_samples_of_a_group_are_alike_if_the_variance_lies_between_groups() -> None:
+def test_samples_of_a_group_are_alike_if_the_variance_is_between_groups() -> None:
     tails = [
         tail_ratio(LengthModel(kind="lognormal", mean=100, sigma=1.0, within=within).draw_groups(GENERATOR, 4000, 8))
         for within in (0.1, 1.0)
@@ -50,30 +50,30 @@ def test_samples_of_a_group_are_alike_if_the_variance_lies_between_groups() -> N
     assert tails[0] < 1.7 < tails[1]
 
 
-def test_recorded_groups_come_in_their_order_again_and_again() -> None:
+def test_recorded_groups_repeat_in_their_order() -> None:
     model = LengthModel(kind="recorded", recorded=[[1, 2], [3, 4], [5, 6]])
     assert model.draw_groups(GENERATOR, 5, 2).tolist() == [[1, 2], [3, 4], [5, 6], [1, 2], [3, 4]]
 
 
-def test_recorded_lengths_are_drawn_one_by_one_if_groups_are_too_small() -> None:
+def test_recorded_lengths_are_drawn_singly_if_groups_are_too_small() -> None:
     drawn = LengthModel(kind="recorded", recorded=[[5], [7, 9]]).draw_groups(GENERATOR, 50, 3)
     assert set(drawn.flatten()) == {5, 7, 9}
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("parameters", "message"),
     [
         ({"kind": "lognormal", "mean": 10}, "exactly two of mean, median, p99 and sigma"),
         ({"kind": "recorded"}, "no recorded lengths"),
         ({"kind": "constant"}, "need `mean`"),
     ],
 )
-def test_a_distribution_that_is_not_determined_is_refused(given: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        LengthModel.model_validate(given)
+def test_an_underdetermined_distribution_is_refused(parameters: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LengthModel.model_validate(parameters)
 
 
-def test_timings_are_the_same_after_they_were_written_and_read(tmp_path: Path) -> None:
+def test_timings_survive_a_round_trip_through_a_file(tmp_path: Path) -> None:
     timings = Timings(
         lengths=LengthModel(kind="recorded", recorded=[[3, 4]]), engine=EngineTimings(step_s=0.25), trainer_beside=1.5
     )
@@ -81,15 +81,15 @@ def test_timings_are_the_same_after_they_were_written_and_read(tmp_path: Path) -
     assert Timings.read(tmp_path / "timings.yaml") == timings
 
 
-@pytest.mark.parametrize(("text", "said"), [("engine: {step: 1}", "engine.step"), ("engine: [", "cannot read")])
-def test_a_wrong_file_of_timings_names_the_key(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("engine: {step: 1}", "engine.step"), ("engine: [", "cannot read")])
+def test_an_error_in_a_timings_file_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "timings.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Timings.read(path)
 
 
-def test_an_estimate_does_not_count_the_ranks_of_several_nodes_twice() -> None:
+def test_an_estimate_counts_the_ranks_of_several_nodes_once() -> None:
     def token_s(nodes: int) -> float:
         raw = {
             "name": "estimate",

@@ -1,4 +1,4 @@
-"""The figures in the comments of the configurations for devices are those that `simulate` and `--dry-run` give."""
+"""The numbers in the comments of shipped configurations are those of `simulate` and `--dry-run`."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ def planned(name: str) -> RunConfig:
 
 
 def stated(name: str, pattern: re.Pattern[str]) -> re.Match[str]:
-    found = pattern.search((CONFIGS / name).read_text())
-    assert found is not None, f"configs/{name} does not state it"
-    return found
+    match = pattern.search((CONFIGS / name).read_text())
+    assert match is not None, f"configs/{name} does not state it"
+    return match
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_memory_in_the_comment_is_that_of_the_plan(name: str) -> None:
-    said, plan = stated(name, MEMORY), plan_devices(planned(name))
+def test_the_memory_in_the_comment_matches_the_plan(name: str) -> None:
+    comment, plan = stated(name, MEMORY), plan_devices(planned(name))
     assert plan is not None and plan.trainer is not None and plan.engine is not None and plan.engine_gib is not None
-    assert float(said["trainer"]) == near(plan.trainer.total / GIB)
-    assert float(said["engine"]) == near(plan.engine.awake(plan.engine_gib * GIB) / GIB)
-    assert float(said["all"]) == plan.engine_gib
-    hosts = [float(size) for size in said.group("host", "other") if size]
+    assert float(comment["trainer"]) == near(plan.trainer.total / GIB)
+    assert float(comment["engine"]) == near(plan.engine.awake(plan.engine_gib * GIB) / GIB)
+    assert float(comment["all"]) == plan.engine_gib
+    hosts = [float(size) for size in comment.group("host", "other") if size]
     assert hosts == near([host.total / GIB for host in plan.hosts])
 
 
 @pytest.mark.parametrize("page", ["docs/platforms.md", "docs/zh/platforms.md"])
-def test_the_table_of_predictions_has_what_every_configuration_states(page: str) -> None:
+def test_the_table_of_predictions_matches_the_configurations(page: str) -> None:
     rows = re.findall(r"^\| `(qwen[^`]*)` \| ([-\d].*) \|$", (CONFIGS.parent / page).read_text(), re.MULTILINE)
     expected = []
     for name in FILES:
@@ -71,28 +71,28 @@ def test_the_table_of_predictions_has_what_every_configuration_states(page: str)
 
 
 @pytest.mark.parametrize("name", WITH_OWN_DEVICES)
-def test_every_configuration_for_devices_states_how_to_print_its_prediction(name: str) -> None:
-    said = stated(name, PREDICTED)
-    assert said["file"] == name
-    assert said["device"] == ("h100" if "cuda" in name else "910c")
+def test_every_prediction_states_its_command(name: str) -> None:
+    comment = stated(name, PREDICTED)
+    assert comment["file"] == name
+    assert comment["device"] == ("h100" if "cuda" in name else "910c")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_OWN_DEVICES)
-def test_the_speed_in_the_comment_is_that_of_a_simulation(name: str) -> None:
-    said = stated(name, PREDICTED)
-    timings = estimate_timings(planned(name), said["device"])
-    figures = predict(CONFIGS / name, [], [], timings, steps=None, seed=1)[0].figures
-    assert float(said["speed"].replace(",", "")) == near(figures.tokens_per_s)
-    assert float(said["trainer"]) / 100 == pytest.approx(figures.trainer_idle, abs=0.03)
-    assert float(said["servers"]) / 100 == pytest.approx(figures.rollout_idle, abs=0.03)
-    assert float(said["age"]) == near(figures.age_mean)
+def test_the_speed_in_the_comment_matches_a_simulation(name: str) -> None:
+    comment = stated(name, PREDICTED)
+    timings = estimate_timings(planned(name), comment["device"])
+    metrics = predict(CONFIGS / name, [], [], timings, steps=None, seed=1)[0].metrics
+    assert float(comment["speed"].replace(",", "")) == near(metrics.tokens_per_s)
+    assert float(comment["trainer"]) / 100 == pytest.approx(metrics.trainer_idle, abs=0.03)
+    assert float(comment["servers"]) / 100 == pytest.approx(metrics.rollout_idle, abs=0.03)
+    assert float(comment["age"]) == near(metrics.age_mean)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", WITH_OWN_DEVICES)
-def test_tune_would_not_split_the_devices_in_another_way(name: str) -> None:
+def test_tune_keeps_the_split_of_the_devices(name: str) -> None:
     config = planned(name)
     axes = [axis for axis in build_axes(config, [], []) if axis.name == SPLIT]
     if axes:

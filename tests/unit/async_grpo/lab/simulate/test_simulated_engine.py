@@ -1,4 +1,4 @@
-"""A simulated engine: how long samples take beside each other, and which tokens are of which version."""
+"""A simulated engine: durations of concurrent samples, and the versions of their tokens."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ def engine_of(**timings: float) -> SimulatedEngine:
 
 
 def ends(engine: SimulatedEngine, samples: dict[float, SimulatedSample]) -> list[float]:
-    """When the samples end that are started at these times."""
-    waiting, found = sorted(samples.items()), {}
-    while len(found) < len(samples):
+    """Start the samples at these times and return the times at which they end."""
+    waiting = sorted(samples.items())
+    end_s: dict[int, float] = {}
+    while len(end_s) < len(samples):
         next_s = engine.next_end_s()
         if waiting and waiting[0][0] <= next_s:
             at_s, sample = waiting.pop(0)
             engine.start_sample(at_s, sample, prompt=1.0)
             continue
         for sample in engine.collect_finished(next_s):
-            found[id(sample)] = next_s
-    return [found[id(sample)] for _, sample in sorted(samples.items())]
+            end_s[id(sample)] = next_s
+    return [end_s[id(sample)] for _, sample in sorted(samples.items())]
 
 
-def test_a_sample_alone_takes_a_step_a_token() -> None:
+def test_a_single_sample_takes_a_step_per_token() -> None:
     assert ends(engine_of(step_s=0.5), {2.0: SimulatedSample(None, 8)}) == [6.0]
 
 
@@ -48,13 +49,13 @@ def test_the_context_slows_the_engine_as_it_grows() -> None:
     assert ends(engine, both) == [pytest.approx(75 + 20 * 5 + 0.2 * 20**2 / 2)] * 2
 
 
-def test_a_prompt_that_is_read_holds_up_the_others() -> None:
+def test_prefill_delays_the_other_samples() -> None:
     first, second = SimulatedSample(None, 10), SimulatedSample(None, 10)
     # Both prompts of 10 tokens take 2 s, in which nothing is decoded.
     assert ends(engine_of(prefill_s=0.2), {0.0: first, 5.0: second}) == [14.0, 17.0]
 
 
-def test_tokens_are_of_the_version_that_was_there_when_they_were_made() -> None:
+def test_tokens_have_the_version_that_generated_them() -> None:
     engine, sample = engine_of(), SimulatedSample(None, 10)
     engine.start_sample(0.0, sample, prompt=1.0)
     engine.load_weights(4.0, 1, load_s=2.0)
@@ -64,7 +65,7 @@ def test_tokens_are_of_the_version_that_was_there_when_they_were_made() -> None:
     assert sample.tokens_by_version == pytest.approx({0: 4, 1: 3, 2: 3})
 
 
-def test_a_sample_without_a_token_is_of_the_next_version_alone() -> None:
+def test_a_sample_without_tokens_gets_the_new_version_only() -> None:
     engine, sample = engine_of(), SimulatedSample(None, 3)
     engine.start_sample(1.0, sample, prompt=1.0)
     engine.load_weights(1.0, 1, load_s=0.5)
@@ -72,7 +73,7 @@ def test_a_sample_without_a_token_is_of_the_next_version_alone() -> None:
     assert sample.tokens_by_version == pytest.approx({1: 3})
 
 
-def test_a_stopped_sample_goes_on_where_it_was_and_reads_its_prefix_again() -> None:
+def test_a_stopped_sample_continues_and_reads_its_prefix_again() -> None:
     engine, sample = engine_of(prefill_s=0.1), SimulatedSample(None, 10)
     engine.start_sample(0.0, sample, prompt=1.0)  # 10 prompt tokens: 1 s
     engine.stop_sample(5.0, sample, lost_tokens=1.0)  # 4 tokens, of which the last is lost
@@ -81,7 +82,7 @@ def test_a_stopped_sample_goes_on_where_it_was_and_reads_its_prefix_again() -> N
     assert engine.next_end_s() == pytest.approx(28.3)
 
 
-def test_a_trainer_beside_it_slows_it_while_it_computes() -> None:
+def test_a_slowdown_applies_while_it_is_set() -> None:
     engine, sample = engine_of(), SimulatedSample(None, 10)
     engine.start_sample(0.0, sample, prompt=1.0)
     engine.set_slowdown(4.0, 2.0)  # 6 tokens to go, 2 s each
@@ -89,7 +90,7 @@ def test_a_trainer_beside_it_slows_it_while_it_computes() -> None:
     assert engine.next_end_s() == pytest.approx(12.0)
 
 
-def test_it_is_busy_while_anything_runs() -> None:
+def test_an_engine_is_busy_while_a_sample_runs() -> None:
     engine = engine_of()
     ends(engine, {1.0: SimulatedSample(None, 2), 2.0: SimulatedSample(None, 2), 10.0: SimulatedSample(None, 1)})
     assert engine.busy_s == pytest.approx(4.0)

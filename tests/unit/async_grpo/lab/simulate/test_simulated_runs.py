@@ -1,4 +1,4 @@
-"""Simulated runs: closed forms, the bound on the age, conservation of groups, and other systems' ways."""
+"""Simulated runs: closed forms, the age bound, conservation of groups, and settings of other systems."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def settings_of(
     max_uses: int = 1,
     **others: object,
 ) -> SimulatedSettings:
-    """Four groups of four samples a step, on one server with room for all of them."""
+    """Four groups of four samples per step, on one server with slots for all of them."""
     horizon = StalenessWindow(max_staleness, 4, steps * 4)
     policy = ReplayPolicy(horizon, selector, window, on_stale, max_uses=max_uses)
     plain: dict[str, object] = {"servers": 1, "max_concurrency": 16}
@@ -61,12 +61,12 @@ def settings_of(
 
 def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     # transfer 2 + load 3 + generation 10 + training 4 + stall 1
-    figures = summarize_run(simulate(settings_of(0), CONSTANT))
-    assert figures.step_s == pytest.approx(20.0)
-    assert figures.tokens_per_s == pytest.approx(16 * 10 / 20.0)
-    assert figures.trainer_idle == pytest.approx(15 / 20)
-    assert figures.rollout_idle == pytest.approx(10 / 20)
-    assert figures.age_max == 0
+    metrics = summarize_run(simulate(settings_of(0), CONSTANT))
+    assert metrics.step_s == pytest.approx(20.0)
+    assert metrics.tokens_per_s == pytest.approx(16 * 10 / 20.0)
+    assert metrics.trainer_idle == pytest.approx(15 / 20)
+    assert metrics.rollout_idle == pytest.approx(10 / 20)
+    assert metrics.age_max == 0
 
 
 def test_servers_share_a_window_that_is_smaller_than_their_slots() -> None:
@@ -85,18 +85,18 @@ def test_servers_share_a_window_that_is_smaller_than_their_slots() -> None:
 def test_with_a_step_ahead_the_slower_side_sets_the_pace() -> None:
     # A trainer of 30 s hides the 10 s of generation: 30 + 1 s of stall, with tokens that are one step old.
     slow = CONSTANT.model_copy(update={"trainer": TrainerTimings(base_s=30.0, token_s=0.0, take_s=0.0)})
-    figures = summarize_run(simulate(settings_of(1), slow))
-    assert figures.step_s == pytest.approx(31.0)
-    assert (figures.trainer_idle, figures.age_mean) == (pytest.approx(0.0), pytest.approx(1.0))
+    metrics = summarize_run(simulate(settings_of(1), slow))
+    assert metrics.step_s == pytest.approx(31.0)
+    assert (metrics.trainer_idle, metrics.age_mean) == (pytest.approx(0.0), pytest.approx(1.0))
 
 
-def test_verifiers_that_are_few_are_the_bottleneck() -> None:
+def test_too_few_verifiers_are_the_bottleneck() -> None:
     judged = CONSTANT.model_copy(update={"verifier": VerifierTimings(sample_s=5.0, workers=2)})
-    figures = summarize_run(simulate(settings_of(4), judged))
-    assert figures.step_s == pytest.approx(16 * 5.0 / 2, rel=0.01)
+    metrics = summarize_run(simulate(settings_of(4), judged))
+    assert metrics.step_s == pytest.approx(16 * 5.0 / 2, rel=0.01)
 
 
-def test_streaming_trains_what_is_there() -> None:
+def test_streaming_trains_ready_groups() -> None:
     # Room for two groups: they end at 10, 10, 20 and 20 s. Parts of 6 s: one group at 10, one at 16, two at 22 s.
     parts = CONSTANT.model_copy(
         update={
@@ -104,8 +104,8 @@ def test_streaming_trains_what_is_there() -> None:
             "sync": SyncTimings(stall_s=0, transfer_s=0, load_s=0),
         }
     )
-    figures = summarize_run(simulate(settings_of(0, max_concurrency=8, streaming=True), parts))
-    assert figures.step_s == pytest.approx(22 + 6 + 4)
+    metrics = summarize_run(simulate(settings_of(0, max_concurrency=8, streaming=True), parts))
+    assert metrics.step_s == pytest.approx(22 + 6 + 4)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, 8])
@@ -131,30 +131,30 @@ def test_no_trained_token_is_older_than_the_bound(
 
 
 @pytest.mark.parametrize("interruption", ["keep", "abort"])
-def test_exact_age_simulates_as_many_steps_of_age_as_it_says(interruption: str) -> None:
+def test_exact_age_trains_tokens_of_exactly_that_age(interruption: str) -> None:
     settings = settings_of(3, selector="exact_age", interruption=interruption, oversample=1, servers=2)
     run = simulate(settings, TAILED)
     assert [set(row.ages) for row in run.steps] == [{min(version, 3)} for version in range(30)]
 
 
 @pytest.mark.parametrize("interruption", ["keep", "recompute", "drain", "abort"])
-def test_every_way_to_load_weights_ends_with_all_steps(interruption: str) -> None:
+def test_every_interruption_mode_trains_all_steps(interruption: str) -> None:
     settings = settings_of(2, interruption=interruption, servers=2)
     run = simulate(settings, TAILED)
-    figures = summarize_run(run)
+    metrics = summarize_run(run)
     assert len(run.steps) == 30
     assert run.released == {"trained": 120}
-    assert figures.age_mean <= 2
+    assert metrics.age_mean <= 2
 
 
-def test_draining_engines_wait_and_those_that_keep_do_not() -> None:
-    speeds = {
-        way: summarize_run(simulate(settings_of(4, interruption=way), TAILED)).rollout_idle for way in ("keep", "drain")
-    }
-    assert speeds["keep"] < speeds["drain"]
+def test_draining_engines_are_more_idle_than_those_that_keep_generating() -> None:
+    idle = {}
+    for mode in ("keep", "drain"):
+        idle[mode] = summarize_run(simulate(settings_of(4, interruption=mode), TAILED)).rollout_idle
+    assert idle["keep"] < idle["drain"]
 
 
-def test_over_sampling_leaves_the_longest_out() -> None:
+def test_over_sampling_drops_the_longest_samples() -> None:
     alone = summarize_run(simulate(settings_of(0), TAILED))
     over = summarize_run(simulate(settings_of(0, oversample=2), TAILED))
     assert over.step_s < alone.step_s
@@ -169,7 +169,7 @@ def test_filtered_groups_are_replaced() -> None:
     assert run.released["filtered"] == pytest.approx(120, rel=0.35)
 
 
-def test_servers_and_trainers_that_die_lose_no_group() -> None:
+def test_crashes_of_servers_and_trainer_lose_no_group() -> None:
     often = FaultTimings(server_every_s=200, server_restart_s=20, trainer_every_s=100, trainer_restart_s=30)
     faults = TAILED.model_copy(update={"faults": often})
     settings = settings_of(2, servers=2, steps=60, checkpoint_steps=5, lease_s=10.0)
@@ -181,7 +181,7 @@ def test_servers_and_trainers_that_die_lose_no_group() -> None:
 
 
 @pytest.mark.parametrize("interruption", ["keep", "abort"])
-def test_groups_that_are_being_judged_end_although_weights_arrive_or_servers_die(interruption: str) -> None:
+def test_groups_being_judged_survive_weight_updates_and_server_crashes(interruption: str) -> None:
     timings = TAILED.model_copy(update={"verifier": VerifierTimings(latency_s=5.0)})
     settings = settings_of(2, interruption=interruption, servers=2)
     assert simulate(settings, timings).released == {"trained": 120}
@@ -194,20 +194,20 @@ def test_a_sample_that_ends_at_the_moment_of_an_interruption_is_not_lost() -> No
     assert simulate(settings, CONSTANT, seed=193).released["trained"] == 100
 
 
-def test_a_trainer_that_dies_without_checkpoints_trains_the_same_batches_again() -> None:
+def test_a_crashed_trainer_without_checkpoints_replays_the_same_batches() -> None:
     rare = FaultTimings(trainer_every_s=200, trainer_restart_s=30)
     run = simulate(settings_of(2), TAILED.model_copy(update={"faults": rare}))
     assert run.released == {"trained": 120}
     assert any(row.replayed for row in run.steps)
 
 
-def test_an_evaluation_keeps_its_version_and_takes_its_time() -> None:
+def test_an_evaluation_takes_time_and_loses_no_group() -> None:
     plain, evaluated = (simulate(settings_of(2, eval_every=5, eval_prompts=prompts), TAILED) for prompts in (0, 64))
     assert evaluated.ended_s > plain.ended_s
     assert evaluated.released == {"trained": 120}
 
 
-def test_an_evaluation_runs_as_many_completions_at_once_as_a_server_lets_in(tmp_path: Path) -> None:
+def test_an_evaluation_runs_max_concurrency_completions_at_a_time(tmp_path: Path) -> None:
     held_out = {"prompts": 32, "samples": 4, "greedy": True, "every_steps": 0}
     run = recorded_run(tmp_path, 0, CONSTANT, eval=held_out, rollout={"max_concurrency": 16})
     start, end = run.servers[0].evaluations[0]
@@ -215,7 +215,7 @@ def test_an_evaluation_runs_as_many_completions_at_once_as_a_server_lets_in(tmp_
     assert end - start == pytest.approx(8 * 10 + 2 * 10)
 
 
-def test_a_prompt_of_an_evaluation_is_read_once_in_each_round() -> None:
+def test_an_evaluation_reads_each_prompt_once_per_round() -> None:
     reading = CONSTANT.model_copy(update={"engine": CONSTANT.engine.model_copy(update={"prefill_s": 1.0})})
     settings = settings_of(eval_prompts=4, eval_samples=4, max_concurrency=16)
     # 4 prompts are read in 1 s each before 10 tokens of 16 samples, and again before 4 greedy ones
@@ -227,7 +227,7 @@ def test_groups_that_are_used_twice_train_half_as_many() -> None:
     assert 60 <= run.released["trained"] <= 75  # some grow too old for their second use
 
 
-def test_a_batch_that_is_taken_before_the_update_is_a_version_older() -> None:
+def test_a_batch_taken_before_the_update_is_a_version_older() -> None:
     ages = {
         prefetches: summarize_run(simulate(settings_of(4, prefetches_batches=prefetches), CONSTANT)).group_age
         for prefetches in (False, True)
@@ -235,12 +235,12 @@ def test_a_batch_that_is_taken_before_the_update_is_a_version_older() -> None:
     assert ages[True] > ages[False]
 
 
-def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
+def test_runs_are_equal_for_the_same_seed_only() -> None:
     runs = [simulate(settings_of(2), TAILED, seed=seed).ended_s for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_a_buffer_that_does_one_thing_after_another_limits_the_groups_a_second() -> None:
+def test_a_slow_buffer_limits_the_groups_per_second() -> None:
     # 8 servers with room for 4 groups, which take 10 s: 3.2 groups/s. The buffer needs 2 x 0.25 s for a group.
     servers = settings_of(15, steps=120, servers=8)
     at_once = {"trainer": TrainerTimings(base_s=0.0, token_s=0.0, take_s=0.0)}
@@ -255,12 +255,12 @@ def test_a_buffer_that_does_one_thing_after_another_limits_the_groups_a_second()
         simulate(servers, slow.model_copy(update={"buffer": BufferTimings(server_share=0.2)}))
 
 
-def test_the_trainer_is_not_kept_from_a_batch_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocker_shortcut_never_delays_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     several = settings_of(2, servers=3, max_concurrency=6)
     shortcut = simulate(several, TAILED)
     monkeypatch.setattr(
         SimulatedBuffer, "_is_blocked", lambda buffer, version: False
-    )  # the buffer is asked after every insert
+    )  # every insert takes from the buffer
     assert simulate(several, TAILED) == shortcut
 
 
@@ -279,7 +279,7 @@ def test_a_run_that_would_stall_is_an_error() -> None:
         ({"faults": FaultTimings(server_every_s=50, server_restart_s=20)}, {}),
         ({"faults": FaultTimings(trainer_every_s=50)}, {}),
     ],
-    ids=["adaptive slots", "slow source", "dying servers", "dying trainer"],
+    ids=["adaptive slots", "slow source", "crashing servers", "crashing trainer"],
 )
 def test_a_run_with_recurring_events_that_would_stall_is_an_error(
     timings: dict[str, object], others: dict[str, object]
@@ -290,14 +290,14 @@ def test_a_run_with_recurring_events_that_would_stall_is_an_error(
         simulate(settings, TAILED.model_copy(update=timings))
 
 
-def test_what_a_change_gives_names_the_bottleneck() -> None:
+def test_the_best_change_names_the_bottleneck() -> None:
     slow_trainer = TAILED.model_copy(update={"trainer": TrainerTimings(base_s=40.0, token_s=0.0)})
     slow_engine = TAILED.model_copy(update={"engine": EngineTimings(step_s=1.0)})
     assert simulate_changes(settings_of(2), slow_trainer)[0].label == "a trainer twice as fast"
     assert simulate_changes(settings_of(2), slow_engine)[0].label in ("engines twice as fast", "one more server")
 
 
-def test_steps_of_half_the_groups_cost_what_a_step_costs_beside_its_tokens() -> None:
+def test_smaller_steps_pay_the_fixed_cost_of_a_step_twice() -> None:
     slow_trainer = TAILED.model_copy(update={"trainer": TrainerTimings(base_s=40.0, token_s=0.0)})
     settings = settings_of(2, selector="windowed_fifo", window=12)
     changes = {change.label: change for change in simulate_changes(settings, slow_trainer)}
@@ -310,7 +310,7 @@ def test_more_staleness_is_never_slower() -> None:
     assert speeds == sorted(speeds)
 
 
-def test_a_group_that_grew_too_old_while_a_server_made_it_ends_once() -> None:
+def test_a_group_that_expires_while_it_is_generated_ends_once() -> None:
     settings = settings_of(1, selector="windowed_fifo", window=8, checkpoint_steps=100, finishes_stale=True)
     slow_tail = TAILED.model_copy(update={"lengths": LengthModel(kind="lognormal", median=16, sigma=1.6, cap=2000)})
     run = simulate(settings, slow_tail)

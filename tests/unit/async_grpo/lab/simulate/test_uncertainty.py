@@ -1,4 +1,4 @@
-"""How well determined a prediction is: its range, the simple baseline, and timings from a file and a run together."""
+"""Ranges of predictions, the simple baseline, and timings from a file and a run together."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 
 @pytest.fixture(scope="module")
-def found(run: RecordedRun) -> Timings:
+def fitted(run: RecordedRun) -> Timings:
     return calibrate([run]).timings
 
 
-def test_the_range_of_what_one_run_does_not_tell_holds_the_true_speed(
-    run: RecordedRun, found: Timings, tmp_path: Path
+def test_the_range_after_a_single_run_includes_the_true_speed(
+    run: RecordedRun, fitted: Timings, tmp_path: Path
 ) -> None:
     settings, _ = settings_of(tmp_path, 0)
-    true, predicted = (summarize_run(simulate(settings, timings)).tokens_per_s for timings in (TRUE, found))
+    true, predicted = (summarize_run(simulate(settings, timings)).tokens_per_s for timings in (TRUE, fitted))
     assert predicted < 0.95 * true  # alone, the sides are faster than next to each other
-    uncertainty = uncertainty_of_runs([run], found)
-    span = uncertainty.predict_range(settings, found, seed=1)
+    uncertainty = uncertainty_of_runs([run], fitted)
+    span = uncertainty.predict_range(settings, fitted, seed=1)
     assert span.low < true < span.high
     assert "poorly determined" in describe_uncertainty([span], uncertainty)
 
 
-def test_the_recorded_run_itself_is_well_determined(run: RecordedRun, found: Timings, tmp_path: Path) -> None:
+def test_the_recorded_run_itself_is_well_determined(run: RecordedRun, fitted: Timings, tmp_path: Path) -> None:
     settings, _ = settings_of(tmp_path, 2)
-    uncertainty = uncertainty_of_runs([run], found)
-    span = uncertainty.predict_range(settings, found, seed=1)
+    uncertainty = uncertainty_of_runs([run], fitted)
+    span = uncertainty.predict_range(settings, fitted, seed=1)
     assert span.half_width < 0.1
     assert "well determined" in describe_uncertainty([span], uncertainty)
 
@@ -68,14 +68,14 @@ def test_an_estimate_has_a_range_on_both_sides(tmp_path: Path) -> None:
     assert span.low < 0.9 * alone and span.high > 1.02 * alone
 
 
-def test_the_baseline_goes_through_two_measured_bounds_and_needs_two(run: RecordedRun, tmp_path: Path) -> None:
+def test_the_baseline_interpolates_two_measured_bounds_and_needs_two(run: RecordedRun, tmp_path: Path) -> None:
     serial = recorded_run(tmp_path, 0, TRUE)
     # 1 / 500 = a + b and 1 / 1000 = a + b / 3, so that at S = 1: a + b / 2
     assert predict_by_baseline([serial, run], [500.0, 1000.0], 1) == pytest.approx(800.0)
     assert predict_by_baseline([run], [1000.0], 1) is None
 
 
-def test_a_file_replaces_some_of_the_timings_of_a_run(tmp_path: Path) -> None:
+def test_a_file_replaces_some_timings_of_a_run(tmp_path: Path) -> None:
     file = tmp_path / "timings.yaml"
     file.write_text("trainer: {base_s: 9}\nlengths: {kind: constant, mean: 10}\n")
     mixed = Timings.read(file, base=TRUE)

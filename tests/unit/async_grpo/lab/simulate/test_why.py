@@ -1,4 +1,4 @@
-"""What made a run slow is found in its files: one planted cause after another."""
+"""The cause of a slow run is found in its files, for one planted cause after another."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ PLANTED: dict[Cause, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def test_a_planted_cause_is_named(cause: Cause, tmp_path: Path) -> None:
     max_staleness, timings, changed = PLANTED[cause]
     run = recorded_run(tmp_path, max_staleness, BALANCED.model_copy(update=timings), **changed)
-    found = explain_run(run)
-    assert found.cause is cause, found.list_shares()
+    explanation = explain_run(run)
+    assert explanation.cause is cause, explanation.list_shares()
     assert ADVICE[cause]
 
 
 @pytest.mark.parametrize("cause", PLANTED)
-def test_the_report_blames_the_side_that_the_cause_belongs_to(cause: Cause, tmp_path: Path) -> None:
+def test_the_report_names_the_side_of_the_cause(cause: Cause, tmp_path: Path) -> None:
     max_staleness, timings, changed = PLANTED[cause]
     run = recorded_run(tmp_path, max_staleness, BALANCED.model_copy(update=timings), **changed)
     servers = [list(read_rows(file)) for file in sorted((run.path / "timeline").glob("rollout-*.jsonl"))]
@@ -69,7 +69,7 @@ def test_the_report_blames_the_side_that_the_cause_belongs_to(cause: Cause, tmp_
     assert (verdict is Bottleneck.TURNS) or ("max_staleness" not in ADVICE[cause])
 
 
-def test_time_without_a_processor_is_told_from_the_work_that_it_held_up(tmp_path: Path) -> None:
+def test_time_without_a_processor_is_separated_from_work(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, 1, BALANCED)
     (server,) = run.servers
     begin, end = server.groups[0].started_s, run.steps[-1]["time_s"]
@@ -77,16 +77,16 @@ def test_time_without_a_processor_is_told_from_the_work_that_it_held_up(tmp_path
     computing_s = [row["train_s"] for row in run.steps]
     for row in run.steps:
         row["cpu_wait_s"] = 0.6 * row["train_s"]
-    found = explain_run(run)
-    assert found.cause is Cause.CPU
-    assert found.trainer[Cause.COMPUTING] == pytest.approx(0.4 * sum(computing_s[1:]))
-    generation = {part.cause: part.seconds for part in found.parts if part.stage is WaitStage.GENERATION}
+    explanation = explain_run(run)
+    assert explanation.cause is Cause.CPU
+    assert explanation.trainer[Cause.COMPUTING] == pytest.approx(0.4 * sum(computing_s[1:]))
+    generation = {part.cause: part.seconds for part in explanation.parts if part.stage is WaitStage.GENERATION}
     assert generation[Cause.CPU] == pytest.approx(0.6 * sum(generation.values()), rel=0.05)
-    assert found.servers[0].contended == pytest.approx(0.6)
-    assert sum(share for _, _, share in found.list_shares()) == pytest.approx(1.0, abs=0.01)
+    assert explanation.servers[0].contended == pytest.approx(0.6)
+    assert sum(share for _, _, share in explanation.list_shares()) == pytest.approx(1.0, abs=0.01)
 
 
-def test_spans_without_tasks_say_how_much_of_a_wait_was_for_want_of_them(tmp_path: Path) -> None:
+def test_spans_without_tasks_show_task_starvation(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, 2, BALANCED.model_copy(update={"task_s": 0.3}))
     for row in run.steps:
         row["buffer_groups"] = {"waiting": 1}  # at the end of the step, which is too late
@@ -95,17 +95,17 @@ def test_spans_without_tasks_say_how_much_of_a_wait_was_for_want_of_them(tmp_pat
     assert explain_run(run).cause is Cause.TASKS
 
 
-def test_the_time_of_an_outage_is_not_blamed_on_the_window(tmp_path: Path) -> None:
+def test_an_outage_is_not_attributed_to_the_window(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, 2, BALANCED)
     before = explain_run(run)
     file = run.path / "timeline" / "rollout-0.jsonl"
     away_s, cut_s = 60.0, run.steps[20]["time_s"]
-    rows = [later(json.loads(line), cut_s, away_s) for line in file.read_text().splitlines()]
+    rows = [shift_row(json.loads(line), cut_s, away_s) for line in file.read_text().splitlines()]
     rows += [{"track": "process", "name": "started", "start_s": at_s} for at_s in (0.0, cut_s + away_s / 2)]
     rows.append({"track": "wait", "name": "ticket", "start_s": cut_s + 1.0, "end_s": cut_s + away_s})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     trainer = run.path / "timeline" / "trainer.jsonl"
-    lines = [later(json.loads(line), cut_s, away_s) for line in trainer.read_text().splitlines()]
+    lines = [shift_row(json.loads(line), cut_s, away_s) for line in trainer.read_text().splitlines()]
     trainer.write_text("".join(json.dumps(row) + "\n" for row in lines))
     metrics = run.path / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -115,34 +115,34 @@ def test_the_time_of_an_outage_is_not_blamed_on_the_window(tmp_path: Path) -> No
         steps[21][key] += away_s
     metrics.write_text("".join(json.dumps(row) + "\n" for row in steps))
 
-    found = explain_run(read_recorded(run.path))
-    assert found.cause is Cause.RESTART, found.list_shares()
-    assert found.outages["rollout-0"] == pytest.approx(away_s, rel=0.1)
-    assert found.waits.get(Cause.WINDOW, 0.0) == pytest.approx(before.waits.get(Cause.WINDOW, 0.0), abs=3.0)
+    explanation = explain_run(read_recorded(run.path))
+    assert explanation.cause is Cause.RESTART, explanation.list_shares()
+    assert explanation.outages["rollout-0"] == pytest.approx(away_s, rel=0.1)
+    assert explanation.waits.get(Cause.WINDOW, 0.0) == pytest.approx(before.waits.get(Cause.WINDOW, 0.0), abs=3.0)
     measured = measure_run(read_recorded(run.path)), measure_run(run)
     assert measured[0].tokens_per_s == pytest.approx(measured[1].tokens_per_s, rel=0.05)
 
 
-def later(row: dict[str, Any], cut_s: float, away_s: float) -> dict[str, Any]:
-    """A span that starts at `cut_s` or after, by so much later; one that ends after it goes on for longer."""
+def shift_row(row: dict[str, Any], cut_s: float, away_s: float) -> dict[str, Any]:
+    """Shift the part of a span after `cut_s` by `away_s`; a span across `cut_s` becomes longer."""
     for key in ("start_s", "end_s"):
         row[key] += away_s if row[key] > cut_s else 0.0
     return row
 
 
-def test_every_wait_has_a_meaning_and_an_advice() -> None:
+def test_every_cause_has_a_meaning_and_advice() -> None:
     assert set(MEANINGS) == set(Cause) - TRAINERS_OWN
     assert set(ADVICE) == set(Cause)
 
 
 def test_the_critical_path_adds_up_to_a_mean_step(tmp_path: Path) -> None:
-    found = explain_run(recorded_run(tmp_path, 0, BALANCED))
-    links = dict(found.critical_path())
+    explanation = explain_run(recorded_run(tmp_path, 0, BALANCED))
+    links = dict(explanation.critical_path())
     assert list(links)[-2:] == ["computing", "publishing"]
-    assert sum(links.values()) == pytest.approx(found.seconds / found.steps, rel=0.02)
+    assert sum(links.values()) == pytest.approx(explanation.seconds / explanation.steps, rel=0.02)
 
 
-def test_the_last_steps_are_explained_apart_from_those_before(tmp_path: Path) -> None:
+def test_the_last_steps_are_explained_separately(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, 1, BALANCED)
     for row in run.steps[:30]:
         row["checkpoint_s"], row["step_s"] = 50.0, row["step_s"] + 50.0
@@ -153,7 +153,7 @@ def test_the_last_steps_are_explained_apart_from_those_before(tmp_path: Path) ->
     assert sum(share for _, _, share in last.list_shares()) == pytest.approx(1.0, abs=0.02)
 
 
-def test_the_parts_make_up_the_whole(tmp_path: Path) -> None:
-    found = explain_run(recorded_run(tmp_path, 1, BALANCED))
-    assert sum(share for _, _, share in found.list_shares()) == pytest.approx(1.0, abs=0.01)
-    assert found.other < 0.02 * found.seconds
+def test_the_parts_add_up_to_the_time_of_the_steps(tmp_path: Path) -> None:
+    explanation = explain_run(recorded_run(tmp_path, 1, BALANCED))
+    assert sum(share for _, _, share in explanation.list_shares()) == pytest.approx(1.0, abs=0.01)
+    assert explanation.other < 0.02 * explanation.seconds
