@@ -26,14 +26,14 @@ async def open_buffer(implementation: str, redis_config: RedisConfig) -> AsyncIt
     async with AsyncExitStack() as stack:
 
         async def opened(
-            dials: ReplayPolicy | None = None, *, lease_s: float = 30.0, put: int = 100, **options: Any
+            replay_policy: ReplayPolicy | None = None, *, lease_s: float = 30.0, put: int = 100, **options: Any
         ) -> ReplayBuffer:
-            dials, options = dials or policy(), {"max_attempts": 3, "lease_s": lease_s, **options}
+            replay_policy, options = replay_policy or policy(), {"max_attempts": 3, "lease_s": lease_s, **options}
             buffer: ReplayBuffer
             if implementation == "memory":
-                buffer = InMemoryBuffer(dials, **options)
+                buffer = InMemoryBuffer(replay_policy, **options)
             else:
-                buffer = await connect(redis_config, uuid.uuid4().hex, policy=dials, **options)
+                buffer = await connect(redis_config, uuid.uuid4().hex, policy=replay_policy, **options)
             stack.push_async_callback(buffer.aclose)
             if put:
                 await buffer.put_tasks(tasks(0, put))

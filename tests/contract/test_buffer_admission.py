@@ -51,12 +51,12 @@ async def test_a_ticket_carries_its_task_its_version_and_its_lease(open_buffer: 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 async def test_active_groups_never_exceed_the_window(open_buffer: Open, staleness: int) -> None:
-    dials = policy(S=staleness, P=2)
-    buffer = await open_buffer(dials)
-    assert len(await admit(buffer, 100)) == dials.window.capacity
+    replay_policy = policy(S=staleness, P=2)
+    buffer = await open_buffer(replay_policy)
+    assert len(await admit(buffer, 100)) == replay_policy.window.capacity
     with pytest.raises(WaitTimeout, match="window"):
         await buffer.admit_groups(1, holder="server-0", timeout_s=NO_WAIT_S)
-    assert (await buffer.stats()).active == dials.window.capacity
+    assert (await buffer.stats()).active == replay_policy.window.capacity
 
 
 async def test_a_slot_is_freed_by_release_and_not_by_take(open_buffer: Open) -> None:
@@ -123,7 +123,7 @@ async def test_tasks_that_were_finished_long_ago_are_not_put_again(open_buffer: 
     assert [ticket.seq for ticket in await admit(buffer, 100)] == [2, 3]
 
 
-async def test_the_window_can_be_retuned_while_the_run_goes_on(open_buffer: Open) -> None:
+async def test_the_window_can_be_changed_during_the_run(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2))
     assert len(await admit(buffer, 100)) == 2
     await buffer.update_policy(policy(S=1, P=2))
@@ -155,7 +155,7 @@ async def test_the_staleness_in_force_rules_admission_and_the_bound_rules_age(op
     assert (await buffer.stats()).released == {**dict.fromkeys(ReleaseReason, 0), "trained": 6}
 
 
-async def test_a_larger_staleness_wakes_whoever_waits_for_a_slot(open_buffer: Open) -> None:
+async def test_a_larger_staleness_wakes_servers_that_wait_for_a_slot(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=1, P=2).with_staleness(0))
     await admit(buffer, 2)
     waiting = asyncio.create_task(admit(buffer, 2))
@@ -165,7 +165,7 @@ async def test_a_larger_staleness_wakes_whoever_waits_for_a_slot(open_buffer: Op
         assert [ticket.seq for ticket in await waiting] == [2, 3]
 
 
-async def test_a_smaller_staleness_leaves_room_for_what_a_batch_needs(open_buffer: Open) -> None:
+async def test_a_smaller_staleness_leaves_room_for_a_batch(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=3, P=2, selector="windowed_fifo", selector_window=5))
     await buffer.set_staleness(epoch=1, staleness=0)
     assert (await buffer.stats()).staleness == 2
@@ -243,7 +243,7 @@ async def test_a_quota_holds_new_groups_back_until_a_checkpoint_frees_finished_o
     assert (await buffer.stats()).stored_bytes == 0
 
 
-async def test_a_group_that_is_larger_than_expected_counts_as_what_it_is(open_buffer: Open) -> None:
+async def test_a_group_larger_than_expected_counts_with_its_real_size(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=3, P=1), quota=MemoryQuota(10_000, room_bytes=4_000, group_bytes=1_000))
     (ticket,) = await admit(buffer, 1)
     await buffer.insert_group(ticket, group_of(ticket, length=400))

@@ -73,7 +73,7 @@ async def test_a_repeated_release_counts_once(open_buffer: Open) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-async def test_the_age_of_what_is_trained_stays_within_the_bound(open_buffer: Open, staleness: int) -> None:
+async def test_trained_ages_stay_within_the_bound(open_buffer: Open, staleness: int) -> None:
     """With servers that fill the window greedily with the policy of their tickets, the oldest allowed."""
     buffer = await open_buffer(policy(S=staleness, P=2, steps=8))
     ages = []

@@ -46,7 +46,7 @@ async def test_expired_leases_come_before_new_groups_lowest_first(open_buffer: O
 
 
 @pytest.mark.parametrize(("stored", "version"), [(True, 0), (False, 1)])
-async def test_a_group_begins_anew_only_if_nothing_is_left_of_it(open_buffer: Open, stored: bool, version: int) -> None:
+async def test_a_group_starts_again_only_without_a_partial(open_buffer: Open, stored: bool, version: int) -> None:
     buffer = await open_buffer(policy(S=1, P=1))
     tickets = await admit(buffer, 2)
     if stored:
@@ -94,7 +94,7 @@ async def test_a_late_insert_of_an_old_attempt_is_refused(open_buffer: Open) -> 
     assert (await take(buffer, 0)).groups == [group_of(new)]
 
 
-async def test_what_an_old_attempt_says_late_does_not_replace_the_partial(open_buffer: Open) -> None:
+async def test_a_late_call_of_an_old_attempt_does_not_replace_the_partial(open_buffer: Open) -> None:
     buffer = await open_buffer()
     (old,) = await admit(buffer, 1)
     await buffer.save_partial(old, partial_of(old, length=2))
@@ -242,7 +242,7 @@ async def test_the_leases_of_a_dead_server_expire_at_once_and_those_of_its_next_
     assert await buffer.renew_leases([old, other, new, nameless]) == [old.seq]
 
 
-async def test_a_server_that_waits_goes_on_with_the_groups_of_one_that_has_died(open_buffer: Open) -> None:
+async def test_a_waiting_server_continues_the_groups_of_a_dead_one(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2), lease_s=3600.0)
     lost = await admit(buffer, 2, holder_name("server-0", 10))
     waiting = asyncio.create_task(admit(buffer, 2, holder_name("server-1", 10)))

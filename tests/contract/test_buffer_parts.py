@@ -29,7 +29,7 @@ async def take_part(buffer: ReplayBuffer, version: int, have: int, epoch: int = 
     return await buffer.take_batch_part(epoch=epoch, version=version, have=have, timeout_s=timeout_s)
 
 
-async def test_a_part_is_what_the_selector_allows_now(open_buffer: Open) -> None:
+async def test_a_part_has_only_groups_that_the_selector_allows(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=1, P=4))
     tickets = await admit(buffer, 6)
     await finish(buffer, tickets[0], tickets[1], tickets[3])
@@ -44,7 +44,7 @@ async def test_a_part_is_what_the_selector_allows_now(open_buffer: Open) -> None
     assert (stats.taken, stats.ready, stats.used) == (4, 1, 4)
 
 
-async def test_one_group_wakes_whoever_waits_for_a_part(open_buffer: Open) -> None:
+async def test_one_group_wakes_a_trainer_that_waits_for_a_part(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=3))
     tickets = await admit(buffer, 3)
     waiting = asyncio.create_task(take_part(buffer, 0, 0))
@@ -53,7 +53,7 @@ async def test_one_group_wakes_whoever_waits_for_a_part(open_buffer: Open) -> No
     assert seqs(await waiting) == [0]
 
 
-async def test_a_window_lets_a_part_overtake_what_is_in_flight(open_buffer: Open) -> None:
+async def test_a_window_lets_a_part_overtake_groups_in_flight(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=1, P=3, selector="windowed_fifo", selector_window=2))
     tickets = await admit(buffer, 4)
     await finish(buffer, *tickets[1:])
@@ -64,7 +64,7 @@ async def test_a_window_lets_a_part_overtake_what_is_in_flight(open_buffer: Open
 
 
 @pytest.mark.parametrize("selector", [name for name in SELECTORS if name not in ORDERED_SELECTORS])
-async def test_what_chooses_whole_batches_comes_whole(open_buffer: Open, selector: Selector) -> None:
+async def test_selectors_of_whole_batches_deliver_no_parts(open_buffer: Open, selector: Selector) -> None:
     buffer = await open_buffer(policy(S=1, P=2, selector=selector))
     tickets = await admit(buffer, 3)
     await finish(buffer, tickets[0])
@@ -114,7 +114,7 @@ async def test_a_step_keeps_its_size_when_the_run_is_retuned(open_buffer: Open) 
     assert (seqs(part), part.missing) == ([1], 0)
 
 
-async def test_what_is_too_old_ends_before_a_part_is_taken(open_buffer: Open) -> None:
+async def test_groups_that_are_too_old_end_before_a_part_is_taken(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=1, P=2, on_stale="drop"))
     tickets = await admit(buffer, 3)
     await publish(buffer, 2)

@@ -40,8 +40,8 @@ async def settle(buffer: ReplayBuffer, batch: Batch) -> None:
 
 
 async def test_windowed_fifo_overtakes_within_its_window_only(open_buffer: Open) -> None:
-    dials = policy(S=3, P=2, selector="windowed_fifo", selector_window=3)
-    buffer = await open_buffer(dials)
+    replay_policy = policy(S=3, P=2, selector="windowed_fifo", selector_window=3)
+    buffer = await open_buffer(replay_policy)
     tickets = await admit(buffer, 6)
     await finish(buffer, tickets[1], tickets[3])
     await nothing_to_take(buffer, 0)  # group 3 would overtake group 0 as the third
@@ -52,7 +52,7 @@ async def test_windowed_fifo_overtakes_within_its_window_only(open_buffer: Open)
     assert seqs(await train(buffer, 1)) == [0, 3]
 
 
-async def test_freshest_takes_the_newest_and_ends_what_grew_too_old(open_buffer: Open) -> None:
+async def test_freshest_takes_the_newest_and_ends_groups_that_are_too_old(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=1, P=1, selector="freshest"))
     first, second = await admit(buffer, 2)
     await finish(buffer, first, second)
@@ -84,7 +84,7 @@ async def test_exact_age_waits_for_the_whole_window_and_then_every_group_has_age
     assert ages == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2]  # the last two steps train what is left before the horizon
 
 
-async def test_what_ends_is_counted_by_the_length_of_its_longest_completion(open_buffer: Open) -> None:
+async def test_ended_groups_are_counted_by_their_longest_completion(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2))
     short, long = await admit(buffer, 2)
     await buffer.insert_group(short, group_of(short, length=4))
@@ -128,8 +128,8 @@ async def test_a_partial_that_is_too_old_is_resumed_unless_the_policy_drops_it(
 
 
 async def test_masked_tokens_stay_as_context_until_a_group_has_no_younger_one(open_buffer: Open) -> None:
-    dials = policy(S=1, P=1, selector="freshest", on_stale="mask")
-    buffer = await open_buffer(dials)
+    replay_policy = policy(S=1, P=1, selector="freshest", on_stale="mask")
+    buffer = await open_buffer(replay_policy)
     await publish(buffer, 4)
     mixed, old = await admit(buffer, 2)
     await buffer.insert_group(mixed, group_of(mixed, version=1, newest=4))
@@ -140,7 +140,7 @@ async def test_masked_tokens_stay_as_context_until_a_group_has_no_younger_one(op
     assert released(await buffer.stats()) == {"stale": 1}
 
 
-async def test_nothing_is_masked_unless_the_policy_says_so(open_buffer: Open) -> None:
+async def test_nothing_is_masked_unless_the_policy_masks(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=1))
     await finish(buffer, *await admit(buffer, 1))
     assert (await take(buffer, 0)).mask_below == 0
@@ -160,7 +160,7 @@ async def test_every_selector_takes_whole_batches_in_ticket_order_and_nothing_tw
     assert [seqs(await take(buffer, version, resume.epoch)) for version in range(4)] == batches
 
 
-async def test_training_begins_once_min_size_groups_are_ready(open_buffer: Open) -> None:
+async def test_training_starts_once_min_size_groups_are_ready(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=1, P=2, steps=2, rate=RateLimit(min_size=3)))
     tickets = await admit(buffer, 4)
     await finish(buffer, *tickets[:2])
@@ -230,8 +230,8 @@ async def test_every_group_is_admitted_only_as_often_as_the_run_can_use_it(open_
 
 async def test_the_ratio_of_uses_to_inserts_holds_both_sides_back(open_buffer: Open) -> None:
     """R = 1 around 2 groups, error buffer 1.5: 0.5 <= I - U <= 3.5."""
-    dials = policy(S=3, P=1, rate=RateLimit.from_ratio(1.0, min_size=2, error_buffer=1.5))
-    buffer = await open_buffer(dials)
+    replay_policy = policy(S=3, P=1, rate=RateLimit.from_ratio(1.0, min_size=2, error_buffer=1.5))
+    buffer = await open_buffer(replay_policy)
     tickets = await admit(buffer, 10)
     assert len(tickets) == 3
     await finish(buffer, *tickets[:2])
@@ -245,8 +245,8 @@ async def test_the_ratio_of_uses_to_inserts_holds_both_sides_back(open_buffer: O
 
 async def test_a_full_buffer_makes_room_where_the_ratio_wants_inserts(open_buffer: Open) -> None:
     """R = 0.5: half of the groups are never trained; the oldest of them make room for new ones."""
-    dials = policy(S=0, P=1, rate=RateLimit.from_ratio(0.5, min_size=1, error_buffer=1.0))
-    buffer = await open_buffer(dials)
+    replay_policy = policy(S=0, P=1, rate=RateLimit.from_ratio(0.5, min_size=1, error_buffer=1.0))
+    buffer = await open_buffer(replay_policy)
     trained = []
     for version in range(3):
         for _ in range(2):
@@ -257,7 +257,7 @@ async def test_a_full_buffer_makes_room_where_the_ratio_wants_inserts(open_buffe
     assert released(await buffer.stats()) == {"trained": 3, "stale": 3}
 
 
-async def test_selector_and_window_can_be_retuned_while_the_run_goes_on(open_buffer: Open) -> None:
+async def test_selector_and_window_can_be_changed_during_the_run(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=2, P=1))
     await finish(buffer, *(await admit(buffer, 3))[1:])
     await nothing_to_take(buffer, 0)

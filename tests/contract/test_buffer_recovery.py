@@ -91,7 +91,7 @@ async def test_a_take_over_does_not_disturb_the_rollout_servers(open_buffer: Ope
     assert seqs(await take(buffer, 0, epoch=2)) == [0]
 
 
-async def test_what_the_checkpoint_contains_is_released_even_if_its_trainer_never_said_so(open_buffer: Open) -> None:
+async def test_groups_of_a_checkpoint_are_released_without_a_call_of_its_trainer(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2))
     await finish(buffer, *await admit(buffer, 2))
     await take(buffer, 0)

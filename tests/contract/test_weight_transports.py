@@ -264,7 +264,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_next_version_arrives(
     await arrive(receiver, newest)
 
 
-async def test_a_wait_without_news_says_whom_it_waited_for(plane: Plane) -> None:
+async def test_a_timed_out_wait_names_the_role_it_waited_for(plane: Plane) -> None:
     plane.board.address = None
     async with plane.receiving() as receiver:
         with pytest.raises(WaitTimeout, match="no trainer has set its address"):
@@ -276,7 +276,7 @@ async def test_a_wait_without_news_says_whom_it_waited_for(plane: Plane) -> None
             await receiver.wait_for_newer_version(version, 0.3)
 
 
-async def test_a_later_epoch_is_newer_whatever_its_version_and_an_earlier_one_is_refused(
+async def test_a_later_epoch_is_newer_at_any_version_and_an_earlier_one_is_refused(
     plane: Plane, receiver: WeightReceiver
 ) -> None:
     before, _ = plane.publish()

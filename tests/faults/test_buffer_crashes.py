@@ -65,9 +65,9 @@ def test_two_hundred_kills_and_ten_of_the_server_lose_and_duplicate_nothing(cras
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("dials", [["--policy", "freshest"], ["--policy", "uniform"], ["--retune"]], ids=str)
-def test_every_policy_keeps_what_is_finished(crash: Crash, dials: list[str]) -> None:
-    figures = crash("--kills", "40", "--server-kills", "4", "--pause-s", "0.4", *dials, timeout_s=240)
+@pytest.mark.parametrize("options", [["--policy", "freshest"], ["--policy", "uniform"], ["--retune"]], ids=str)
+def test_every_policy_keeps_what_is_finished(crash: Crash, options: list[str]) -> None:
+    figures = crash("--kills", "40", "--server-kills", "4", "--pause-s", "0.4", *options, timeout_s=240)
     assert faults(figures) == NOTHING, figures["faults"]
 
 

@@ -83,10 +83,10 @@ class BufferMachine(RuleBasedStateMachine):
         self.now_s = 1000.0
         self.policy, self.policies, self.most_active = first, [first], first.window.capacity
         self.client = make_client(self.config)
-        dials: dict[str, Any] = {"lease_s": LEASE_S, "max_attempts": 2}
-        dials["quota"] = MemoryQuota(0, room_bytes=room * GROUP_BYTES, group_bytes=GROUP_BYTES)
-        self.memory = InMemoryBuffer(first, clock=lambda: self.now_s, **dials)
-        self.redis = self.do(connect(self.config, self.run, policy=first, **dials))
+        options: dict[str, Any] = {"lease_s": LEASE_S, "max_attempts": 2}
+        options["quota"] = MemoryQuota(0, room_bytes=room * GROUP_BYTES, group_bytes=GROUP_BYTES)
+        self.memory = InMemoryBuffer(first, clock=lambda: self.now_s, **options)
+        self.redis = self.do(connect(self.config, self.run, policy=first, **options))
         self.tickets: list[Ticket] = []
         self.lives = dict.fromkeys(SERVERS, 1)
         self.taken: dict[int, Batch] = {}
@@ -156,7 +156,7 @@ class BufferMachine(RuleBasedStateMachine):
         """Finish a group, or repeat that, or come too late. Perhaps with older tokens than promised, which every
         policy but `wait` makes up for."""
         ticket = data.draw(st.sampled_from(self.tickets[-6:]))
-        promised = any(dials.on_stale == "wait" for dials in self.policies)
+        promised = any(policy.on_stale == "wait" for policy in self.policies)
         oldest = max(0, ticket.version - (0 if promised else ago))
         group = group_of(ticket, version=oldest, newest=min(self.head, oldest + ahead), length=2 * ago + 2)
         self.both(lambda buffer: buffer.insert_group(ticket, group))
@@ -239,7 +239,7 @@ class BufferMachine(RuleBasedStateMachine):
             assert not new and batch.mask_below == earlier.mask_below
         self.delivered[batch.version] = [*before, *new]
         self.uses.update(seqs)
-        assert max(self.uses.values()) <= max(dials.max_uses for dials in self.policies)
+        assert max(self.uses.values()) <= max(policy.max_uses for policy in self.policies)
         for group in new:
             assert self.age_with_gradient(batch, group) <= self.bound()
 
@@ -253,10 +253,10 @@ class BufferMachine(RuleBasedStateMachine):
         smaller step makes it wait for more of them."""
         if self.policy.on_stale != "wait":
             return self.policy.age_bound
-        capacity = max(dials.window.capacity for dials in self.policies)
-        overtaking = max(dials.selector_window for dials in self.policies) - 1
-        uses = max(dials.max_uses for dials in self.policies)
-        size = min(dials.window.groups_per_step for dials in self.policies)
+        capacity = max(policy.window.capacity for policy in self.policies)
+        overtaking = max(policy.selector_window for policy in self.policies) - 1
+        uses = max(policy.max_uses for policy in self.policies)
+        size = min(policy.window.groups_per_step for policy in self.policies)
         return ((capacity + overtaking) * uses - 1) // size
 
     @precondition(lambda self: self.version in self.taken and self.taken[self.version].epoch == self.epoch)
@@ -301,18 +301,18 @@ class BufferMachine(RuleBasedStateMachine):
         late = self.both(lambda buffer: buffer.take_batch(epoch=self.epoch, version=version, timeout_s=0))
         assert late is BufferFault
 
-    @rule(dials=st.sampled_from(POLICIES))
-    def retune(self, dials: ReplayPolicy) -> None:
+    @rule(policy=st.sampled_from(POLICIES))
+    def retune(self, policy: ReplayPolicy) -> None:
         """Not to `wait`, whose bound is that of groups that keep their promise.
 
         Nor, amid a step, to another P, for which
         the window may have no room."""
-        other_size = dials.window.groups_per_step != self.policy.window.groups_per_step
-        if dials.on_stale == "wait" or (other_size and self.delivered.get(self.version)):
+        other_size = policy.window.groups_per_step != self.policy.window.groups_per_step
+        if policy.on_stale == "wait" or (other_size and self.delivered.get(self.version)):
             return
-        self.policy = dials
-        self.policies.append(dials)
-        self.both(lambda buffer: buffer.update_policy(dials))
+        self.policy = policy
+        self.policies.append(policy)
+        self.both(lambda buffer: buffer.update_policy(policy))
 
     @rule(staleness=st.integers(0, 3))
     def set_staleness(self, staleness: int) -> None:
@@ -340,9 +340,9 @@ class BufferMachine(RuleBasedStateMachine):
         assert stats.used == sum(self.uses.values())
         assert stats.version == self.head
         self.holders_are_the_same()
-        if all(dials.max_uses == 1 for dials in self.policies):
+        if all(policy.max_uses == 1 for policy in self.policies):
             assert stats.released["trained"] == sum(len(self.taken[version].groups) for version in self.settled)
-        if not any(dials.rate.limits for dials in self.policies):
+        if not any(policy.rate.limits for policy in self.policies):
             discarded = stats.released_total - stats.released["trained"]
             assert stats.admitted - discarded <= stats.horizon
 

@@ -19,9 +19,9 @@ LONG_S = 5.0
 NO_WAIT_S = 0.0
 
 
-def policy(*, S: int = 1, P: int = 2, steps: int = 100, **dials: Any) -> ReplayPolicy:
-    """fifo that drops what is stale, unless the dials say otherwise."""
-    return ReplayPolicy(StalenessWindow(max_staleness=S, groups_per_step=P, horizon=steps * P), **dials)
+def policy(*, S: int = 1, P: int = 2, steps: int = 100, **options: Any) -> ReplayPolicy:
+    """Make a policy: fifo that drops stale groups, unless `options` change that."""
+    return ReplayPolicy(StalenessWindow(max_staleness=S, groups_per_step=P, horizon=steps * P), **options)
 
 
 def tasks(first: int, count: int) -> list[Task]:

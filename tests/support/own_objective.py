@@ -27,7 +27,7 @@ def endless(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(loss_N, torch.zeros_like(loss_N, dtype=torch.bool))
 
 
-def halves(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
+def halves(tokens: Tokens, correction: CorrectionConfig) -> Tensor:
     """A half everywhere."""
     return torch.full_like(tokens.logprobs_N, 0.5)
 
@@ -41,7 +41,7 @@ def gives_a_bare_tensor(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
     return squared(tokens, config).loss_N
 
 
-def gives_one_number(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
+def gives_one_number(tokens: Tokens, correction: CorrectionConfig) -> Tensor:
     return torch.ones(())
 
 

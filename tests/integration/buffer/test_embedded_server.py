@@ -56,7 +56,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_what_it_holds_survives_a_kill(server: EmbeddedServer) -> None:
+def test_stored_data_survives_a_kill(server: EmbeddedServer) -> None:
     url = server.start()
     first = server.pid
     assert (server.start(), server.pid) == (url, first)  # it is running already

@@ -49,8 +49,8 @@ async def buffer(redis_config: RedisConfig, run: str) -> AsyncIterator[RedisBuff
     await buffer.aclose()
 
 
-async def attach(config: RedisConfig, run: str, dials: ReplayPolicy) -> RedisBuffer:
-    return await connect(config, run, policy=dials, lease_s=30.0, max_attempts=3)
+async def attach(config: RedisConfig, run: str, replay_policy: ReplayPolicy) -> RedisBuffer:
+    return await connect(config, run, policy=replay_policy, lease_s=30.0, max_attempts=3)
 
 
 async def keys(client: Redis, run: str) -> dict[str, object]:
@@ -159,7 +159,7 @@ async def test_joining_does_not_undo_a_live_retuning(buffer: RedisBuffer, redis_
     assert (await buffer.stats()).max_staleness == 2
 
 
-async def test_an_ended_run_goes_on_with_more_steps(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
+async def test_an_ended_run_continues_with_more_steps(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
     await buffer.end_run()
     await (await attach(redis_config, run, policy(S=1, P=2))).aclose()
     assert (await buffer.stats()).ended

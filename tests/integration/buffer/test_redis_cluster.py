@@ -23,7 +23,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-async def test_a_run_lives_on_the_node_of_its_slot_whatever_the_seed(cluster: Cluster, index: int) -> None:
+async def test_a_run_is_stored_on_the_node_of_its_slot_with_any_seed(cluster: Cluster, index: int) -> None:
     seed = cluster.primaries[(index + 1) % 3]
     await live_through(RedisConfig(url=cluster.url(seed)), cluster.run_on(index))
 
@@ -97,7 +97,7 @@ async def test_a_node_that_is_down_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-async def test_a_cluster_that_is_down_says_so(tmp_path: Path) -> None:
+async def test_a_cluster_that_is_down_is_reported(tmp_path: Path) -> None:
     with Cluster(tmp_path).running() as cluster:
         buffer = await begin(RedisConfig(url=cluster.url(), timeout_s=6.0), cluster.run_on(0))
         cluster.primaries[1].kill()

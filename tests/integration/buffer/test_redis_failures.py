@@ -173,7 +173,7 @@ async def test_nothing_that_was_answered_is_lost_by_a_kill(tmp_path: Path, run: 
     server.stop()
 
 
-async def test_a_feeder_puts_again_what_a_failover_has_lost_since_it_looked(
+async def test_a_feeder_puts_tasks_again_that_a_failover_lost(
     tmp_path: Path, server: Server, proxy: Proxy, run: str
 ) -> None:
     replica = replica_of(tmp_path / "replica", server)
@@ -382,7 +382,7 @@ async def test_many_calls_at_once_share_few_connections(server: Server, run: str
     await buffer.aclose()
 
 
-async def test_closing_what_is_lost_raises_nothing(server: Server, run: str) -> None:
+async def test_closing_a_lost_connection_raises_nothing(server: Server, run: str) -> None:
     buffer = await begin(RedisConfig(url=server.url, timeout_s=1.0), run)
     server.pause()
     with pytest.raises(BufferFault):
@@ -398,7 +398,7 @@ async def test_a_run_lives_on_the_servers_of_this_machine(tmp_path: Path, run: s
         await live_through(RedisConfig(url=server.url), run)
 
 
-async def test_a_rollback_whose_reply_is_lost_begins_one_epoch(proxy: Proxy, run: str) -> None:
+async def test_a_rollback_whose_reply_is_lost_starts_one_epoch(proxy: Proxy, run: str) -> None:
     buffer = await begin(RedisConfig(url=f"redis://127.0.0.1:{proxy.port}", timeout_s=20.0), run)
     epoch = (await buffer.stats()).epoch
     proxy.swallow_next_reply_to(b"EVALSHA")

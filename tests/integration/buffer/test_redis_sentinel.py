@@ -35,9 +35,7 @@ def config_of(primary: Server, timeout_s: float) -> RedisConfig:
     return RedisConfig(url=primary.url, replicas_to_wait_for=1, timeout_s=timeout_s)
 
 
-async def test_writers_wait_out_a_failover_and_what_was_confirmed_is_still_there(
-    sentinels: Sentinels, run: str
-) -> None:
+async def test_writers_survive_a_failover_and_confirmed_writes_persist(sentinels: Sentinels, run: str) -> None:
     """It leaves no replica."""
     await live_through(RedisConfig(url=sentinels.url, replicas_to_wait_for=1), run)
     buffer = await begin(RedisConfig(url=sentinels.url, replicas_to_wait_for=1), run)

@@ -75,7 +75,7 @@ def longest(ticket: Ticket) -> Group:
     return Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=[sample, sample])
 
 
-async def test_a_run_at_its_quota_is_held_and_the_other_goes_on(server: Server) -> None:
+async def test_a_run_at_its_quota_waits_and_the_other_continues(server: Server) -> None:
     quota = least_quota(config(server, "long"))
     long = await opened(config(server, "long", quota_bytes=quota))
     short = await opened(config(server, "short"))
@@ -105,7 +105,7 @@ async def test_a_run_at_its_quota_is_held_and_the_other_goes_on(server: Server) 
     assert most <= quota and server.admin.info("memory")["used_memory"] - before < quota
 
 
-async def test_a_run_that_does_not_fit_beside_the_others_is_refused_before_anything_is_written(server: Server) -> None:
+async def test_a_run_that_does_not_fit_next_to_the_others_is_refused_before_any_write(server: Server) -> None:
     needs = plan_buffer_memory(config(server, "one")).needed_bytes
     server.admin.config_set("maxmemory", 3 * needs - 1)
     for name in ("one", "two"):

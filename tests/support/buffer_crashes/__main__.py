@@ -24,10 +24,10 @@ ENDLESS = 1 << 40
 FAULTS_SHOWN = 20
 
 
-def policy(selector: str = "fifo", *, S: int = 2, P: int = 4, **dials: int) -> ReplayPolicy:
+def policy(selector: str = "fifo", *, S: int = 2, P: int = 4, **options: int) -> ReplayPolicy:
     """Drops what is too old; the horizon is set when the killing is over."""
     window = StalenessWindow(max_staleness=S, groups_per_step=P, horizon=ENDLESS)
-    return ReplayPolicy(window, selector=selector, **dials)  # type: ignore[arg-type]
+    return ReplayPolicy(window, selector=selector, **options)  # type: ignore[arg-type]
 
 
 POLICIES = {

@@ -42,17 +42,19 @@ def run() -> str:
     return uuid.uuid4().hex
 
 
-async def open_run(config: RedisConfig, run: str, dials: ReplayPolicy, *, lease_s: float = LEASE_S) -> RedisBuffer:
-    buffer = await connect(config, run, policy=dials, lease_s=lease_s, max_attempts=3)
+async def open_run(
+    config: RedisConfig, run: str, replay_policy: ReplayPolicy, *, lease_s: float = LEASE_S
+) -> RedisBuffer:
+    buffer = await connect(config, run, policy=replay_policy, lease_s=lease_s, max_attempts=3)
     await buffer.put_tasks(tasks(0, 20))
     return buffer
 
 
 @asynccontextmanager
 async def inspected(
-    config: RedisConfig, run: str, dials: ReplayPolicy, *, lease_s: float = LEASE_S
+    config: RedisConfig, run: str, replay_policy: ReplayPolicy, *, lease_s: float = LEASE_S
 ) -> AsyncIterator[tuple[RedisBuffer, Inspector]]:
-    buffer = await open_run(config, run, dials, lease_s=lease_s)
+    buffer = await open_run(config, run, replay_policy, lease_s=lease_s)
     await buffer.rollback(0)
     inspector = await Inspector.attach(config, run)
     yield buffer, inspector
@@ -265,7 +267,7 @@ async def test_a_drain_that_takes_too_long_says_what_is_left(buffer: RedisBuffer
 
 
 @pytest.mark.parametrize(
-    "dials",
+    "replay_policy",
     [
         policy(S=3, P=2),
         policy(S=3, P=2, rate=RateLimit(min_size=4)),
@@ -273,14 +275,14 @@ async def test_a_drain_that_takes_too_long_says_what_is_left(buffer: RedisBuffer
     ],
     ids=["window", "min_size", "ratio"],
 )
-async def test_draining_can_be_undone(redis_config: RedisConfig, run: str, dials: ReplayPolicy) -> None:
-    async with inspected(redis_config, run, dials) as (buffer, inspector):
+async def test_draining_can_be_undone(redis_config: RedisConfig, run: str, replay_policy: ReplayPolicy) -> None:
+    async with inspected(redis_config, run, replay_policy) as (buffer, inspector):
         await inspector.stop_admission()
         assert await admits_nothing(buffer)
-        await (await open_run(redis_config, run, dials)).aclose()
+        await (await open_run(redis_config, run, replay_policy)).aclose()
         assert await admits_nothing(buffer)
         assert await inspector.resume_admission()
-        assert (await inspector.overview()).policy == dials
+        assert (await inspector.overview()).policy == replay_policy
         assert len(await admit(buffer, 2)) == 2
         assert not await inspector.resume_admission()
 

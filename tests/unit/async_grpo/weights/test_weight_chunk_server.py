@@ -118,7 +118,7 @@ def test_a_version_that_is_not_here_yet_is_waited_for_and_checked_when_it_comes(
     assert [reply.index for _, reply, _ in router.sent] == [0]
 
 
-def test_whoever_waits_hears_that_the_server_is_there_and_nobody_else_does(server: ChunkServer, router: Router) -> None:
+def test_only_waiters_are_notified_of_a_returned_server(server: ChunkServer, router: Router) -> None:
     server.send_pending()
     assert router.sent == []
     ask(server, V1, 0)
@@ -134,7 +134,7 @@ def test_an_older_version_and_one_that_was_passed_over_are_gone(server: ChunkSer
     assert [reply for _, reply, _ in router.sent] == [VersionGone(epoch=0, version=2), VersionGone(epoch=0, version=1)]
 
 
-def test_whoever_waits_for_a_version_that_is_given_up_is_told(server: ChunkServer, router: Router) -> None:
+def test_waiters_for_an_abandoned_version_are_notified(server: ChunkServer, router: Router) -> None:
     server.offer_version(served(V1, arriving=True))
     ask(server, V1, 1)
     server.withdraw_version(V1)

@@ -79,7 +79,7 @@ def test_a_small_step_of_bfloat16_weights_is_thirty_times_smaller() -> None:
     assert applied(base, patch) == new
 
 
-def test_the_format_is_what_its_description_says() -> None:
+def test_the_format_matches_its_description() -> None:
     base = struct.pack("<300H", *range(300)) + b"t"
     new = bytearray(base)
     struct.pack_into("<H", new, 2 * 1, 1 + 1)  # +1 is 2 in zigzag
@@ -139,7 +139,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("reason", HOSTILE)
-def test_a_patch_that_lies_is_refused_by_what_it_lies_about(reason: str) -> None:
+def test_an_inconsistent_patch_is_refused_with_the_reason(reason: str) -> None:
     with pytest.raises(WeightsCorrupt, match=reason):
         applied(bytes(1000), HOSTILE[reason])
 

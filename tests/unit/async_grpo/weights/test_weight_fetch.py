@@ -96,7 +96,7 @@ def test_dense_chunks_that_keep_failing_are_an_error() -> None:
         schedule.put_back_corrupt(0, patch=False)
 
 
-def test_another_parent_is_asked_for_what_was_under_way_and_nothing_twice() -> None:
+def test_another_parent_sends_the_missing_chunks_and_none_twice() -> None:
     schedule = schedule_of(4)
     schedule.take_requests(0.0)
     schedule.mark_arrived(0)
@@ -178,7 +178,7 @@ def test_a_patch_whose_result_is_wrong_is_made_good_by_the_dense_chunk_in_place(
     assert bytes(block.memory[:64]) == new[:64]
 
 
-def test_what_a_version_that_never_became_whole_left_is_kept_where_it_fits() -> None:
+def test_chunks_of_an_incomplete_version_are_reused_if_they_fit() -> None:
     wanted = np.arange(256, dtype=np.uint8).tobytes()
     block = Block(bytes(64) + wanted[64:192] + bytes(64))
     fetch = block.fetch(wanted, 3, before=None, torn=True)

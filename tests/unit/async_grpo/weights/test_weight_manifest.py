@@ -101,7 +101,7 @@ def test_the_digest_stands_for_every_byte() -> None:
     assert digest_hashes(manifest_of(bytes(block)).hashes) != before
 
 
-def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
+def test_a_newer_epoch_is_newer_at_any_version() -> None:
     assert WeightVersion(1, 3) > WeightVersion(0, 9) > WeightVersion(0, 8)
 
 
@@ -109,7 +109,7 @@ def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
 @pytest.mark.parametrize(
     ("at", "names"), [(0, ["a"]), (5, ["a"]), (10, []), (64, ["b"]), (103, ["b"]), (131, ["scalar"]), (150, [])]
 )
-def test_changed_tensors_are_told_exactly_wherever_chunks_end(at: int, names: list[str], chunk_bytes: int) -> None:
+def test_changed_tensors_are_exact_at_any_chunk_size(at: int, names: list[str], chunk_bytes: int) -> None:
     old, new = bytes(192), bytearray(192)
     new[at] = 1
     chunks = cut_into_chunks(LAYOUT, chunk_bytes)

@@ -90,7 +90,7 @@ def test_a_receiver_that_comes_back_on_another_port_is_another_relay() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_there_is_no_cycle_and_everybody_has_a_way_to_the_publisher(seed: int) -> None:
+def test_the_relay_tree_has_no_cycle_and_always_reaches_the_publisher(seed: int) -> None:
     rng, tree, there = random.Random(seed), grow(2, 20), {f"n{number}" for number in range(20)}
     for _ in range(60):
         node = rng.choice(sorted(there))

@@ -116,7 +116,7 @@ def test_something_that_is_no_store_is_refused(tmp_path: Path) -> None:
         WeightStore.open(tmp_path / "missing")
 
 
-def test_begin_overwrites_the_next_victim_unless_it_is_spared(path: Path) -> None:
+def test_begin_write_overwrites_the_next_victim_unless_it_is_protected(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     for version in (1, 2):
         assert store.version_to_overwrite() is None
@@ -131,7 +131,7 @@ def test_begin_overwrites_the_next_victim_unless_it_is_spared(path: Path) -> Non
     spared.verify()
 
 
-def test_a_version_says_which_tensors_differ_from_its_base_and_no_other(path: Path) -> None:
+def test_a_version_lists_exactly_the_tensors_that_differ_from_its_base(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     store.begin_write()
     store.commit_write(WeightVersion(0, 2), VersionNotes(base=(0, 1), changed=pack_bits([False, True])))

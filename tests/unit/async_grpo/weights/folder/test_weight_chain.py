@@ -73,7 +73,7 @@ def test_a_late_joiner_builds_on_the_dense_version(objects: FolderObjects) -> No
 
 
 @pytest.mark.parametrize("held", [0, 1])
-def test_a_receiver_builds_on_what_it_holds_and_reads_no_dense_version(objects: FolderObjects, held: int) -> None:
+def test_a_receiver_patches_its_version_and_reads_no_dense_one(objects: FolderObjects, held: int) -> None:
     objects.remove([object_name(FOLDER, 0, "dense")])
     chain = newest(objects, WeightVersion(1, held))
     assert chain.reaches_base

@@ -27,7 +27,7 @@ from async_grpo.weights.folder.objects import FolderObjects, _without_secrets, c
         ),
     ],
 )
-def test_a_transport_says_which_location_it_needs(keys: dict[str, Any], message: str) -> None:
+def test_a_transport_names_the_location_it_needs(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         WeightsConfig(**keys)
 
@@ -67,7 +67,7 @@ def test_an_object_is_whole_or_not_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_store_says_is_shown_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_store_are_shown_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cr3t")
     shown = _without_secrets(ValueError("refused s3cr3t of a request\nwith more"))
     assert shown == "refused <AWS_SECRET_ACCESS_KEY> of a request"
