@@ -88,7 +88,7 @@ def do_run(name: str, planted: PlantedRun, setup: PipelineSetup) -> Path:
 
 def _write_config(name: str, planted: PlantedRun, setup: PipelineSetup) -> Path:
     work = FixedWork(GROUPS, SIZE, planted.lengths * planted.steps, (PROMPT,) * planted.steps)
-    config = setup.config(name, work, StepPlan(STALENESS, planted.steps))
+    config = setup.build_config(name, work, StepPlan(STALENESS, planted.steps))
     file = setup.folder / "data" / name / "config.yaml"
     file.write_text(dump(config))
     file.write_text(dump(load(file, [f"name={name}", f"steps={planted.steps}", *planted.overrides])))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from async_grpo.config.load import dump
 from async_grpo.errors import RoleFailed
-from async_grpo.lab.bench.pipeline.observe import Generated, RunRecord, check_one_go, read_record, tokens_within
+from async_grpo.lab.bench.pipeline.observe import Generated, RunRecord, check_not_restarted, read_record, tokens_within
 from benchmarks.trl.workloads import HERE, WORKLOADS, TrlSettings, Workload
 
 TIMEOUT_S = 1800.0
@@ -150,7 +150,7 @@ def make_trl_steps(lines_by_rank: Sequence[Sequence[str]]) -> tuple[TrlStep, ...
 
 def make_our_steps(record: RunRecord, group_size: int, run: str) -> tuple[TrlStep, ...]:
     """Return the steps of a run of this project. Raises EngineError if the run was interrupted and resumed."""
-    check_one_go(record, run)
+    check_not_restarted(record, run)
     return tuple(
         TrlStep(
             step=row["step"],

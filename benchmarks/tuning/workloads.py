@@ -123,7 +123,7 @@ class TuningBench:
         number_model(self.folder / "model", POLICY, VOCABULARY)
         cores = sorted(os.sched_getaffinity(0))
         setup = PipelineSetup(self.folder, self.folder / "model", POLICY, split_cores(cores, 1))
-        config = setup.config("present", self.workload.work, StepPlan(PRESENT_STALENESS, TIMED_STEPS))
+        config = setup.build_config("present", self.workload.work, StepPlan(PRESENT_STALENESS, TIMED_STEPS))
         rollout = config.rollout.model_copy(update={"max_concurrency": self.workload.concurrency})
         write_atomic(self.config_file, dump(config.model_copy(update={"rollout": rollout})))
 

@@ -1,12 +1,12 @@
-"""Completions of prescribed lengths, in a run like any other: its workflow and its reward.
+"""Workflow and reward for completions of prescribed lengths, in an otherwise ordinary run.
 
     rollout.workflow   async_grpo.lab.bench.pipeline.fixed_lengths:PrescribedLengths
     rewards.functions  async_grpo.lab.bench.pipeline.fixed_lengths:reward
 
-The reference answer of a task is the list of its lengths, "24 7 190": sample i of the group gets the i-th, and a
-fourth one would get the first again (the probe of a held-out prompt has more samples than its evaluation). The model
-has no stop token, so a completion ends there and nowhere else, whatever the weights have become. Imports are few,
-because verifier processes import this too.
+The reference answer of a task is the list of its lengths, "24 7 190": sample i of the group gets the i-th one, and a
+fourth sample the first one again (the probe of a held-out prompt has more samples than its evaluation). The model has
+no stop token, so a completion always ends at its prescribed length, regardless of the weights. Imports are few because
+verifier processes import this module too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PrescribedLengths:
         self._tokenizer = tokenizer
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
-        """The completion of the task's prompt, as long as the task says."""
+        """Complete the task's prompt with the prescribed number of tokens."""
         lengths = lengths_in(task.answer)
         session.limit(lengths[session.index % len(lengths)])
         generation = await session.turn()
@@ -38,7 +38,7 @@ class PrescribedLengths:
 
 
 def reward(completion: str, answer: str) -> float:
-    """A number in [0, 1] that depends on the text alone and costs nothing: groups differ, so there is a gradient.
+    """Return a cheap number in [0, 1] that depends only on the text. Rewards of a group differ, so there is a gradient.
 
     >>> reward("1 2 3", "") != reward("1 2 4", "")
     True
@@ -47,12 +47,12 @@ def reward(completion: str, answer: str) -> float:
 
 
 def answer_for(lengths: Sequence[int]) -> str:
-    """The reference answer that prescribes these lengths."""
+    """Return the reference answer that prescribes these lengths."""
     return " ".join(map(str, lengths))
 
 
 def lengths_in(answer: str) -> list[int]:
-    """The lengths that a reference answer prescribes.
+    """Return the lengths that a reference answer prescribes.
 
     >>> lengths_in(answer_for([24, 7, 190]))
     [24, 7, 190]

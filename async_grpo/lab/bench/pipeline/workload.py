@@ -1,11 +1,11 @@
-"""The fixed work: which prompts, and how long the completion of each sample is.
+"""The fixed work: the prompts, and the length of each sample's completion.
 
     period   steps 0 ... M-1 with P groups of G samples each, drawn once
-    run      the period over and over, S + 1 + WARM_STEPS steps + M timed ones + S steps
+    run      the period repeated: S + 1 + WARM_STEPS steps, M timed ones, S steps
 
-Batches are taken in the order of their tickets (`fifo`), so step v trains the groups v P ... (v + 1) P - 1 at every
-staleness. The stream repeats every M steps, so any M steps in a row have the same prompts and the same lengths,
-wherever the timed part of a run begins.
+Batches are taken in ticket order (`fifo`), so step v trains the groups v P ... (v + 1) P - 1 at every staleness. The
+stream repeats every M steps, so any M consecutive steps have the same prompts and lengths, wherever the timed part of a
+run starts.
 
 The lengths of the completions are `constant`, `lognormal`, or `recorded` in a run of the user.
 """
@@ -28,75 +28,83 @@ from rollout_server.engines.base import sample_seed
 
 Kind = Literal["constant", "lognormal", "recorded"]
 CONSTANT = 36
-"""Length of every completion if they are constant: about the mean of the heavy-tailed ones."""
+"""Length of every completion of kind `constant`: about the mean of the heavy-tailed ones."""
 HEAVY_TAILED = LogNormal(median=24, sigma=1.0, longest=256)
-"""The longest of 32 completions has some eight times the tokens of a typical one."""
+"""The longest of 32 completions has about eight times the tokens of a typical one."""
 VOCABULARY = 1024
 WARM_STEPS = 2
-"""Steps before the timed ones at every S. In them both sides do everything once, including an update while the engine
+"""Steps before the timed ones at every S, in which both sides do everything once, including an update while the engine
 generates."""
 HELD_OUT_TOKENS = 8
-"""Length of the one completion of an evaluation. Every run evaluates, before and after the timed part."""
+"""Length of an evaluation's only completion. Every run evaluates before and after the timed part."""
 _KEYS = ("length", "tokens", "completion_tokens")
 
 
-def draw(kind: Kind, count: int, *, seed: int, recorded: Path | None = None) -> tuple[int, ...]:
-    """The lengths of `count` completions in a row; the same arguments give the same ones.
+def draw_lengths(kind: Kind, count: int, *, seed: int, recorded: Path | None = None) -> tuple[int, ...]:
+    """Return the lengths of `count` consecutive completions; the same arguments give the same lengths.
 
-    `recorded` is drawn from with replacement. Raises ConfigError if it is given for another kind, or not given;
-    DataError if it holds no lengths.
+    Recorded lengths are drawn with replacement. Raises ConfigError if `recorded` is missing, or given for another kind;
+    DataError if it has no lengths.
     """
     if (kind == "recorded") != (recorded is not None):
         raise ConfigError(
             f"--lengths is {kind} and --lengths-from is {recorded}. Give a file of lengths (or the samples folder of a "
-            "run) with --lengths recorded, and only then"
+            "run) with --lengths recorded and only with it"
         )
     if recorded is not None:
         pool = read_lengths(recorded)
-        return tuple(pool[place] for place in np.random.default_rng(seed).integers(0, len(pool), count).tolist())
+        indices = np.random.default_rng(seed).integers(0, len(pool), count).tolist()
+        return tuple(pool[index] for index in indices)
     if kind == "constant":
         return (CONSTANT,) * count
-    return tuple(HEAVY_TAILED.of(sample_seed(seed, "length", place)) for place in range(count))
+    return tuple(HEAVY_TAILED.of(sample_seed(seed, "length", index)) for index in range(count))
 
 
-def describe(kind: Kind) -> str:
-    """The lengths of that kind, in words."""
+def describe_lengths(kind: Kind) -> str:
+    """Return the lengths of a kind in words."""
     return {"constant": f"{CONSTANT} tokens each", "lognormal": str(HEAVY_TAILED), "recorded": "recorded lengths"}[kind]
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Tokens of every completion in a JSON-lines file, or in all of a folder such as `runs/NAME/samples`.
+    """Return the tokens of every completion in a JSON-lines file, or in all files of a folder like `runs/NAME/samples`.
 
-    A row is {"length": 24} (or "tokens", "completion_tokens"), or a row of a run's samples: then the ends of its
-    completions' spans count. Raises DataError if there is none.
+    A row is {"length": 24} (or "tokens", "completion_tokens"), or a row of a run's samples. Raises DataError if there
+    are none.
     """
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    found = [length for file in files for row in iter_rows(file) for length in _lengths_of(row) if length > 0]
-    if not found:
+    lengths = []
+    for file in files:
+        for row in iter_rows(file):
+            lengths += [length for length in _row_lengths(row) if length > 0]
+    if not lengths:
         raise DataError(
-            f"{path} holds no lengths of completions. Give JSON lines with a field {_KEYS[0]!r}, such as "
-            '{"length": 24}, or the folder runs/NAME/samples of a run that has made groups'
+            f"{path} has no lengths of completions. Give JSON lines with a field {_KEYS[0]!r}, such as "
+            '{"length": 24}, or the folder runs/NAME/samples of a run with finished groups'
         )
-    return found
+    return lengths
 
 
-def _lengths_of(row: Mapping[str, Any]) -> Iterable[int]:
+def _row_lengths(row: Mapping[str, Any]) -> Iterable[int]:
     for key in _KEYS:
         if isinstance(row.get(key), int):
             return [row[key]]
     completions = row.get("completions")
-    return [one["spans"][-1][2] for one in completions if one.get("spans")] if isinstance(completions, list) else []
+    if not isinstance(completions, list):
+        return []
+    # The end of the last span is the length of a completion.
+    return [completion["spans"][-1][2] for completion in completions if completion.get("spans")]
 
 
 @dataclass(frozen=True, slots=True)
 class FixedWork:
-    """The work of one period. `lengths`: completion tokens of all samples, group after group; `prompt_tokens`: tokens
-    of the prompts of each step."""
+    """The work of one period."""
 
     groups_per_step: int
     group_size: int
     lengths: tuple[int, ...]
+    """Completion tokens of all samples, group by group."""
     prompt_tokens: tuple[int, ...]
+    """Tokens of each prompt, per step."""
     seed: int = 1
 
     @property
@@ -106,7 +114,7 @@ class FixedWork:
 
     @property
     def samples_per_step(self) -> int:
-        """P * G samples."""
+        """P * G samples per step."""
         return self.groups_per_step * self.group_size
 
     @property
@@ -125,23 +133,26 @@ class FixedWork:
         return max(self.prompt_tokens) + self.longest_completion
 
     def group_lengths(self, seq: int) -> tuple[int, ...]:
-        """Lengths of the samples of the group whose ticket has that number."""
-        place = seq % (self.steps * self.groups_per_step) * self.group_size
-        return self.lengths[place : place + self.group_size]
+        """Return the lengths of the samples of the group with ticket `seq`."""
+        start = seq % (self.steps * self.groups_per_step) * self.group_size
+        return self.lengths[start : start + self.group_size]
 
     def tokens_of_step(self, version: int) -> int:
-        """Completion tokens of the step `version` -> `version + 1`."""
+        """Return the completion tokens of the step `version` -> `version + 1`."""
         first = version * self.groups_per_step
         return sum(sum(self.group_lengths(seq)) for seq in range(first, first + self.groups_per_step))
 
     def read_in_step(self, version: int) -> int:
-        """Tokens that the trainer reads for it: prompt and completion of every sample, without the last token, behind
-        which nothing is predicted."""
+        """Return the tokens that the trainer reads in that step.
+
+        They are prompt and completion of every sample without its last token, after which nothing is predicted.
+        """
         return self.samples_per_step * (self.prompt_tokens[version % self.steps] - 1) + self.tokens_of_step(version)
 
-    def write(self, folder: Path) -> tuple[Path, Path]:
-        """Write train.jsonl with a row for each group, and held_out.jsonl with one; returns both."""
-        train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
+    def write_data(self, folder: Path) -> tuple[Path, Path]:
+        """Write train.jsonl with a row per group, and held_out.jsonl with one row; return both."""
+        train = folder / "train.jsonl"
+        held_out = folder / "held_out.jsonl"
         train.write_text("".join(json.dumps(row) + "\n" for row in self._rows()))
         held_out.write_text(json.dumps({"question": "0", "answer": answer_for([HELD_OUT_TOKENS])}) + "\n")
         return train, held_out
@@ -157,13 +168,13 @@ class FixedWork:
 class StepPlan:
     """How the steps of a run with `max_staleness` S are used.
 
-    The first S + 1 steps train what was generated while the trainer was starting, the next two are slow here and
-    there, and during the last S ones nothing is left to admit: none of these is timed.
+    The first S + 1 steps train groups generated while the trainer was starting, the next two warm up, and during the
+    last S steps no group is left to admit: none of these steps is timed.
     """
 
     max_staleness: int
     timed: int
-    """M: steps that are timed."""
+    """M: number of timed steps."""
 
     @property
     def head(self) -> int:
