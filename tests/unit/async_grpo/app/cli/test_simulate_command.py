@@ -74,7 +74,7 @@ def test_a_device_gives_an_estimate_that_states_its_assumptions() -> None:
     ("options", "said"),
     [
         ([], "a simulation needs timings from one place"),
-        (["--device", "abacus"], "--device 'abacus' is not known"),
+        (["--device", "abacus"], "--device 'abacus' is unknown"),
         (["--device", "h100"], "model.architecture"),
         (["--timings", "nowhere.yaml"], "cannot read timings from nowhere.yaml"),
         (["--from", "nowhere"], "nowhere is not the folder of a run"),
