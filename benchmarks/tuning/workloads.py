@@ -45,7 +45,7 @@ class TunedWorkload:
     def work(self) -> FixedWork:
         """Prescribed prompts and completions."""
         count = TIMED_STEPS * GROUPS_PER_STEP * GROUP_SIZE
-        lengths = tuple(self.lengths.of(sample_seed(1, "length", index)) for index in range(count))
+        lengths = tuple(self.lengths.draw(sample_seed(1, "length", index)) for index in range(count))
         return FixedWork(GROUPS_PER_STEP, GROUP_SIZE, lengths, (self.prompt_tokens,) * TIMED_STEPS)
 
     @property

@@ -57,7 +57,7 @@ def draw_lengths(kind: Kind, count: int, *, seed: int, recorded: Path | None = N
         return tuple(pool[index] for index in indices)
     if kind == "constant":
         return (CONSTANT,) * count
-    return tuple(HEAVY_TAILED.of(sample_seed(seed, "length", index)) for index in range(count))
+    return tuple(HEAVY_TAILED.draw(sample_seed(seed, "length", index)) for index in range(count))
 
 
 def describe_lengths(kind: Kind) -> str:

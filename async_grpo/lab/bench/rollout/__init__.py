@@ -1,1 +1,1 @@
-"""The bench of a rollout server, beside bare vLLM."""
+"""The bench of a rollout server, compared with bare vLLM."""

@@ -3,12 +3,12 @@
     one engine <-- the whole server   tickets from a real Valkey, rewards from real processes, groups back into it
                <-- bare vLLM          the same requests from a plain loop (`bare_vllm`)
 
-- overhead   of the whole server: tokens a second beside bare vLLM, with a model that keeps the engine busy, and
-             with one of the quickstart's size, whose tokens cost Python more than the engine
-- dispatch   where lengths differ much: completions that start as slots become free, beside waves
+- overhead   of the whole server: tokens per second compared with bare vLLM, for a model that keeps the engine busy and
+             for one of the quickstart's size, whose tokens cost Python more than the engine
+- dispatch   for lengths that vary widely: completions that start when slots become free, compared with waves
 
-The weights stand still and nothing is evaluated. Figures of one invocation can be compared; figures of two machines, or
-of a busy one, cannot.
+The weights do not change and nothing is evaluated. Results of one invocation are comparable; results of two machines,
+or of a busy one, are not.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ LARGE = TinyQwen2Config(hidden_size=640, layers=12, heads=10, kv_heads=2, interm
 TINY = TinyQwen2Config(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=384)
 """A model of the quickstart's size."""
 STEADY = RolloutWork(groups=20, group_size=8, groups_per_step=4, concurrency=32, lengths=Uniform(32, 96))
-"""Some 20 s on two cores."""
+"""About 20 s on two cores."""
 UNEVEN = RolloutWork(groups=24, group_size=8, groups_per_step=4, concurrency=32, lengths=LogNormal(24, 1.2, 384))
-"""Half of the completions have at most 24 tokens, the longest of 32 some nine times as many."""
+"""Half of the completions have at most 24 tokens, the longest of 32 about nine times as many."""
 SHORT = RolloutWork(
     groups=128, group_size=16, groups_per_step=16, concurrency=96, lengths=Uniform(20, 40), prompt_tokens=8
 )
-"""Completions as the quickstart has them."""
+"""Completions as in the quickstart."""
 
-Feeder = Callable[[RolloutWork], Awaitable[RolloutRound]]
-"""Does the work of one round."""
+RunRound = Callable[[RolloutWork], Awaitable[RolloutRound]]
+"""Runs the work of one round."""
 Pairs = list[tuple[RolloutRound, RolloutRound]]
 """Rounds of the whole server and of its baseline, all with the same work."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBenchSize:
-    """A model and the work that is measured with it. `uneven`: the work of dispatch beside waves."""
+    """A model and the work that is measured with it. `uneven`: the work that compares dispatch with waves."""
 
     model: TinyQwen2Config
     vocabulary: int
@@ -80,64 +80,72 @@ QUICK = (
 
 
 async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
-    """All figures. `quick` only shows that the bench works, with the tiny model alone."""
+    """Run the bench. `quick` only checks that it works, on the tiny model."""
     configure_logging("bench")
-    figures: list[Measurement] = []
+    measurements: list[Measurement] = []
     with bench_server(None) as redis:
         for size in QUICK if quick else FULL:
-            figures += await _measure(size, redis, 1 if quick else PAIRS, progress)
-    return [*figures, measure_load_average()]
+            measurements += await _run_size(size, redis, 1 if quick else PAIRS, progress)
+    return [*measurements, measure_load_average()]
 
 
-async def _measure(size: RolloutBenchSize, redis: RedisConfig, count: int, progress: Progress) -> list[Measurement]:
+async def _run_size(size: RolloutBenchSize, redis: RedisConfig, count: int, progress: Progress) -> list[Measurement]:
     longest = max(work.longest for work in (size.even, size.uneven) if work is not None)
     async with open_setup(size.model, size.vocabulary, redis, longest=longest) as setup:
         step = add_progress_bar(progress, f"whole server, {setup.policy}", count)
-        figures = overhead(setup.policy, size.even, await in_pairs(setup.whole, setup.bare, size.even, count, step))
+        pairs = await run_pairs(setup.run_server_round, setup.run_bare_round, size.even, count, step)
+        measurements = measure_overhead(setup.policy, size.even, pairs)
         if size.uneven is not None:
             step = add_progress_bar(progress, f"dispatch, {setup.policy}", count)
-            pairs = await in_pairs(setup.whole, setup.waves, size.uneven, count, step)
-            figures += dispatch(setup.policy, size.uneven, pairs)
-    return figures
+            pairs = await run_pairs(setup.run_server_round, setup.run_wave_round, size.uneven, count, step)
+            measurements += measure_dispatch(setup.policy, size.uneven, pairs)
+    return measurements
 
 
-async def in_pairs(whole: Feeder, baseline: Feeder, work: RolloutWork, count: int, step: Step) -> Pairs:
-    """`count` pairs in alternating order, after a short round of each that warms up; `step` is called after every pair.
+async def run_pairs(whole: RunRound, baseline: RunRound, work: RolloutWork, count: int, step: Step) -> Pairs:
+    """Run `count` pairs in alternating order after a short warm-up round of each; `step` is called after every pair.
 
-    Raises EngineError if a round did not make exactly the tokens of `work`.
+    Raises EngineError if a round did not generate exactly the tokens of `work`.
     """
 
-    async def checked(feeder: Feeder, work: RolloutWork) -> RolloutRound:
-        done = await feeder(work)
-        work.check(done.tokens)
-        return done
+    async def checked(run_round: RunRound, work: RolloutWork) -> RolloutRound:
+        result = await run_round(work)
+        work.check_lengths(result.tokens)
+        return result
 
-    for feeder in (whole, baseline):
-        await checked(feeder, replace(work, groups=work.groups_per_step))
+    for run_round in (whole, baseline):
+        await checked(run_round, replace(work, groups=work.groups_per_step))
     return await measure_pairs(partial(checked, whole, work), partial(checked, baseline, work), count, step)
 
 
-def overhead(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
-    """Figures of the whole server: its speed beside bare vLLM, and its CPU time in Python."""
+def measure_overhead(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
+    """Compare speed and CPU time of the whole server with bare vLLM."""
     name = f"whole server, {policy}"
-    used, used_by_bare = (median(one.cpu_us_per_token for one in rounds) for rounds in zip(*pairs, strict=True))
-    cpu = Measurement(f"{name}: CPU time of its process", used, "us/token", used_by_bare, BARE, used / used_by_bare)
-    return [*_speed(name, work, BARE, pairs), cpu]
+    server_us = median(server.cpu_us_per_token for server, _ in pairs)
+    bare_us = median(bare.cpu_us_per_token for _, bare in pairs)
+    cpu = Measurement(f"{name}: CPU time of its process", server_us, "us/token", bare_us, BARE, server_us / bare_us)
+    return [*_compare_speed(name, work, BARE, pairs), cpu]
 
 
-def dispatch(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
-    """Figures of continuous dispatch: what it gains to start a completion whenever a slot is free."""
-    return _speed(f"continuous dispatch, {policy}", work, WAVES, pairs)
+def measure_dispatch(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
+    """Measure the gain from starting a completion whenever a slot is free."""
+    return _compare_speed(f"continuous dispatch, {policy}", work, WAVES, pairs)
 
 
-def _speed(name: str, work: RolloutWork, baseline: str, pairs: Pairs) -> list[Measurement]:
+def _compare_speed(name: str, work: RolloutWork, baseline: str, pairs: Pairs) -> list[Measurement]:
     speeds = [(ours.tokens_per_s, theirs.tokens_per_s) for ours, theirs in pairs]
     ratios = Spread.of(*zip(*speeds, strict=True))
-    tokens, tokens_of_baseline = (sum(one.tokens) for one in pairs[0])
-    asked = f"{work.concurrency} in flight, {work.lengths}"
+    first_server, first_baseline = pairs[0]
+    setup = f"{work.concurrency} in flight, {work.lengths}"
     return [
-        Measurement.paired(f"{name}, {asked}", "tokens/s", speeds, baseline),
+        Measurement.paired(f"{name}, {setup}", "tokens/s", speeds, baseline),
         Measurement(f"{name}: lowest of {len(speeds)} ratios", ratios.lowest, "x"),
         Measurement(f"{name}: highest of {len(speeds)} ratios", ratios.highest, "x"),
-        Measurement(f"{name}: tokens of a round", tokens, "tokens", tokens_of_baseline, "asserted to be the same"),
+        Measurement(
+            f"{name}: tokens of a round",
+            sum(first_server.tokens),
+            "tokens",
+            sum(first_baseline.tokens),
+            "asserted to be the same",
+        ),
     ]

@@ -2,16 +2,16 @@
 
     WorkSource --tasks--> server --tickets--> RolloutServer --groups--> server --batches--> consumer
 
-The context is the real one: Redis buffer and board, reward processes, engine, heartbeat, partials, logger. The weights
-stand still (`NoNews`), and the run's evaluations are on the board already, so that nothing is evaluated. The staleness
-window holds the whole round, so that it never blocks. The round waits for the consumer, which the last inserted group
+The context is real: Redis buffer and board, reward processes, engine, heartbeat, partials, logger. The weights do not
+change (`ConstantWeights`), and the run's evaluations are already on the board, so nothing is evaluated. The staleness
+window covers the whole round, so it never blocks. The round waits for the consumer, which the last inserted group
 unblocks.
 
-RolloutSetup holds what exists once: a model, its engine, a reward pool.
+RolloutSetup has what all rounds share: a model, its engine, a reward pool.
 
-    RolloutSetup.whole   rounds through the whole server   --+
-    RolloutSetup.bare    rounds of the plain loop          --+--> one engine
-    RolloutSetup.waves   rounds of waves                   --+
+    run_server_round   through the whole server     --+
+    run_bare_round     bare vLLM, continuous loop   --+--> one engine
+    run_wave_round     bare vLLM, in waves          --+
 """
 
 from __future__ import annotations
@@ -65,26 +65,26 @@ TAKE_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 30.0
 
 
-class DrawnLengths(VllmEngine):
-    """vLLM that ends every completion at the length that was drawn for its seed."""
+class FixedLengthEngine(VllmEngine):
+    """vLLM that ends every completion at the length drawn for its seed."""
 
     lengths: Mapping[int, int]
-    """Tokens of the completion, by the seed of the request."""
+    """Tokens of each completion by the seed of its request."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Generate as `VllmEngine` does, with another max_tokens."""
+        """Generate with the drawn length as max_tokens."""
         assert request.seed is not None
         return await super().generate(replace(request, max_tokens=self.lengths[request.seed]))
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSetup:
-    """A started engine that has its first weights, and everything else that outlives a round."""
+    """A started engine with its first weights, and everything else that all rounds share."""
 
     model: Path
     folder: Path
-    """Gets the files of the rounds."""
-    engine: DrawnLengths
+    """Folder for the files of the rounds."""
+    engine: FixedLengthEngine
     pool: RewardPool
     tokenizer: Tokenizer
     vocabulary: int
@@ -93,22 +93,23 @@ class RolloutSetup:
 
     @property
     def policy(self) -> str:
-        """The model, in words."""
+        """Description of the model."""
         return f"{self.parameters / 1e6:.3g}M parameters"
 
-    async def whole(self, work: RolloutWork) -> RolloutRound:
-        """A round through the whole server, from the start of its loops until the last batch is released.
+    async def run_server_round(self, work: RolloutWork) -> RolloutRound:
+        """Run a round through the whole server, from the start of its loops until the last batch is released.
 
-        Raises BufferFault if groups are missing, WaitTimeout if they do not come.
+        Raises BufferFault if groups are missing, WaitTimeout if they do not arrive.
         """
         self.engine.lengths = work.lengths_by_seed()
-        config = self._config(work)
-        state, board = await buffer.open_run(config), await buffer.connect_board(config.redis, config.name)
+        config = self._build_config(work)
+        state = await buffer.open_run(config)
+        board = await buffer.connect_board(config.redis, config.name)
         try:
-            for version in (0, config.steps):  # so nothing is left to evaluate
+            for version in (0, config.steps):  # nothing is left to evaluate
                 await board.put_evaluation(Evaluation(version=version, prompts=0, samples=0, sampled_accuracy=0.0))
-            epoch = (await state.rollback(0)).epoch  # as the trainer does when it begins
-            async with _serving(self._context(work, config, state, board)):
+            epoch = (await state.rollback(0)).epoch  # as the trainer does at its start
+            async with _serving(self._build_context(work, config, state, board)):
                 with Stopwatch() as spent, Stopwatch(time.process_time) as cpu:
                     groups = await _consume(state, epoch, config.steps)
                 await state.end_run()
@@ -118,24 +119,25 @@ class RolloutSetup:
             await board.aclose()
             await buffer.wipe_run(config.redis, config.name)
         groups.sort(key=lambda group: group.task.index)
-        return RolloutRound([s.length for group in groups for s in group.samples], spent.seconds, cpu.seconds)
+        lengths = [sample.length for group in groups for sample in group.samples]
+        return RolloutRound(lengths, spent.seconds, cpu.seconds)
 
-    async def bare(self, work: RolloutWork) -> RolloutRound:
-        """A round of bare vLLM, its slots always full."""
-        return await self._plain(generate_continuously, work)
+    async def run_bare_round(self, work: RolloutWork) -> RolloutRound:
+        """Run a round of bare vLLM with all slots always in use."""
+        return await self._run_loop(generate_continuously, work)
 
-    async def waves(self, work: RolloutWork) -> RolloutRound:
-        """A round of bare vLLM in waves."""
-        return await self._plain(generate_in_waves, work)
+    async def run_wave_round(self, work: RolloutWork) -> RolloutRound:
+        """Run a round of bare vLLM in waves."""
+        return await self._run_loop(generate_in_waves, work)
 
-    async def _plain(self, loop: Loop, work: RolloutWork) -> RolloutRound:
+    async def _run_loop(self, loop: Loop, work: RolloutWork) -> RolloutRound:
         requests = work.requests(self.vocabulary)
         with Stopwatch() as spent, Stopwatch(time.process_time) as cpu:
             tokens = await loop(self.engine.async_llm, requests, work.concurrency)
         return RolloutRound(tokens, spent.seconds, cpu.seconds)
 
-    def _config(self, work: RolloutWork) -> RunConfig:
-        """A run of this work alone."""
+    def _build_config(self, work: RolloutWork) -> RunConfig:
+        """Return the configuration of a run with this work only."""
         steps = work.groups // work.groups_per_step
         return RunConfig.model_validate(
             {
@@ -153,7 +155,9 @@ class RolloutSetup:
             }
         )
 
-    def _context(self, work: RolloutWork, config: RunConfig, state: ReplayBuffer, board: RunBoard) -> ServerContext:
+    def _build_context(
+        self, work: RolloutWork, config: RunConfig, state: ReplayBuffer, board: RunBoard
+    ) -> ServerContext:
         return ServerContext(
             config=config,
             name=NAME,
@@ -169,9 +173,9 @@ class RolloutSetup:
 
 @asynccontextmanager
 async def _serving(context: ServerContext) -> AsyncIterator[None]:
-    """A server that serves for the length of the block, which ends the run."""
+    """Run a server for the duration of the block, which must end the run."""
     watcher = WeightWatcher(
-        NoNews(),
+        ConstantWeights(),
         context.engine,
         interruption=context.config.rollout.interruption,
         update_timeout_s=context.config.weights.update_timeout_s,
@@ -182,14 +186,15 @@ async def _serving(context: ServerContext) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(RolloutServer(context, watcher).serve())
             yield
-            if not (await asyncio.wait([serving], timeout=END_TIMEOUT_S))[0]:
-                raise WaitTimeout("the rollout server to see that the run has ended", END_TIMEOUT_S)
+            done, _ = await asyncio.wait([serving], timeout=END_TIMEOUT_S)
+            if not done:
+                raise WaitTimeout("the rollout server to detect the end of the run", END_TIMEOUT_S)
     finally:
         context.logger.close()
 
 
 async def _consume(state: ReplayBuffer, epoch: int, steps: int) -> list[Group]:
-    """All groups, batch after batch. No version is published in between: the weights stand still."""
+    """Take and release all batches and return their groups. No version is published: the weights do not change."""
     groups: list[Group] = []
     for version in range(steps):
         batch = await state.take_batch(epoch=epoch, version=version, timeout_s=TAKE_TIMEOUT_S)
@@ -213,19 +218,19 @@ class WorkSource:
         return []
 
 
-class NoNews:
-    """A receiver for weights that stand still."""
+class ConstantWeights:
+    """A weight receiver that never receives a new version."""
 
     last_transfer_s = 0.0
 
     async def wait_for_newer_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
         await asyncio.sleep(timeout_s)
-        raise WaitTimeout("weights that stand still", timeout_s)
+        raise WaitTimeout("new weights, which this bench never publishes", timeout_s)
 
     @asynccontextmanager
     async def hold_newest(self) -> AsyncIterator[HeldWeights]:
-        raise WaitTimeout("weights that stand still", 0.0)
-        yield
+        raise WaitTimeout("new weights, which this bench never publishes", 0.0)
+        yield  # makes this a generator
 
     async def close(self) -> None: ...
 
@@ -234,17 +239,19 @@ class NoNews:
 async def open_setup(
     size: TinyQwen2Config, vocabulary: int, redis: RedisConfig, *, longest: int
 ) -> AsyncIterator[RolloutSetup]:
-    """A random model of that size, for sequences of up to `longest` tokens. Raises EngineError,
-    DependencyError."""
+    """Open a setup with a random model for sequences of up to `longest` tokens.
+
+    Raises EngineError, DependencyError.
+    """
     run = f"bench-rollout-{uuid.uuid4().hex}"
     try:
         with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as name:
             folder = Path(name)
             model = folder / "model"
-            store = _store_of(number_model(model, size, vocabulary, PRECISION), store_path(run, "weights"))
+            store = _create_store(number_model(model, size, vocabulary, PRECISION), store_path(run, "weights"))
             parameters = sum(spec.nbytes for spec in store.layout.tensors) // 2
             config = RolloutConfig(vllm=VllmConfig(max_model_len=longest))
-            engine = DrawnLengths(model, config, precision=PRECISION, seed=1, name="bench")
+            engine = FixedLengthEngine(model, config, precision=PRECISION, seed=1, name="bench")
             async with RewardPool(RewardsConfig()) as pool:
                 tokenizer = load_tokenizer(model)
                 try:
@@ -258,8 +265,8 @@ async def open_setup(
         remove_stores(run)
 
 
-def _store_of(model: Qwen2ForCausalLM, path: Path) -> WeightStore:
-    """A store with version 0 of the weights, which the tickets ask for."""
+def _create_store(model: Qwen2ForCausalLM, path: Path) -> WeightStore:
+    """Create a store with version 0 of the weights, which the tickets require."""
     import torch
 
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}

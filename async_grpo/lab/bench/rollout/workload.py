@@ -1,9 +1,9 @@
-"""The requests of a round, drawn by seed: every feeder gets the same ones, in the same order.
+"""The requests of a round, drawn by seed: both contestants get the same ones in the same order.
 
-The length of a completion is a function of its request's seed. So a server that knows nothing of this bench comes to
+The length of a completion is a function of its request's seed. So a server without any code of this bench generates
 the same lengths as the loop that it is compared with.
 
-The tokenizer of the benches has numbers as tokens: a prompt of N digits with spaces between has exactly N tokens.
+The tokenizer of the benches has numbers as tokens: a prompt of N space-separated digits has exactly N tokens.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 
 class Lengths(Protocol):
-    """How many tokens completions have."""
+    """Distribution of completion lengths."""
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens."""
+        """Maximum number of tokens."""
         ...
 
-    def of(self, seed: int) -> int:
-        """Tokens of the completion of the request with this seed, >= 1; always the same."""
+    def draw(self, seed: int) -> int:
+        """Return the tokens (>= 1) of the completion of the request with this seed; always the same."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Evenly between `shortest` and `longest`, both included."""
+    """Uniform between `shortest` and `longest`, both included."""
 
     shortest: int
     longest: int
 
-    def of(self, seed: int) -> int:
+    def draw(self, seed: int) -> int:
         return int(np.random.default_rng(seed).integers(self.shortest, self.longest + 1))
 
     def __str__(self) -> str:
@@ -58,14 +58,13 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Half of the completions are below `median`; the logarithm has the standard deviation `sigma`; the few
-    beyond `longest` are cut there, as max_tokens would."""
+    """Log-normal with the given median; the logarithm has standard deviation `sigma`; truncated at `longest`."""
 
     median: int
     sigma: float
     longest: int
 
-    def of(self, seed: int) -> int:
+    def draw(self, seed: int) -> int:
         drawn = np.random.default_rng(seed).lognormal(math.log(self.median), self.sigma)
         return int(min(max(round(drawn), 1), self.longest))
 
@@ -80,7 +79,7 @@ class RolloutWork:
     groups: int
     group_size: int
     groups_per_step: int
-    """Divides `groups`: that many are taken at once."""
+    """Groups per batch. Must divide `groups`."""
     concurrency: int
     lengths: Lengths
     prompt_tokens: int = 32
@@ -92,68 +91,72 @@ class RolloutWork:
         return self.prompt_tokens + self.lengths.longest
 
     def task(self, index: int, vocabulary: int) -> Task:
-        """The prompt of a group: random tokens, so that none is in the prefix cache."""
+        """Return the prompt of a group: random tokens, so that none is in the prefix cache."""
         tokens = np.random.default_rng([self.seed, index]).integers(0, vocabulary, self.prompt_tokens).tolist()
         return make_task(index, f"bench {index}", tokens, str(index))
 
     def requests(self, vocabulary: int) -> list[GenerationRequest]:
-        """All requests, group by group, with the seeds that a rollout server gives them."""
+        """Return all requests, group by group, with the seeds that a rollout server gives them."""
         requests = []
-        for group, place, seed in self._seeds():
+        for group, index, seed in self._seeds():
             prompt = self.task(group, vocabulary).prompt_ids().tolist()
-            request = GenerationRequest(f"{group}-{place}", prompt, max_tokens=self.lengths.of(seed), seed=seed)
+            request = GenerationRequest(f"{group}-{index}", prompt, max_tokens=self.lengths.draw(seed), seed=seed)
             requests.append(request)
         return requests
 
     def lengths_by_seed(self) -> dict[int, int]:
-        """Tokens of every completion, by the seed of its request. Drawn ahead of a round, as `requests` are, so that
-        the draws take no time of either feeder."""
-        return {seed: self.lengths.of(seed) for _, _, seed in self._seeds()}
+        """Return the tokens of every completion by the seed of its request.
 
-    def check(self, tokens: list[int]) -> None:
-        """Raise EngineError unless the completions, in the order of the requests, have exactly the lengths that
-        were drawn: less work would look like more speed."""
+        Call it before a round, like `requests`, so that drawing takes no time of either contestant.
+        """
+        return {seed: self.lengths.draw(seed) for _, _, seed in self._seeds()}
+
+    def check_lengths(self, tokens: list[int]) -> None:
+        """Raise EngineError unless the completions, in request order, have exactly the drawn lengths.
+
+        Less work would look like more speed.
+        """
         drawn = list(self.lengths_by_seed().values())
         if tokens != drawn:
             wrong = sum(a != b for a, b in zip(tokens, drawn, strict=False)) + abs(len(tokens) - len(drawn))
             raise EngineError(
                 f"{wrong} of {len(drawn)} completions do not have the length that was drawn for them "
-                f"({sum(tokens)} tokens instead of {sum(drawn)}): the figure would compare different work. "
-                "Did the engine stop early, or do the seeds of requests differ"
+                f"({sum(tokens)} tokens instead of {sum(drawn)}), so the result would compare different work. "
+                "Check if the engine stopped early or the seeds of requests differ"
             )
 
     def _seeds(self) -> Iterator[tuple[int, int, int]]:
-        """(group, place, seed) of every request."""
+        """Yield (group, index, seed) of every request."""
         for group in range(self.groups):
-            for place in range(self.group_size):
-                yield group, place, sample_seed(self.seed, "train", group, place, 1)
+            for index in range(self.group_size):
+                yield group, index, sample_seed(self.seed, "train", group, index, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRound:
-    """What one round made and took."""
+    """Tokens and times of one round."""
 
     tokens: list[int]
-    """Tokens of every completion, in the order of the requests."""
+    """Tokens of every completion, in request order."""
     seconds: float
     cpu_s: float
     """CPU seconds of this process."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed over the whole round, in which the engine fills up and runs empty."""
+        """Speed over the whole round, including the engine's filling up and running empty."""
         return sum(self.tokens) / self.seconds
 
     @property
     def cpu_us_per_token(self) -> float:
-        """CPU time of the feeding process, without that of the engine's processes."""
+        """CPU time of this process, without the engine's processes."""
         return 1e6 * self.cpu_s / sum(self.tokens)
 
 
 def number_words(model: Path, size: int) -> Tokenizer:
     """Write the tokenizer to the model's folder. Every id below `size` has a text, and none ends a completion.
 
-    Larger numbers are read digit by digit where transformers gives a checkpoint's tokenizer the rules of its family.
+    Larger numbers are read digit by digit if transformers applies the rules of the checkpoint's model family.
 
     >>> number_words(Path("model"), 32).encode("7 3 7")  # doctest: +SKIP
     [7, 3, 7]
@@ -171,11 +174,11 @@ def number_words(model: Path, size: int) -> Tokenizer:
 def number_model(
     folder: Path, size: TinyQwen2Config, vocabulary: int, dtype: Precision = "float32"
 ) -> Qwen2ForCausalLM:
-    """Write a random checkpoint without a stop token, and the tokenizer of the benches; returns the model."""
+    """Write a random checkpoint without a stop token, and the tokenizer of the benches; return the model."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # the bench has one of its own
+    disable_progress_bar()  # the bench shows its own
     with whole_folder(folder, shared=True) as draft:
         tokenizer = number_words(draft, vocabulary)
         model = build_tiny_qwen2(size, tokenizer, vocab_size=vocabulary, seed=1).to(getattr(torch, dtype))

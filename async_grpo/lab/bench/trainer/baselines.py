@@ -1,28 +1,28 @@
-"""The training steps that the trainer's step is compared with: plain PyTorch and the Hugging Face model.
+"""Baselines of the trainer's step, in plain PyTorch with the Hugging Face model.
 
-`padded_step`: the step that one would write without this trainer, in padded micro-batches.
+`padded_step`: the step one would write without this trainer, in padded micro-batches.
 
-    sequences --in the order of the batch, or by length--> rows of a micro-batch, padded to its longest at the right
-              --> hidden states --trained positions alone--> logits --> log-probabilities --> loss, backward
+    sequences --in batch order, or by length--> rows of a micro-batch, right-padded to its longest
+              --> hidden states --trained positions only--> logits --> log-probabilities --> loss, backward
     after the last micro-batch: clip, AdamW
 
-It does all that makes such a step fast: padding is that of the micro-batch and not of the whole batch, the output layer
-only computes trained positions, gradients accumulate in place, the optimizer is fused. The attention mask may be left
-out, because rows are padded at their end and attention is causal: no real token sees a padded one.
+It does everything that makes such a step fast: it pads to the longest row of a micro-batch, not of the batch; the
+output layer only computes trained positions; gradients accumulate in place; the optimizer is fused. The attention mask
+may be omitted: rows are padded at their end and attention is causal, so no real token sees a padded one.
 
-`usual_step`: the step as Hugging Face trainers of this kind usually make it.
+`usual_step`: the step of typical Hugging Face trainers.
 
-    prompts padded at the left | completions padded at the right --> logits of all positions of the longest completion
+    prompts left-padded | completions right-padded --> logits of all positions of the longest completion
 
 Facts from TRL's `GRPOTrainer` (https://huggingface.co/docs/trl/grpo_trainer): prompts and completions of a micro-batch
-are padded apart and joined, the model is given an attention mask and asked for the logits of as many positions as the
-longest completion has, and the log-probabilities of padding are masked out afterwards; eight rows is its default.
+are padded separately and joined, the model gets an attention mask and returns the logits of as many positions as the
+longest completion has, and the log-probabilities of padding are masked afterwards. Eight rows is its default.
 
-Ceilings: the Hugging Face model without a padded position, forward and backward alone.
+Upper bounds: the Hugging Face model without padding, forward and backward only.
 
-- `one_by_one`      every sequence is a micro-batch of its own
+- `one_by_one`      every sequence is a separate micro-batch
 - `packed_by_hand`  sequences end to end in one row, each attending to itself: the packing of the trainer's step between
-                    the layers of Hugging Face, so what is left between the two is what Megatron-core costs
+                    the layers of Hugging Face, so the remaining difference is the cost of Megatron-core
 """
 
 from __future__ import annotations
@@ -44,36 +44,39 @@ Attention = Literal["sdpa", "sdpa without mask", "eager"]
 USUAL_ROWS = 8
 _BY_HAND = "packed_by_hand"
 Forward = Callable[[Sequence[ours.TrainingSequence]], tuple[Tensor, int]]
-"""The log-probabilities of the trained tokens of some sequences, and the positions that were computed."""
+"""Sequences -> log-probabilities of their trained tokens, and the number of computed positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchStep:
-    """The result of one step of a contestant."""
+    """Result of one step of a contestant."""
 
     loss: float
     grad_norm: float
     efficiency: float
-    """Tokens of sequences / positions computed."""
+    """Tokens of sequences / computed positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedSetting:
-    """How the baseline cuts its batch."""
+    """How the baseline divides its batch."""
 
     rows: int
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     attention: Attention = "sdpa"
     by_length: bool = False
-    """Sequences of similar length share a micro-batch, as with a sorted data loader."""
+    """True if sequences of similar length share a micro-batch, as with a sorted data loader."""
 
     def __str__(self) -> str:
-        return f"{self.rows} rows, {'sorted by length, ' if self.by_length else ''}{self.attention}"
+        order = "sorted by length, " if self.by_length else ""
+        return f"{self.rows} rows, {order}{self.attention}"
 
 
 class PlainModel:
-    """The Hugging Face model and torch's AdamW, for all the baselines: the learning rate is 0, so none affects
-    another."""
+    """The Hugging Face model and torch's AdamW, shared by all baselines.
+
+    The learning rate is 0, so that no baseline affects another.
+    """
 
     def __init__(self, model: Any, config: RunConfig) -> None:
         self.model = model
@@ -90,16 +93,16 @@ class PlainModel:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters; a tied one counts once."""
+        """Number of parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def logprobs(self, hidden_NH: Tensor, labels_N: Tensor) -> Tensor:
-        """Log-probabilities of these tokens, under the distribution that is sampled from."""
+        """Return the log-probabilities of these tokens under the sampled distribution."""
         logits_NV = self.model.lm_head(hidden_NH).float() / self.config.sampling.temperature
         return -F.cross_entropy(logits_NV, labels_N, reduction="none")
 
     def loss(self, logprobs_N: Tensor, members: Sequence[ours.TrainingSequence]) -> Tensor:
-        """Decoupled PPO with the weights before the step as proximal policy, summed with the batch's weights."""
+        """Return the decoupled PPO loss, weighted per token; the proximal policy is the one before the step."""
         rule = self.config.trainer.objective
         assert rule.clip_low is not None and rule.clip_high is not None and rule.behaviour_cap is not None
         constant_N = logprobs_N.detach()
@@ -115,59 +118,63 @@ class PlainModel:
     def step(
         self, batches: Iterable[Sequence[ours.TrainingSequence]], forward: Forward, *, update: bool = True
     ) -> BenchStep:
-        """Forward and backward over all micro-batches; with `update`, also clip the gradients and take AdamW's step."""
-        loss, tokens, cells = 0.0, 0, 0
+        """Run forward and backward over all micro-batches; with `update`, also clip the gradients and step AdamW."""
+        loss = 0.0
+        tokens = 0
+        positions = 0
         for members in batches:
             logprobs_N, computed = forward(members)
             value = self.loss(logprobs_N, members)
             value.backward()
             loss += value.item()
             tokens += sum(member.length for member in members)
-            cells += computed
+            positions += computed
         if update:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.optimizer.clip_grad)
             self._adam.step()
         else:
             norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.model.parameters()])
         self._adam.zero_grad(set_to_none=False)
-        return BenchStep(loss, float(norm), tokens / cells)
+        return BenchStep(loss, float(norm), tokens / positions)
 
 
 def padded_step(
     setting: PaddedSetting, plain: PlainModel, members: Sequence[ours.TrainingSequence], *, update: bool = True
 ) -> BenchStep:
-    """One step over the whole batch, in padded micro-batches."""
+    """Run one step over the whole batch in padded micro-batches."""
     plain.model.set_attn_implementation("eager" if setting.attention == "eager" else "sdpa")
     ordered = sorted(members, key=lambda member: member.length) if setting.by_length else members
     masked = setting.attention != "sdpa without mask"
-    return plain.step(_cut(ordered, setting.rows), lambda rows: _padded_forward(plain, rows, masked), update=update)
+    return plain.step(
+        _split_rows(ordered, setting.rows), lambda rows: _padded_forward(plain, rows, masked), update=update
+    )
 
 
 def one_by_one(plain: PlainModel, members: Sequence[ours.TrainingSequence]) -> BenchStep:
-    """Forward and backward without padding, and as many micro-batches as sequences."""
+    """Run forward and backward without padding, one sequence per micro-batch."""
     return padded_step(PaddedSetting(1, "sdpa without mask"), plain, members, update=False)
 
 
 def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.TrainingSequence]]) -> BenchStep:
-    """Forward and backward over packed rows. `packs`: the sequences of each micro-batch."""
-    AttentionInterface.register(_BY_HAND, _attention)
+    """Run forward and backward over packed rows. `packs`: the sequences of each micro-batch."""
+    AttentionInterface.register(_BY_HAND, _packed_attention)
     plain.model.set_attn_implementation(_BY_HAND)
     return plain.step(packs, lambda members: _packed_forward(plain, members), update=False)
 
 
 def usual_step(plain: PlainModel, members: Sequence[ours.TrainingSequence]) -> BenchStep:
-    """One step over the whole batch, as it is usually made."""
+    """Run one step over the whole batch as typical trainers do."""
     plain.model.set_attn_implementation("sdpa")
-    return plain.step(_cut(members, USUAL_ROWS), lambda rows: _usual_forward(plain, rows))
+    return plain.step(_split_rows(members, USUAL_ROWS), lambda rows: _usual_forward(plain, rows))
 
 
-def _cut(members: Sequence[ours.TrainingSequence], rows: int) -> Iterator[Sequence[ours.TrainingSequence]]:
+def _split_rows(members: Sequence[ours.TrainingSequence], rows: int) -> Iterator[Sequence[ours.TrainingSequence]]:
     for start in range(0, len(members), rows):
         yield members[start : start + rows]
 
 
 def _padded_forward(plain: PlainModel, rows: Sequence[ours.TrainingSequence], masked: bool) -> tuple[Tensor, int]:
-    """B rows, padded to L at the right; only trained positions reach the output layer."""
+    """Run B rows, right-padded to L. Only trained positions reach the output layer."""
     tokens_BL = pad_sequence([torch.from_numpy(row.tokens[:-1]).long() for row in rows], batch_first=True)
     width = tokens_BL.shape[1]
     mask_BL = torch.arange(width) < torch.tensor([row.length for row in rows])[:, None]
@@ -182,7 +189,7 @@ def _padded_forward(plain: PlainModel, rows: Sequence[ours.TrainingSequence], ma
 
 
 def _packed_forward(plain: PlainModel, members: Sequence[ours.TrainingSequence]) -> tuple[Tensor, int]:
-    """One row of T tokens, without padding."""
+    """Run one row of T tokens without padding."""
     batch = ours.make_micro_batch(members)
     lengths = [member.length for member in members]
     hidden_1TH = plain.model.model(
@@ -195,18 +202,18 @@ def _packed_forward(plain: PlainModel, members: Sequence[ours.TrainingSequence])
     return plain.logprobs(hidden_1TH[0].index_select(0, batch.trained_N), batch.labels_N), sum(lengths)
 
 
-def _attention(
+def _packed_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, lengths: list[int], **_: Any
 ) -> tuple[Tensor, None]:
-    """[1, heads, T, d] -> [1, T, heads, d]"""
+    """Attend within each sequence: [1, heads, T, d] -> [1, T, heads, d]."""
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _usual_forward(plain: PlainModel, rows: Sequence[ours.TrainingSequence]) -> tuple[Tensor, int]:
-    """B rows, prompts padded at the left and completions to C at the right; logits of C positions."""
-    tokens_BL, mask_BL, longest = _padded(rows)
+    """Run B rows, prompts left-padded and completions right-padded to C; logits of C positions."""
+    tokens_BL, mask_BL, longest = _pad_rows(rows)
     logits_BCV = plain.model(
         input_ids=tokens_BL, attention_mask=mask_BL, logits_to_keep=longest + 1, use_cache=False
     ).logits[:, :-1]
@@ -220,13 +227,13 @@ def _usual_forward(plain: PlainModel, rows: Sequence[ours.TrainingSequence]) -> 
     return logprobs_BC[trained_BC], tokens_BL.numel()
 
 
-def _padded(rows: Sequence[ours.TrainingSequence]) -> tuple[Tensor, Tensor, int]:
-    """Tokens and mask [B, L], and the length of the longest completion. The last token predicts nothing."""
+def _pad_rows(rows: Sequence[ours.TrainingSequence]) -> tuple[Tensor, Tensor, int]:
+    """Return tokens and mask [B, L], and the length of the longest completion. The last token predicts nothing."""
     tokens = [torch.from_numpy(row.tokens).long() for row in rows]
-    prompts = [each[: row.prompt_tokens] for each, row in zip(tokens, rows, strict=True)]
-    completions = [each[row.prompt_tokens :] for each, row in zip(tokens, rows, strict=True)]
-    widest = max(map(len, prompts))
-    left_BP = torch.stack([F.pad(prompt, (widest - len(prompt), 0), value=-1) for prompt in prompts])
+    prompts = [row_tokens[: row.prompt_tokens] for row_tokens, row in zip(tokens, rows, strict=True)]
+    completions = [row_tokens[row.prompt_tokens :] for row_tokens, row in zip(tokens, rows, strict=True)]
+    longest_prompt = max(map(len, prompts))
+    left_BP = torch.stack([F.pad(prompt, (longest_prompt - len(prompt), 0), value=-1) for prompt in prompts])
     right_BC = pad_sequence(completions, batch_first=True, padding_value=-1)
     tokens_BL = torch.cat([left_BP, right_BC], 1)
     mask_BL = (tokens_BL >= 0).long()

@@ -2,8 +2,8 @@
 
     python -m async_grpo.lab.bench.trainer.main --out FIGURES.json [--quick] [--data FILE]
 
-It is a process of its own because the platform of the CPU replaces functions of torch. On standard output it writes a
-line `total N`, then a line for every round that is done. The file of `--out` gets a list of figures.
+It is a separate process because the CPU platform patches torch. On standard output it writes a line `total N`, then a
+line per finished round. The file of `--out` gets a list of measurements.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from trainer.platform import select_platform
 
 
 def main() -> None:
-    """Entry point; see the module. Imports come late: the platform must be active before anything imports megatron."""
-    arguments = _arguments()
+    """Run the bench; see the module.
+
+    Imports come late because the platform must be active before anything imports Megatron.
+    """
+    arguments = _parse_arguments()
     threads = len(os.sched_getaffinity(0))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU is measured, wherever this runs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the bench measures the CPU, also on machines with GPUs
     platform = select_platform("cpu")
     platform.activate(TrainerConfig(threads=threads))
 
@@ -37,16 +40,16 @@ def main() -> None:
         setup = open_setup(
             platform, Path(folder), plan.model, plan.mix, room=plan.room, threads=threads, data=arguments.data
         )
-        figures = measure(setup, plan, partial(print, flush=True))
-    arguments.out.write_text(json.dumps([asdict(figure) for figure in figures]))
+        measurements = measure(setup, plan, partial(print, flush=True))
+    arguments.out.write_text(json.dumps([asdict(measurement) for measurement in measurements]))
     stop_ranks()
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("async_grpo.lab.bench.trainer.main", description="The bench of one training step.")
-    parser.add_argument("--out", type=Path, required=True, help="file for the figures")
-    parser.add_argument("--quick", action="store_true", help="only show that the bench works")
-    parser.add_argument("--data", type=Path, help="JSON-lines file whose field `question` has the prompts")
+    parser.add_argument("--out", type=Path, required=True, help="file for the measurements")
+    parser.add_argument("--quick", action="store_true", help="only check that the bench works")
+    parser.add_argument("--data", type=Path, help="JSON-lines file with prompts in the field `question`")
     return parser.parse_args()
 
 

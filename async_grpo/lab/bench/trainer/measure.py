@@ -1,14 +1,14 @@
-"""What is measured, in which order, and the figures that follow.
+"""The measurements of the trainer bench, in this order:
 
 1. heats    every setting of the padded baseline once
-2. final    the trainer's step, the fastest padded settings and the ceilings in turns, several rounds
-3. stream   the trainer's step with a slow producer, streamed and waited for, in turns
+2. final    the trainer's step, the fastest padded settings and the ceilings, alternating over several rounds
+3. stream   the trainer's step with a slow producer, streamed and waiting for the whole batch, alternating
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -29,18 +29,22 @@ from async_grpo.lab.bench.trainer.setup import STREAMED, WAITED, BatchShape, Con
 from trainer.batch.packing import assign_sequences
 
 Say = Callable[[str], None]
-"""Gets the name of each contestant when its turn is done."""
+"""Called with the name of each contestant after its turn."""
 TOLERANCE = 1e-4
 """Largest difference of losses (absolute) and of gradient norms (relative)."""
-TRAINER, ONE_BY_ONE, BY_HAND = "trainer", "one by one", "packed by hand"
+TRAINER = "trainer"
+ONE_BY_ONE = "one by one"
+BY_HAND = "packed by hand"
 USUAL = f"padded as in TRL: {USUAL_ROWS} rows, prompts at the left, logits of all completion positions, sdpa"
-FULL_ROWS, BEST, SORTED = "padded, as many rows as fit the same room", "padded, the best", "padded, sorted by length"
+FULL_ROWS = "padded, as many rows as fit the same token budget"
+BEST = "padded, the best"
+SORTED = "padded, sorted by length"
 ATTENTIONS: tuple[Attention, ...] = ("sdpa", "sdpa without mask", "eager")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerBenchPlan:
-    """How much is measured, with which model and batch."""
+    """Model, batch and rounds of the bench."""
 
     model: RandomModelConfig
     mix: BatchShape
@@ -48,22 +52,22 @@ class TrainerBenchPlan:
     """Tokens of a micro-batch, padding included."""
     rounds: int
     usual: BatchShape
-    """A batch of the usual size, whose packing alone is measured."""
+    """A batch of ordinary size, of which only the packing is measured."""
 
     @property
     def widest(self) -> int:
-        """Positions of a row of the longest prompt and the longest completion."""
+        """Positions of a row with the longest prompt and the longest completion."""
         return self.mix.prompt[1] + self.mix.longest
 
     @property
-    def most_rows(self) -> int:
-        """Rows of a padded micro-batch that always fits the same room, which is what one would set."""
+    def max_rows(self) -> int:
+        """Rows of a padded micro-batch that always fits the same token budget, as a user would set it."""
         return max(2, self.room // self.widest)
 
     @property
     def row_counts(self) -> list[int]:
-        """Rows of a padded micro-batch that are tried: few, with less padding, up to the most."""
-        return sorted({2, min(4, self.most_rows), self.most_rows})
+        """Numbers of rows to try. Fewer rows need less padding."""
+        return sorted({2, min(4, self.max_rows), self.max_rows})
 
 
 FULL = TrainerBenchPlan(
@@ -86,41 +90,45 @@ QUICK = TrainerBenchPlan(
 
 
 def measure(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> list[Measurement]:
-    """All figures; `say` gets `total N`, and then a line a round. Raises TrainingError if two steps do not come to the
-    same loss and gradient."""
+    """Run the bench. `say` is called with `total N`, then after every round.
+
+    Raises TrainingError if two steps differ in loss or gradient norm.
+    """
     counts = plan.row_counts
     say(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + plan.rounds * (7 + 2)}")
-    finalists = _heats(setup, plan, say)
-    setup.phases.reset()
+    finalists = _run_heats(setup, plan, say)
+    setup.phases.reset()  # without the heats
     final = take_turns(
         {
-            TRAINER: setup.trainer,
-            USUAL: setup.plainly(usual_step),
-            **{name: setup.plainly(partial(padded_step, setting)) for name, setting in finalists.items()},
-            ONE_BY_ONE: setup.plainly(one_by_one),
-            BY_HAND: setup.packed_by_hand,
+            TRAINER: setup.run_trainer_step,
+            USUAL: setup.plain_contestant(usual_step),
+            **{name: setup.plain_contestant(partial(padded_step, setting)) for name, setting in finalists.items()},
+            ONE_BY_ONE: setup.plain_contestant(one_by_one),
+            BY_HAND: setup.run_packed_by_hand,
         },
         plan.rounds,
         say,
     )
     compute_s = median(final[TRAINER].seconds)
-    stream = take_turns(setup.streaming(compute_s), plan.rounds, say)
+    stream = take_turns(setup.streaming_contestants(compute_s), plan.rounds, say)
     return [
-        *_speeds(setup, plan, final, finalists),
-        *_packing(plan, final),
-        *_phases(setup, final[TRAINER]),
-        _streaming(stream, compute_s),
+        *_speed_measurements(setup, final, finalists),
+        *_packing_measurements(plan, final),
+        *_phase_measurements(setup, final[TRAINER]),
+        _streaming_measurement(stream, compute_s),
     ]
 
 
 @dataclass(slots=True)
 class Timed:
-    """The rounds of one contestant: seconds on the clock, CPU seconds; `done` is the last step."""
+    """The rounds of one contestant."""
 
-    done: BenchStep
+    step: BenchStep
+    """Result of the last round."""
     seconds: list[float] = field(default_factory=list)
+    """Wall-clock seconds per round."""
     cpu_s: list[float] = field(default_factory=list)
-    """CPU seconds of all threads. On a busy machine they say more than the clock."""
+    """CPU seconds of all threads per round. More reliable than the clock on a busy machine."""
 
 
 def take_turns(contestants: Mapping[str, Contestant], rounds: int, say: Say) -> dict[str, Timed]:
@@ -128,106 +136,122 @@ def take_turns(contestants: Mapping[str, Contestant], rounds: int, say: Say) -> 
 
     Raises TrainingError if their losses or gradient norms differ.
     """
-    found: dict[str, Timed] = {}
+    results: dict[str, Timed] = {}
     for names in alternate_order(contestants, rounds):
         for name in names:
             with Stopwatch() as spent, Stopwatch(time.process_time) as cpu:
-                done = contestants[name]()
-            timed = found.setdefault(name, Timed(done))
+                step = contestants[name]()
+            timed = results.setdefault(name, Timed(step))
             timed.seconds.append(spent.seconds)
             timed.cpu_s.append(cpu.seconds)
-            timed.done = done
+            timed.step = step
             say(name)
-    _check(found)
-    return found
+    _check_same_step(results)
+    return results
 
 
-def _check(found: Mapping[str, Timed]) -> None:
-    first_name, first = next(iter(found.items()))
-    for name, timed in found.items():
-        loss, norm = timed.done.loss - first.done.loss, timed.done.grad_norm / first.done.grad_norm - 1
-        if not (abs(loss) <= TOLERANCE and abs(norm) <= TOLERANCE):  # neither if one is nan
+def _check_same_step(results: Mapping[str, Timed]) -> None:
+    """Raise TrainingError unless all contestants have the same loss and gradient norm."""
+    first_name, first_timed = next(iter(results.items()))
+    first = first_timed.step
+    for name, timed in results.items():
+        step = timed.step
+        loss_difference = abs(step.loss - first.loss)
+        norm_difference = abs(step.grad_norm / first.grad_norm - 1)
+        if not (loss_difference <= TOLERANCE and norm_difference <= TOLERANCE):  # also if one is NaN
             raise TrainingError(
-                f"{name} comes to a loss of {timed.done.loss:.6g} and a gradient norm of {timed.done.grad_norm:.6g}, "
-                f"{first_name} to {first.done.loss:.6g} and {first.done.grad_norm:.6g}: they would not do the same "
-                "work, and their speeds would not compare"
+                f"{name} has a loss of {step.loss:.6g} and a gradient norm of {step.grad_norm:.6g}, {first_name} has "
+                f"{first.loss:.6g} and {first.grad_norm:.6g}: they do not do the same work, so their speeds are not "
+                "comparable"
             )
 
 
-def _heats(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> dict[str, PaddedSetting]:
-    """The settings of least processor time: of all, of those with the most rows, of those sorted by length.
+def _run_heats(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> dict[str, PaddedSetting]:
+    """Return the settings with the least CPU time: of all, of those with the most rows, of those sorted by length.
 
-    A busy machine disturbs it less than the clock.
+    A busy machine disturbs CPU time less than the clock.
     """
-
-    def contestants(settings: Sequence[PaddedSetting]) -> dict[str, Contestant]:
-        return {str(setting): setup.plainly(partial(padded_step, setting)) for setting in settings}
-
-    def least(settings: Iterable[PaddedSetting]) -> PaddedSetting:
-        return min(settings, key=lambda setting: found[str(setting)].cpu_s)
-
     counts = plan.row_counts
-    tried = [PaddedSetting(rows, attention) for rows in counts for attention in ATTENTIONS]
-    found = take_turns({TRAINER: setup.trainer, **contestants(tried)}, 1, say)
-    best, full = least(tried), least(setting for setting in tried if setting.rows == counts[-1])
-    by_length = [PaddedSetting(rows, best.attention, by_length=True) for rows in counts]
-    found |= take_turns(contestants(by_length), 1, say)
-    return {FULL_ROWS: full, BEST: best, SORTED: least(by_length)}
+    settings = [PaddedSetting(rows, attention) for rows in counts for attention in ATTENTIONS]
+    results = take_turns({TRAINER: setup.run_trainer_step, **_padded_contestants(setup, settings)}, 1, say)
+    best = _find_fastest(settings, results)
+    full = _find_fastest([setting for setting in settings if setting.rows == counts[-1]], results)
+
+    sorted_settings = [PaddedSetting(rows, best.attention, by_length=True) for rows in counts]
+    sorted_results = take_turns(_padded_contestants(setup, sorted_settings), 1, say)
+    return {FULL_ROWS: full, BEST: best, SORTED: _find_fastest(sorted_settings, sorted_results)}
 
 
-def _speeds(
-    setup: TrainerSetup, plan: TrainerBenchPlan, final: Mapping[str, Timed], finalists: Mapping[str, PaddedSetting]
+def _padded_contestants(setup: TrainerSetup, settings: Sequence[PaddedSetting]) -> dict[str, Contestant]:
+    return {str(setting): setup.plain_contestant(partial(padded_step, setting)) for setting in settings}
+
+
+def _find_fastest(settings: Sequence[PaddedSetting], results: Mapping[str, Timed]) -> PaddedSetting:
+    return min(settings, key=lambda setting: results[str(setting)].cpu_s)
+
+
+def _speed_measurements(
+    setup: TrainerSetup, final: Mapping[str, Timed], finalists: Mapping[str, PaddedSetting]
 ) -> list[Measurement]:
-    """Tokens of sequences a second, padding not counted."""
-    tokens = sum(member.length for member in setup.members())
-    mine, by_hand = final[TRAINER], "plain PyTorch, packed by hand, no optimizer"
-    padded = {USUAL: USUAL, **{name: f"{name}: {setting}" for name, setting in finalists.items()}}
-    unpadded = {ONE_BY_ONE: "plain PyTorch, unpadded, one by one, no optimizer", BY_HAND: by_hand}
+    """Return tokens of sequences per second (padding does not count) and CPU time, compared with each baseline."""
+    tokens = sum(sequence.length for sequence in setup.split_batch())
+    trainer = final[TRAINER]
+    padded = {USUAL: USUAL}
+    for name, setting in finalists.items():
+        padded[name] = f"{name}: {setting}"
+    by_hand = {BY_HAND: "plain PyTorch, packed by hand, no optimizer"}
+    unpadded = {ONE_BY_ONE: "plain PyTorch, unpadded, one by one, no optimizer", **by_hand}
 
-    def speed_beside(name: str, what: str) -> Measurement:
-        pairs = zip(mine.seconds, final[name].seconds, strict=True)
-        return Measurement.paired("training step", "tokens/s", [(tokens / a, tokens / b) for a, b in pairs], what)
-
-    def work_beside(name: str, what: str) -> Measurement:
-        pairs = zip(mine.cpu_s, final[name].cpu_s, strict=True)
-        each = [(1e6 * a / tokens, 1e6 * b / tokens) for a, b in pairs]
-        return Measurement.paired("processor time", "us/token", each, what)
-
+    measurements = []
+    for name, description in (padded | unpadded).items():
+        pairs = zip(trainer.seconds, final[name].seconds, strict=True)
+        speeds = [(tokens / ours, tokens / theirs) for ours, theirs in pairs]
+        measurements.append(Measurement.paired("training step", "tokens/s", speeds, description))
+    for name, description in (padded | by_hand).items():
+        pairs = zip(trainer.cpu_s, final[name].cpu_s, strict=True)
+        costs = [(1e6 * ours / tokens, 1e6 * theirs / tokens) for ours, theirs in pairs]
+        measurements.append(Measurement.paired("processor time", "us/token", costs, description))
     return [
-        *(speed_beside(name, what) for name, what in (padded | unpadded).items()),
-        *(work_beside(name, what) for name, what in (padded | {BY_HAND: by_hand}).items()),
-        Measurement("loss", mine.done.loss, "", final[BEST].done.loss, "padded"),
-        Measurement("gradient norm", mine.done.grad_norm, "", final[BEST].done.grad_norm, "padded"),
+        *measurements,
+        Measurement("loss", trainer.step.loss, "", final[BEST].step.loss, "padded"),
+        Measurement("gradient norm", trainer.step.grad_norm, "", final[BEST].step.grad_norm, "padded"),
         Measurement("tokens of the batch", tokens, "tokens"),
         Measurement("parameters", setup.plain.parameters, "parameters"),
     ]
 
 
-def _packing(plan: TrainerBenchPlan, final: Mapping[str, Timed]) -> list[Measurement]:
-    """Packing of the batch that was trained, and of one of the usual size."""
-    name = f"padded to the longest of {plan.most_rows} rows"
-    found = [("the batch", final[TRAINER].done.efficiency, final[FULL_ROWS].done.efficiency)]
+def _packing_measurements(plan: TrainerBenchPlan, final: Mapping[str, Timed]) -> list[Measurement]:
+    """Return the packing efficiency of the trained batch and of a batch of ordinary size."""
+    rows = plan.max_rows
     lengths = lengths_of(plan.usual, plan.model.vocab_size)
     (packing,) = assign_sequences(lengths, ranks=1, max_tokens=plan.room)
-    rows = plan.most_rows
-    cells = sum(len(part) * max(part) for part in (lengths[i : i + rows] for i in range(0, len(lengths), rows)))
+    padded_positions = 0
+    for start in range(0, len(lengths), rows):
+        micro_batch = lengths[start : start + rows]
+        padded_positions += len(micro_batch) * max(micro_batch)
+
     usual = f"{plan.usual.groups} groups of {plan.usual.group_size}"
-    found.append((usual, sum(lengths) / (len(packing) * plan.room), sum(lengths) / cells))
+    efficiencies = {
+        "the batch": (final[TRAINER].step.efficiency, final[FULL_ROWS].step.efficiency),
+        usual: (sum(lengths) / (len(packing) * plan.room), sum(lengths) / padded_positions),
+    }
+    baseline = f"padded to the longest of {rows} rows"
     return [
-        Measurement(f"packing efficiency, {what}", mine, "", other, name, mine / other) for what, mine, other in found
+        Measurement(f"packing efficiency, {batch}", packed, "", padded, baseline, packed / padded)
+        for batch, (packed, padded) in efficiencies.items()
     ]
 
 
-def _phases(setup: TrainerSetup, mine: Timed) -> list[Measurement]:
-    """Mean seconds of a step."""
+def _phase_measurements(setup: TrainerSetup, trainer: Timed) -> list[Measurement]:
+    """Return the mean seconds per step of each phase."""
     return [
-        Measurement(f"of a step: {name}", seconds / len(mine.seconds), "s")
+        Measurement(f"of a step: {name}", seconds / len(trainer.seconds), "s")
         for name, seconds in setup.phases.seconds.items()
     ]
 
 
-def _streaming(stream: Mapping[str, Timed], compute_s: float) -> Measurement:
-    """Time until the new weights are there, from the moment at which generation began."""
+def _streaming_measurement(stream: Mapping[str, Timed], compute_s: float) -> Measurement:
+    """Return the time from the start of generation until the new weights exist."""
     pairs = zip(stream[STREAMED].seconds, stream[WAITED].seconds, strict=True)
     name = f"step with a producer that takes {compute_s:.2g} s: streamed"
     return Measurement.paired(name, "s", pairs, "waits for the whole batch")

@@ -1,17 +1,17 @@
-"""What the bench of a training step works on: a policy, a batch, and a slow producer.
+"""The objects of the trainer bench: a policy, a batch, and a slow producer.
 
 The policy exists twice with the same weights: in the trainer, and as the Hugging Face model of the baselines.
 
-The batch has lengths as GSM8K has them, drawn by seed. A prompt has 50 to 200 tokens and G completions, whose lengths
+The batch has lengths as in GSM8K, drawn by seed. A prompt has 50 to 200 tokens and G completions, whose lengths
 are log-normal: most are short, a few very long, and a micro-batch that is padded to its longest pays for them. The
-tokens are random, because speed does not depend on them. None is special: the Hugging Face model gives the embedding
-of its padding token no gradient.
+tokens are random because speed does not depend on them. None is special, because the Hugging Face model gives the
+embedding of its padding token no gradient.
 
-The slow producer shows what streaming gains: a step that begins with the groups that are there, beside one that waits
+The slow producer shows the gain from streaming: a step that starts with the first groups, compared with one that waits
 for all of them.
 
-    producer: a group every `seconds` / P --> groups --> add as soon as there are any  --> close
-                                                     --> sleep until all are there     --> step
+    producer: a group every `seconds` / P --> groups --> add as soon as some exist  --> close
+                                                     --> sleep until all exist         --> step
 
 The producer is a clock: it costs no computing time, like rollout servers on machines of their own.
 """
@@ -46,39 +46,40 @@ from trainer.platform import Platform
 from trainer.ranks.distributed import start_ranks
 from trainer.step.step import train_step, train_step_streamed
 
-STREAMED, WAITED = "streamed", "waited"
+STREAMED = "streamed"
+WAITED = "waited"
 Contestant = Callable[[], BenchStep]
-"""Makes one step over the batch, from the same weights as all contestants."""
-_SPECIAL = 3
-"""Tokens of `make_random_model` that stand for no text: the first ones."""
-_WAIT_S = 60.0
+"""Runs one step over the batch, from the same weights as all contestants."""
+_SPECIAL_TOKENS = 3
+"""Number of special tokens of `make_random_model`, which come first."""
+_RANK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """How long prompts and completions are, in tokens, and how many there are in a batch."""
+    """Number of groups in a batch, and the lengths of prompts and completions in tokens."""
 
     groups: int
     group_size: int = 8
     prompt: tuple[int, int] = (50, 200)
-    """Evenly between these, both included; not used if the prompts are given."""
+    """Uniform between these, both included; not used if prompts are given."""
     median: int = 150
     sigma: float = 0.8
     """Standard deviation of the logarithm: the longest of 64 completions has about seven times the median."""
     longest: int = 1024
-    """Longer completions are cut here, as at max_tokens."""
+    """Longer completions are truncated, as by max_tokens."""
     seed: int = 1
 
 
 def make_batch(mix: BatchShape, vocab_size: int, prompts: Sequence[list[int]] = ()) -> Batch:
-    """A batch that depends on the arguments alone. `prompts`: token ids to draw from; without them, random ones."""
+    """Return a batch that depends only on the arguments. `prompts`: token ids to draw from (default: random ones)."""
     random = np.random.default_rng(mix.seed)
     groups = []
     for index in range(mix.groups):
         if prompts:
             prompt = np.asarray(prompts[int(random.integers(len(prompts)))])
         else:
-            prompt = random.integers(_SPECIAL, vocab_size, random.integers(mix.prompt[0], mix.prompt[1] + 1))
+            prompt = random.integers(_SPECIAL_TOKENS, vocab_size, random.integers(mix.prompt[0], mix.prompt[1] + 1))
         task = Task(index=index, prompt=f"bench {index}", prompt_tokens=tokens_to_bytes(prompt), answer="")
         samples = [_sample(mix, vocab_size, random) for _ in range(mix.group_size)]
         groups.append(Group(seq=index, attempt=1, task=task, samples=samples))
@@ -86,7 +87,7 @@ def make_batch(mix: BatchShape, vocab_size: int, prompts: Sequence[list[int]] = 
 
 
 def lengths_of(mix: BatchShape, vocab_size: int) -> list[int]:
-    """The positions that the network reads of each sequence of the batch."""
+    """Return the number of positions that the network reads of each sequence of the batch."""
     groups = make_batch(mix, vocab_size).groups
     return [len(g.task.prompt_ids()) + sample.length - 1 for g in groups for sample in g.samples]
 
@@ -94,7 +95,7 @@ def lengths_of(mix: BatchShape, vocab_size: int) -> list[int]:
 def _sample(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> Sample:
     length = int(min(max(round(random.lognormal(math.log(mix.median), mix.sigma)), 1), mix.longest))
     return Sample(
-        tokens=tokens_to_bytes(random.integers(_SPECIAL, vocab_size, length)),
+        tokens=tokens_to_bytes(random.integers(_SPECIAL_TOKENS, vocab_size, length)),
         logprobs=logprobs_to_bytes(-np.log(vocab_size) + random.normal(0, 0.5, length)),
         spans=[VersionSpan(0, 0, length)],
         reward=float(random.random() < 0.5),
@@ -103,32 +104,35 @@ def _sample(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> Sa
 
 @dataclass(frozen=True, slots=True)
 class SlowProducer:
-    """Hands out the groups of `batch` evenly over `seconds`."""
+    """Produces the groups of `batch` evenly over `seconds`."""
 
     batch: Batch
     seconds: float
 
-    def parts(self) -> Iterator[Batch]:
-        """The groups that have come since the last part, at least one; the clock starts with the first part."""
-        started, have, total = time.perf_counter(), 0, len(self.batch.groups)
-        while have < total:
-            there = int(total * (time.perf_counter() - started) / self.seconds)
-            if there <= have:
-                time.sleep(max(0.0, started + (have + 1) * self.seconds / total - time.perf_counter()))
-                there = have + 1
-            there = min(there, total)
-            yield structs.replace(self.batch, groups=self.batch.groups[have:there])
-            have = there
+    def produce_parts(self) -> Iterator[Batch]:
+        """Yield the groups produced since the last part, at least one. The clock starts with the first part."""
+        started_s = time.perf_counter()
+        total = len(self.batch.groups)
+        taken = 0
+        while taken < total:
+            produced = int(total * (time.perf_counter() - started_s) / self.seconds)
+            if produced <= taken:
+                next_at_s = started_s + (taken + 1) * self.seconds / total
+                time.sleep(max(0.0, next_at_s - time.perf_counter()))
+                produced = taken + 1
+            produced = min(produced, total)
+            yield structs.replace(self.batch, groups=self.batch.groups[taken:produced])
+            taken = produced
 
-    def whole(self) -> Batch:
-        """All groups, when the last has come; the clock starts now."""
+    def produce_batch(self) -> Batch:
+        """Return all groups after the last one is produced. The clock starts now."""
         time.sleep(self.seconds)
         return self.batch
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSetup:
-    """What every round works on. The learning rate is 0: a step costs the same and does not change the weights."""
+    """The objects of every round. The learning rate is 0: a step costs the same but does not change the weights."""
 
     config: RunConfig
     policy: Policy
@@ -137,51 +141,53 @@ class TrainerSetup:
     phases: PhaseTimer
     """The time of all steps of the trainer so far."""
 
-    def trainer(self) -> BenchStep:
-        """The step that is measured."""
+    def run_trainer_step(self) -> BenchStep:
+        """Run the step that is measured."""
         return self._step(self.batch, self.phases)
 
-    def plainly(self, step: Callable[[PlainModel, list[ours.TrainingSequence]], BenchStep]) -> Contestant:
-        """A step of the plain model over the whole batch."""
-        return lambda: step(self.plain, self.members())
+    def plain_contestant(self, step: Callable[[PlainModel, list[ours.TrainingSequence]], BenchStep]) -> Contestant:
+        """Return a contestant that runs a step of the plain model over the whole batch."""
+        return lambda: step(self.plain, self.split_batch())
 
-    def packed_by_hand(self) -> BenchStep:
-        """A step packed by hand, with the trainer's micro-batches."""
-        members = self.members()
+    def run_packed_by_hand(self) -> BenchStep:
+        """Run a step packed by hand, with the trainer's micro-batches."""
+        members = self.split_batch()
         room = self.config.trainer.micro_batch_tokens
         (packing,) = assign_sequences([member.length for member in members], ranks=1, max_tokens=room)
         return packed_by_hand(self.plain, [[members[i] for i in chosen] for chosen in packing])
 
-    def streaming(self, seconds: float) -> dict[str, Contestant]:
-        """Steps with a producer that takes so long for the batch: each part trained when it is there, or all of them
-        when the last has come."""
+    def streaming_contestants(self, seconds: float) -> dict[str, Contestant]:
+        """Return steps with a producer that takes `seconds` per batch.
+
+        One trains each part as soon as it exists, the other trains the batch after the last part.
+        """
         producer = SlowProducer(self.batch, seconds)
 
         def streamed() -> BenchStep:
             values = train_step_streamed(
                 self.policy,
-                producer.parts(),
+                producer.produce_parts(),
                 self.config,
                 version=self.batch.version,
                 lr=0.0,
                 phases=PhaseTimer(),
             )
-            assert values is not None, "the last part has all missing groups"
-            return _outcome(values)
+            assert values is not None, "the last part completes the batch"
+            return _to_bench_step(values)
 
-        return {STREAMED: streamed, WAITED: lambda: self._step(producer.whole(), PhaseTimer())}
+        return {STREAMED: streamed, WAITED: lambda: self._step(producer.produce_batch(), PhaseTimer())}
 
     def _step(self, batch: Batch, phases: PhaseTimer) -> BenchStep:
-        return _outcome(train_step(self.policy, batch, self.config, lr=0.0, phases=phases))
+        return _to_bench_step(train_step(self.policy, batch, self.config, lr=0.0, phases=phases))
 
-    def members(self) -> list[ours.TrainingSequence]:
-        """The batch as sequences, with advantages and weights: part of every step."""
+    def split_batch(self) -> list[ours.TrainingSequence]:
+        """Return the batch as sequences with advantages and weights, which is part of every step."""
         return ours.split_into_sequences(
             self.batch, self.config.trainer.objective, max_completion_tokens=self.config.sampling.max_tokens
         )
 
 
-def _outcome(result: Mapping[str, Any]) -> BenchStep:
+def _to_bench_step(result: Mapping[str, Any]) -> BenchStep:
     return BenchStep(result["loss"], result["grad_norm"], result["packing_efficiency"])
 
 
@@ -195,15 +201,17 @@ def open_setup(
     threads: int,
     data: Path | None,
 ) -> TrainerSetup:
-    """Make the model in `folder` and load it twice. `room`: tokens of a micro-batch; `data`: a file with real prompts.
-    Raises DataError."""
+    """Create the model in `folder` and load it twice.
+
+    `room`: tokens of a micro-batch; `data`: a file with real prompts. Raises DataError.
+    """
     model = folder / "model"
     texts: list[str] = []
     if data is not None:
         texts = [row.prompt for row in usable_rows(data, DataConfig(kind="jsonl", path=data), Rejections())]
     make_random_model(shape, texts, model, seed=1)
     config = _config(model, mix, room, threads)
-    start_ranks(config.trainer, platform, config.seed, _WAIT_S)
+    start_ranks(config.trainer, platform, config.seed, _RANK_TIMEOUT_S)
     policy = load_policy(config, model, platform)
     plain = PlainModel(AutoModelForCausalLM.from_pretrained(model).float(), config)
     tokenizer = load_tokenizer(model)

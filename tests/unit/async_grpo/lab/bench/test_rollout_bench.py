@@ -11,7 +11,7 @@ import pytest
 
 from async_grpo.errors import EngineError
 from async_grpo.lab.bench.rollout import bare_vllm
-from async_grpo.lab.bench.rollout.bench import dispatch, in_pairs, overhead
+from async_grpo.lab.bench.rollout.bench import measure_dispatch, measure_overhead, run_pairs
 from async_grpo.lab.bench.rollout.workload import LogNormal, RolloutRound, RolloutWork, Uniform
 from rollout_server.engines.base import GenerationRequest
 
@@ -22,7 +22,7 @@ def drawn(work: RolloutWork) -> list[int]:
     return [request.max_tokens for request in work.requests(vocabulary=50)]
 
 
-def test_the_same_work_has_the_same_requests_whoever_asks() -> None:
+def test_the_same_work_has_the_same_requests() -> None:
     requests = WORK.requests(vocabulary=50)
     assert requests == WORK.requests(vocabulary=50) != replace(WORK, seed=2).requests(vocabulary=50)
     assert len({request.seed for request in requests}) == len({request.request_id for request in requests}) == 24
@@ -32,22 +32,22 @@ def test_the_same_work_has_the_same_requests_whoever_asks() -> None:
 
 
 def test_lengths_stay_within_their_bounds_and_differ() -> None:
-    assert {Uniform(2, 4).of(seed) for seed in range(200)} == {2, 3, 4}
-    lengths = [LogNormal(32, 1.2, 512).of(seed) for seed in range(4000)]
+    assert {Uniform(2, 4).draw(seed) for seed in range(200)} == {2, 3, 4}
+    lengths = [LogNormal(32, 1.2, 512).draw(seed) for seed in range(4000)]
     assert min(lengths) >= 1 and max(lengths) == 512
     assert 30 <= np.median(lengths) <= 34 and np.mean(lengths) > 1.5 * np.median(lengths)
 
 
 @pytest.mark.parametrize("change", [lambda drawn: drawn[:-1], lambda drawn: [drawn[0] - 1, *drawn[1:]], sorted])
-async def test_a_round_that_made_other_lengths_ends_the_bench(change: Any) -> None:
+async def test_a_round_with_other_lengths_ends_the_bench(change: Any) -> None:
     async def lazy(work: RolloutWork) -> RolloutRound:
         return RolloutRound(change(drawn(work)), 1.0, 1.0)
 
-    WORK.check(drawn(WORK))
+    WORK.check_lengths(drawn(WORK))
     with pytest.raises(EngineError, match=r"[1-9]\d* of 24 completions"):
-        WORK.check(change(drawn(WORK)))
+        WORK.check_lengths(change(drawn(WORK)))
     with pytest.raises(EngineError, match=r"[1-9] of 8 completions"):
-        await in_pairs(lazy, lazy, WORK, 1, lambda: None)
+        await run_pairs(lazy, lazy, WORK, 1, lambda: None)
 
 
 async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> None:
@@ -61,7 +61,7 @@ async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> No
         return feed
 
     steps: list[int] = []
-    pairs = await in_pairs(feeder("whole"), feeder("bare"), WORK, 3, lambda: steps.append(1))
+    pairs = await run_pairs(feeder("whole"), feeder("bare"), WORK, 3, lambda: steps.append(1))
     assert turns[:2] == [("whole", 2), ("bare", 2)]
     assert [name for name, _ in turns[2:]] == ["whole", "bare", "bare", "whole", "whole", "bare"]
     assert {groups for _, groups in turns[2:]} == {6}
@@ -72,13 +72,13 @@ def test_the_ratio_is_the_median_of_the_pairs_and_its_spread_is_shown() -> None:
     whole = [RolloutRound([600], seconds, cpu_s=0.06) for seconds in (1.0, 2.0, 4.0)]
     bare = [RolloutRound([600], seconds, cpu_s=0.03) for seconds in (1.0, 1.0, 3.0)]
     pairs = list(zip(whole, bare, strict=True))
-    speed, lowest, highest, tokens, cpu = overhead("a model", WORK, pairs)
+    speed, lowest, highest, tokens, cpu = measure_overhead("a model", WORK, pairs)
     assert (speed.value, speed.baseline, speed.ratio) == (300.0, 600.0, 0.75)
     assert (lowest.value, highest.value) == (0.5, 1.0)
     assert tokens.value == tokens.baseline == 600
     assert (cpu.value, cpu.baseline, cpu.ratio) == (pytest.approx(100.0), pytest.approx(50.0), pytest.approx(2.0))
     assert "2 to 9 tokens" in speed.name
-    uneven = dispatch("m", replace(WORK, lengths=LogNormal(32, 1.2, 512)), pairs)
+    uneven = measure_dispatch("m", replace(WORK, lengths=LogNormal(32, 1.2, 512)), pairs)
     assert "lognormal, median 32, sigma 1.2" in uneven[0].name
 
 

@@ -1,4 +1,4 @@
-"""What the bench of the trainer compares, and what it refuses to compare."""
+"""Comparisons of the trainer bench, and steps that it refuses to compare."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def contestant(loss: float, grad_norm: float = 1.0) -> Contestant:
 
 
 def test_contestants_take_turns_in_alternating_order() -> None:
-    said: list[str] = []
-    found = take_turns({"a": contestant(0.5), "b": contestant(0.5)}, 2, said.append)
-    assert said == ["a", "b", "b", "a"]
-    assert [len(timed.seconds) for timed in found.values()] == [2, 2]
+    names: list[str] = []
+    results = take_turns({"a": contestant(0.5), "b": contestant(0.5)}, 2, names.append)
+    assert names == ["a", "b", "b", "a"]
+    assert [len(timed.seconds) for timed in results.values()] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ def test_contestants_take_turns_in_alternating_order() -> None:
         (contestant(float("nan")), "loss of nan "),
     ],
 )
-def test_steps_that_do_not_come_to_the_same_are_not_compared(other: Contestant, difference: str) -> None:
+def test_steps_with_different_results_are_not_compared(other: Contestant, difference: str) -> None:
     with pytest.raises(TrainingError, match=f"b .*{difference}"):
         take_turns({"a": contestant(0.5), "b": other}, 1, lambda _: None)
 
 
-def test_the_batch_depends_on_its_mix_and_its_prompts_alone() -> None:
+def test_the_batch_depends_only_on_its_shape_and_prompts() -> None:
     mix = BatchShape(groups=2, group_size=3)
     assert make_batch(mix, 500) == make_batch(mix, 500) != make_batch(BatchShape(groups=2, group_size=3, seed=2), 500)
     batch = make_batch(mix, 500, [[7, 8, 9], [10, 11]])
