@@ -1,12 +1,12 @@
-// The page: which view the address names, the theme, and news of what runs write.
+// The page: the view of the address, the theme, and live updates when runs write files.
 //
 //   #/?q=...                the runs
 //   #/compare?run=A&run=B   curves of several runs
 //   #/sweeps                the sweeps; #/sweep/ID its report
 //   #/run/ID/VIEW?...       a view of a run; what follows "?" belongs to the view
 //
-// A view is a function (root, name, parameters, changed) -> { refresh, close }. `refresh(files)` is called when a run
-// has written to these files (views of several runs: when these runs have), `close` when the reader goes elsewhere.
+// A view is a function (root, name, parameters, changed) -> { refresh, close }. `refresh(names)` is called with the files
+// that the run has written (views of several runs: with the ids of the changed runs), `close` before another view opens.
 
 import { compareView, curvesView } from "./curves.js";
 import { el } from "./dom.js";
@@ -33,18 +33,18 @@ const PAGES = {
 };
 
 const page = Object.fromEntries(["views", "live", "theme", "title", "view", "main"].map((id) => [id, document.getElementById(id)]));
-let shown = null;
+let openView = null;
 
-/** What the address names: kind, run or sweep, view, and parameters. */
-function place() {
+/** The parts of the address: kind, name of the run or sweep, view, and parameters. */
+function parseAddress() {
   const [path, query] = location.hash.replace(/^#/, "").split("?");
   const [, kind = "", name = "", view] = path.split("/");
   const parameters = new URLSearchParams(query);
-  if (kind === "run" && name) return { kind, name: decoded(name), view: VIEWS[view] ? view : "overview", parameters };
-  return { kind: PAGES[kind] ? kind : "", name: decoded(name), view: "", parameters };
+  if (kind === "run" && name) return { kind, name: decodePart(name), view: VIEWS[view] ? view : "overview", parameters };
+  return { kind: PAGES[kind] ? kind : "", name: decodePart(name), view: "", parameters };
 }
 
-function decoded(part) {
+function decodePart(part) {
   try {
     return decodeURIComponent(part);
   } catch {
@@ -52,64 +52,64 @@ function decoded(part) {
   }
 }
 
-function addressOf({ kind, name, view, parameters }) {
+function formatAddress({ kind, name, view, parameters }) {
   const path = [kind, name, view].filter(Boolean).map(encodeURIComponent).join("/");
   return `#/${path}${String(parameters) && `?${parameters}`}`;
 }
 
-function show() {
+function showAddress() {
   if (location.hash === "#main") return page.main.focus();
-  const now = place();
-  if (shown?.address === addressOf(now)) return;
-  shown?.close();
-  const { title } = now.kind === "run" ? VIEWS[now.view] : PAGES[now.kind];
-  const label = now.name ? `${now.name.replaceAll("~", "/")}: ${title.toLowerCase()}` : title;
+  const target = parseAddress();
+  if (openView?.address === formatAddress(target)) return;
+  openView?.close();
+  const { title } = target.kind === "run" ? VIEWS[target.view] : PAGES[target.kind];
+  const label = target.name ? `${target.name.replaceAll("~", "/")}: ${title.toLowerCase()}` : title;
   document.title = `${label} · async-grpo`;
   page.title.textContent = label;
   page.live.textContent = "";
-  showViews(now);
-  shown = open(now);
+  showNavigation(target);
+  openView = openTarget(target);
 }
 
-function open(now) {
-  const current = { address: addressOf(now) };
-  const view = now.kind === "run" ? VIEWS[now.view] : PAGES[now.kind];
+function openTarget(target) {
+  const current = { address: formatAddress(target) };
+  const view = target.kind === "run" ? VIEWS[target.view] : PAGES[target.kind];
   const changed = (parameters) => {
-    current.address = addressOf({ ...now, parameters });
+    current.address = formatAddress({ ...target, parameters });
     history.replaceState(null, "", current.address);
   };
   page.view.replaceChildren();
-  const made = view.make(page.view, now.name, now.parameters, changed);
-  const news = follow(now, (names) => {
+  const controls = view.make(page.view, target.name, target.parameters, changed);
+  const events = followChanges(target, (names) => {
     page.live.textContent = "live";
-    if (!view.files || names.some((name) => view.files.test(name) || name === "run.lock")) made.refresh?.(names);
+    if (!view.files || names.some((name) => view.files.test(name) || name === "run.lock")) controls.refresh?.(names);
   });
   current.close = () => {
-    news.close();
-    made.close?.();
+    events.close();
+    controls.close?.();
   };
   return current;
 }
 
-/** The stream of news: of one run's files, or of all runs. */
-function follow({ kind, name }, tell) {
+/** Open the stream of changes of one run's files, or of all runs; `onChange` gets their names. */
+function followChanges({ kind, name }, onChange) {
   const address = kind === "run" ? `/api/runs/${encodeURIComponent(name)}/events` : "/api/changes";
   const events = new EventSource(address);
-  events.addEventListener(kind === "run" ? "rows" : "runs", (event) => tell(JSON.parse(event.data)));
+  events.addEventListener(kind === "run" ? "rows" : "runs", (event) => onChange(JSON.parse(event.data)));
   return events;
 }
 
-function showViews({ kind, name, view }) {
-  const link = (href, title, isHere) => el("a", { href, "aria-current": isHere ? "page" : null }, title);
-  const ofRun = Object.entries(VIEWS).map(([id, { title }]) => link(`#/run/${encodeURIComponent(name)}/${id}`, title, id === view));
+function showNavigation({ kind, name, view }) {
+  const link = (href, title, isCurrent) => el("a", { href, "aria-current": isCurrent ? "page" : null }, title);
+  const runLinks = Object.entries(VIEWS).map(([id, { title }]) => link(`#/run/${encodeURIComponent(name)}/${id}`, title, id === view));
   page.views.replaceChildren(
     link("#/", "Runs", kind === ""),
     link("#/sweeps", "Sweeps", kind === "sweeps"),
-    ...(kind === "run" ? ofRun : []),
+    ...(kind === "run" ? runLinks : []),
   );
 }
 
-function theme(name) {
+function setTheme(name) {
   document.documentElement.dataset.theme = name;
   page.theme.textContent = name === "dark" ? "Light" : "Dark";
   page.theme.setAttribute("aria-label", `${page.theme.textContent} theme`);
@@ -117,12 +117,12 @@ function theme(name) {
 }
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-theme(localStorage.getItem("theme") ?? (prefersDark.matches ? "dark" : "light"));
-prefersDark.addEventListener("change", () => localStorage.getItem("theme") ?? theme(prefersDark.matches ? "dark" : "light"));
+setTheme(localStorage.getItem("theme") ?? (prefersDark.matches ? "dark" : "light"));
+prefersDark.addEventListener("change", () => localStorage.getItem("theme") ?? setTheme(prefersDark.matches ? "dark" : "light"));
 page.theme.addEventListener("click", () => {
   const other = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   localStorage.setItem("theme", other);
-  theme(other);
+  setTheme(other);
 });
-window.addEventListener("hashchange", show);
-show();
+window.addEventListener("hashchange", showAddress);
+showAddress();

@@ -1,5 +1,5 @@
-// Line charts by uPlot: drawn when they come into sight, updated in place, read by pointer and by keyboard.
-// Without uPlot, which the build fetches from npm, a chart is the table of its last values.
+// Line charts with uPlot: drawn when they scroll into view, updated in place, readable by pointer and by keyboard.
+// Without uPlot, which the build fetches from npm, a chart is a table of its last values.
 
 import { el, figure } from "./dom.js";
 
@@ -12,7 +12,7 @@ const SYNC = "step";
 const AXES = { step: "optimizer step", time: "seconds since the first step" };
 let library = null;
 
-/** Loads uPlot once; false if this installation lacks it. `built`: whether the server has it. */
+/** Load uPlot once; false if this installation lacks it. `built`: true if the server has it. */
 export async function loadCharts(built) {
   if (built && !library) {
     document.head.append(el("link", { rel: "stylesheet", href: "/static/vendor/uplot/uPlot.min.css" }));
@@ -21,14 +21,14 @@ export async function loadCharts(built) {
   return library !== null;
 }
 
-/** What to say where charts are missing. */
+/** Note for installations without charts. */
 export function missingCharts() {
   const command = el("code", {}, "python -m async_grpo.lab.view.vendor");
-  return el("p", { class: "note" }, "Charts are missing from this installation, so tables have the last values. With npm, this adds them: ", command);
+  return el("p", { class: "note" }, "This installation has no chart library, so tables show the last values. To add it (needs npm), run ", command);
 }
 
-/** Kind of colour and dash of a line, so that it can be told apart without colour. `style`: the number of the
- * line, or the { color, dash } that its chart has in every display. */
+/** Colour and dash of a line; the dash distinguishes lines without colour. `style`: the number of the line, or the
+ * { color, dash } that its chart has in every display. */
 function look(style) {
   if (typeof style === "number") return { kind: style % COLOURS, dash: DASHES[Math.floor(style / COLOURS) % DASHES.length] };
   return { kind: KINDS[style.color], dash: DASHES[DASH_NAMES.indexOf(style.dash)] };
@@ -39,12 +39,12 @@ function lineStyle(style) {
   return { stroke: getComputedStyle(document.documentElement).getPropertyValue(`--kind-${kind}`).trim(), dash };
 }
 
-/** A short piece of a line, for legends. */
+/** Sample of a line for legends. */
 export function swatch(style) {
   const make = (tag, attributes) => {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-    return made;
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    return element;
   };
   const { kind, dash } = look(style);
   const svg = make("svg", { width: 26, height: 10, "aria-hidden": "true", class: `line line-${kind}` });
@@ -52,30 +52,30 @@ export function swatch(style) {
   return svg;
 }
 
-/** Curves with axes of their own, [{x, y}], on one axis: [x, y of each or null]. */
+/** Join curves with separate x values, [{x, y}], on one axis: [x, y of each curve or null]. */
 export function joined(lines) {
-  const all = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
+  const xs = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
   const columns = lines.map((line) => {
-    const at = new Map(line.x.map((x, place) => [x, line.y[place]]));
-    return all.map((x) => at.get(x) ?? null);
+    const yByX = new Map(line.x.map((x, index) => [x, line.y[index]]));
+    return xs.map((x) => yByX.get(x) ?? null);
   });
-  return [all, ...columns];
+  return [xs, ...columns];
 }
 
-/** The mean over `half` points before and after each point, so that it does not lag; half = 0 changes nothing. */
+/** Centred moving mean over `half` points before and after each point, which does not lag; half = 0 changes nothing. */
 export function smoothed(values, half) {
   if (half < 1) return values;
   const sums = [0];
   for (const value of values) sums.push(sums.at(-1) + value);
-  return values.map((_, place) => {
-    const from = Math.max(0, place - half);
-    const to = Math.min(values.length, place + half + 1);
+  return values.map((_, index) => {
+    const from = Math.max(0, index - half);
+    const to = Math.min(values.length, index + half + 1);
     return (sums[to] - sums[from]) / (to - from);
   });
 }
 
 /** A chart of spec: { title, unit, doc, axis, lines: [{ label, x, y, style, points, hidden, mean }], marks: [x] }.
- * A line's `mean` is shown while nothing is pointed at, where the last step says little; else its last value is.
+ * While nothing is pointed at, a line shows its `mean` if it has one, otherwise its last value.
  * Returns { root, update(spec), close }. */
 export function chart(first) {
   let spec = first;
@@ -100,7 +100,7 @@ export function chart(first) {
     read(null);
   }
 
-  /** Values at a place of the joined axis; the last ones, or the means, without a place. */
+  /** Show the values at an index of the joined axis; the last ones or the means for null. */
   function read(place) {
     const at = place === null || !plot ? null : plot.data[0][place];
     const shown = spec.lines.filter((line) => !line.hidden);
@@ -151,7 +151,7 @@ export function chart(first) {
 
 const shape = (line) => `${line.label}|${JSON.stringify(line.style)}|${line.hidden}`;
 
-/** The value of a line at x or at its nearest point. */
+/** Value of a line at x or at the nearest point. */
 function valueAt(line, x) {
   if (x === null) return line.y.at(-1);
   let low = 0;
@@ -192,13 +192,13 @@ function options(width, spec, read, marks) {
   };
 }
 
-/** uPlot's own range, but for curves that never change: it draws those from 0 to 100. */
+/** uPlot's range, except for constant curves, which uPlot would draw from 0 to 100. */
 function rangeOf(low, high) {
   if (low !== high) return library.rangeNum(low, high, 0.1, true);
   return low ? [Math.min(low / 2, low * 1.5), Math.max(low / 2, low * 1.5)] : [0, 1];
 }
 
-/** A value with about four digits: 24.99B, 14,436, 0.0124. */
+/** Format a value with about four digits: 24.99B, 14,436, 0.0124. */
 function reading(value) {
   const size = Math.abs(value);
   if (size >= 1e6) return value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 2 });
@@ -206,7 +206,7 @@ function reading(value) {
   return figure(value, size >= 1000 ? 0 : size >= 10 ? 2 : 4);
 }
 
-/** Dotted lines across, such as those of evaluations. */
+/** Draw dotted vertical lines, such as those of evaluations. */
 function drawMarks(plot, marks, colour) {
   const { ctx, bbox } = plot;
   ctx.save();

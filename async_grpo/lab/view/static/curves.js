@@ -1,4 +1,4 @@
-// Curves over steps or time: of one run, or of several beside each other with the settings in which they differ.
+// Curves over steps or time: of one run, or of several together, with the settings in which they differ.
 
 import { chart, COLOURS, loadCharts, missingCharts, smoothed, swatch } from "./charts.js";
 import { el, fetchJson, readAgain, stillReading } from "./dom.js";
@@ -11,7 +11,7 @@ export function curvesView(root, run, parameters, changed) {
   return groupsOfCurves(root, [run], parameters, changed);
 }
 
-/** Curves of the runs that the address names, and what their settings differ in. */
+/** Curves of the runs in the address, and the settings in which they differ. */
 export function compareView(root, _, parameters, changed) {
   const runs = parameters.getAll("run");
   if (runs.length === 0) {
@@ -135,7 +135,7 @@ function groupsOfCurves(root, runs, parameters, changed) {
 
 const readOf = (runs) => Math.min(...runs.map((run) => run.read));
 
-/** Held-out scores: answers that were sampled, and greedy ones as a second line. */
+/** Held-out scores: sampled answers, and greedy ones as a second line. */
 function evaluationGroup({ group, title, unit, doc, series }) {
   const lines = (run, index) =>
     series.flatMap(({ key, label }, place) => {
@@ -146,7 +146,7 @@ function evaluationGroup({ group, title, unit, doc, series }) {
   return { group, metrics: [{ key: "evaluation", label: title, unit, doc, lines }] };
 }
 
-/** A chart for each name of the family that any of the runs has. */
+/** One chart per name of the family that any run has. */
 function byName(found, { family, group, title, unit, doc, series }) {
   const keys = new Set(found.flatMap((run) => Object.keys(run.curves).filter((key) => key.startsWith(`${family}.`))));
   const label = (key) => series.find((one) => one.key === key)?.label ?? key.slice(family.length + 1);

@@ -1,4 +1,4 @@
-// One run: its figures and settings, its report, its logs. And sweeps, which have reports too.
+// One run: its metrics and settings, its report, its logs. Also sweeps, which have reports too.
 
 import { el, fetchJson, figure, readAgain, stillReading, visible } from "./dom.js";
 import { duration } from "./runs.js";
@@ -24,7 +24,7 @@ function failed(root) {
   return (error) => root.replaceChildren(el("p", { class: "error", role: "alert" }, error.message));
 }
 
-/** Figures, warnings and settings. */
+/** Metrics, warnings and settings. */
 export function overviewView(root, name) {
   const path = `/api/runs/${encodeURIComponent(name)}`;
   let reading = null;
@@ -74,7 +74,7 @@ function flat(value, path = "") {
   return Object.entries(value).flatMap(([key, inner]) => flat(inner, path ? `${path}.${key}` : key));
 }
 
-/** A frame that runs no scripts, as high as what it shows. */
+/** A frame without scripts, as high as its content. */
 function reportFrame(kind, name) {
   const theme = document.documentElement.dataset.theme;
   const src = `/reports/${kind}/${encodeURIComponent(name)}/report?theme=${theme}`;
@@ -144,7 +144,7 @@ export function sweepsView(root) {
   return { refresh };
 }
 
-/** The report of a sweep: its table, plots and recommendation; and the curves of its runs. A report that is shown stays. */
+/** The report of a sweep: table, plots and recommendation, and a link to the curves of its runs. An open report is not reloaded. */
 export function sweepView(root, name) {
   async function show() {
     const sweep = (await fetchJson("/api/sweeps")).find((each) => each.id === name);

@@ -1,4 +1,4 @@
-// All runs and their state: sort, filter, open one, or choose several to compare.
+// All runs and their state: sort, filter, open one, or select several to compare.
 
 import { el, fetchJson, figure, readAgain, stillReading } from "./dom.js";
 
@@ -21,7 +21,7 @@ function ages(run) {
   return el("span", { class: broken ? "error" : null }, `${figure(run.age_max, 0)} / ${figure(run.age_bound, 0)}${broken ? " broken" : ""}`);
 }
 
-/** Seconds as 1:02:03 or 2:03. */
+/** Format seconds as 1:02:03 or 2:03. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";
   const whole = Math.round(seconds);
@@ -30,7 +30,7 @@ export function duration(seconds) {
   return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
 }
 
-/** The list. The address keeps the filter (q, state), the order (sort=KEY or -KEY) and the choice (run). */
+/** The list. The address keeps the filter (q, state), the order (sort=KEY or -KEY) and the selection (run). */
 export function runsView(root, _, parameters, changed) {
   const chosen = new Set(parameters.getAll("run"));
   let runs = null;
@@ -65,8 +65,8 @@ export function runsView(root, _, parameters, changed) {
     if (!runs) return;
     const wanted = filter.value.toLowerCase();
     const shown = runs.filter((run) => run.name.toLowerCase().includes(wanted) && (!state.value || run.status === state.value));
-    const told = runs.length ? `${shown.length} of ${runs.length} runs` : "No runs yet: async-grpo run CONFIG makes one.";
-    status.textContent = stillReading(Math.min(...runs.map((run) => run.read))) + told;
+    const count = runs.length ? `${shown.length} of ${runs.length} runs` : "No runs yet: async-grpo run CONFIG starts one.";
+    status.textContent = stillReading(Math.min(...runs.map((run) => run.read))) + count;
     const focus = document.activeElement?.dataset?.focus;
     table.hidden = !runs.length;
     table.replaceChildren(el("table", {}, heads(), el("tbody", {}, sorted(shown).map(row))));

@@ -1,4 +1,4 @@
-// Samples of a run: search and filters, the list of groups, and the completions of one group side by side.
+// Samples of a run: search and filters, the list of groups, and the completions of a group next to each other.
 
 import { el, fetchJson, figure, visible } from "./dom.js";
 import { tokenFacts, tokenText, tone, versionsOf, versionsOfGroup } from "./tokens.js";
@@ -20,7 +20,7 @@ const STATES = { "": "any", trained: "trained", untrained: "not trained (yet)", 
 const RANGES = { reward: "Reward", age: "Age", version: "Policy version", step: "Step" };
 
 /** The view. `parameters`: a URLSearchParams that the address keeps; `changed(parameters)` writes it back. Returns
- * functions: `refresh`, when the run has new rows, and `close`. */
+ * `refresh`, called when the run has new rows, and `close`. */
 export function samplesView(root, run, parameters, changed) {
   const state = { next: null, waiting: 0, request: 0, shown: new Set() };
   const list = el("ol", { class: "groups", "aria-label": "Groups" });

@@ -1,4 +1,4 @@
-// How old trained tokens were and how old they may be, who waited for whom, and what became of groups.
+// Ages of trained tokens and their bound, idle shares of both sides, and outcomes of groups.
 
 import { chart, COLOURS, loadCharts, missingCharts } from "./charts.js";
 import { el, fetchJson, figure, readAgain, stillReading } from "./dom.js";
@@ -69,12 +69,12 @@ function sentence({ curves, age_bound: bound, status }) {
   return `${age}, and the bound is ${figure(bound, 0)}: ${oldest <= bound ? kept : "THE BOUND WAS BROKEN"}.`;
 }
 
-/** Keys to ask for: those of the curves, or all names of a family. The answer leaves out the limits: steps have none. */
+/** Keys to request: those of the curves, or all names of a family. Limits are not in the answer: steps have none. */
 function keysOf({ family, series }) {
   return series.length ? series.map((each) => each.key) : [`${family}.`];
 }
 
-/** The lines of a chart: its curves and limits, or every name of its family that has had a value. */
+/** The lines of a chart: its curves and limits, or every name of its family with a value. */
 function linesOf({ family, series }, { curves, means }, limits) {
   if (!series.length) return familyLines(family, curves);
   const lines = series.filter((each) => isShown(each, curves)).map(({ key, label, style }) => ({ label, x: curves[key][0], y: curves[key][1], style, mean: means[key] }));
@@ -99,7 +99,7 @@ function totalsTable(totals) {
   return [el("h2", {}, "What became of the groups"), el("table", { class: "narrow" }, el("tbody", {}, rows))];
 }
 
-/** Which ages the tokens of each step had: a row for each age, the darker the larger its share. */
+/** Ages of the tokens of each step: a row per age, darker for a larger share. */
 function ageStrip() {
   const canvas = el("canvas", { tabindex: "0", role: "img", "aria-label": "Ages of tokens by step" });
   const read = el("p", { class: "status" });

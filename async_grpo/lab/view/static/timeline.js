@@ -1,4 +1,4 @@
-// When each process did what: spans on a canvas that zooms and pans, and the shares of the range that is seen.
+// The spans of each process on a canvas that zooms and pans, and the shares of the visible range.
 
 import { el, fetchJson, figure, stillReading, visible } from "./dom.js";
 
@@ -21,7 +21,7 @@ const KEYS = {
   Home: ["whole", 0],
 };
 
-/** The view of a run's timeline. Returns `refresh`, for when the run has new rows, and `close`. */
+/** The view of a run's timeline. Returns `refresh`, called when the run has new rows, and `close`. */
 export function timelineView(root, run) {
   const canvas = el("canvas", { tabindex: "0", role: "img", "aria-describedby": "timeline-help" });
   const tip = el("div", { class: "tip", hidden: true });
@@ -330,7 +330,7 @@ export function timelineView(root, run) {
   };
 }
 
-/** A pattern of stripes: waits are told from work by more than their colour. */
+/** A pattern of stripes, which distinguishes waits from work without colour. */
 function hatch(pen, color) {
   const tile = new OffscreenCanvas(6, 6);
   const part = tile.getContext("2d");

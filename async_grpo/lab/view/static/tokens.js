@@ -12,7 +12,7 @@ export function versionsOf(spans, length) {
   return versions;
 }
 
-/** Versions of a whole group, oldest first: a version's place in it is its colour and its underline. */
+/** Versions of a whole group, oldest first: a version's index determines its colour and underline. */
 export function versionsOfGroup(completions) {
   const found = new Set(completions.flatMap((one) => (one.spans ?? []).map((span) => span[0])));
   return [...found].sort((a, b) => a - b);
@@ -23,7 +23,7 @@ export function tone(versions, version) {
   return `tone-${versions.indexOf(version) % TONES}`;
 }
 
-/** What is known of a token, as [name, value] pairs. `facts`: versions, the version it is trained at, what trained says. */
+/** Data of a token as [name, value] pairs. `facts`: versions, the version at which it is trained, and its row of trained.jsonl. */
 export function tokenFacts(completion, place, facts) {
   const version = facts.versionOf[place];
   const tool = (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= place && place < end);
@@ -40,7 +40,7 @@ export function tokenFacts(completion, place, facts) {
   ].filter((pair) => pair[1] !== null);
 }
 
-/** The element of a completion's tokens. `show(place, facts)` is told which token is pointed at or has the cursor. */
+/** The element of a completion's tokens. `show(index, facts)` is called for the token under the pointer or cursor. */
 export function tokenText(completion, label, versions, facts, show) {
   const pieces = completion.pieces;
   if (!pieces) return el("div", { class: "tokens plain" }, visible(completion.text ?? ""));
