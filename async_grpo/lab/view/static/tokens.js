@@ -24,15 +24,15 @@ export function tone(versions, version) {
 }
 
 /** Data of a token as [name, value] pairs. `facts`: versions, the version at which it is trained, and its row of trained.jsonl. */
-export function tokenFacts(completion, place, facts) {
-  const version = facts.versionOf[place];
-  const tool = (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= place && place < end);
+export function tokenFacts(completion, index, facts) {
+  const version = facts.versionOf[index];
+  const tool = (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= index && index < end);
   const masked = !tool && version !== null && version < (facts.maskBelow ?? 0);
   return [
-    ["token", `${place + 1} of ${completion.pieces.length}`],
-    ["text", JSON.stringify(completion.pieces[place])],
-    ["log-probability", tool ? "none: the environment wrote it" : figure(completion.logprobs?.[place], 4)],
-    ["probability", tool ? "–" : figure(100 * Math.exp(completion.logprobs?.[place] ?? NaN), 1) + " %"],
+    ["token", `${index + 1} of ${completion.pieces.length}`],
+    ["text", JSON.stringify(completion.pieces[index])],
+    ["log-probability", tool ? "none: the environment wrote it" : figure(completion.logprobs?.[index], 4)],
+    ["probability", tool ? "–" : figure(100 * Math.exp(completion.logprobs?.[index] ?? NaN), 1) + " %"],
     ["policy version", version === null ? "–" : `v${version}`],
     ["age", version === null ? "–" : `${facts.atVersion - version} ${facts.trained ? "when trained" : "when finished"}`],
     ["advantage", facts.advantage === null ? facts.whyNoAdvantage : figure(facts.advantage, 4)],
@@ -52,12 +52,12 @@ export function tokenText(completion, label, versions, facts, show) {
   });
   const spans = [];
   const append = (until) => {
-    for (let place = spans.length; place < Math.min(until, pieces.length); place += 1) {
-      const version = facts.versionOf[place];
-      const starts = version !== null && version !== facts.versionOf[place - 1];
+    for (let index = spans.length; index < Math.min(until, pieces.length); index += 1) {
+      const version = facts.versionOf[index];
+      const starts = version !== null && version !== facts.versionOf[index - 1];
       if (starts && versions.length > 1) more.before(el("sup", { class: `mark ${tone(versions, version)}` }, `v${version}`));
-      const span = el("span", { class: classesOf(completion, place, version, versions) }, visible(pieces[place] || "·"));
-      span.dataset.place = place;
+      const span = el("span", { class: classesOf(completion, index, version, versions) }, visible(pieces[index] || "·"));
+      span.dataset.place = index;
       more.before(span);
       spans.push(span);
     }
@@ -68,10 +68,10 @@ export function tokenText(completion, label, versions, facts, show) {
   box.append(more);
   append(SHOWN_TOKENS);
   let cursor = -1;
-  const moveTo = (place) => {
+  const moveTo = (index) => {
     if (spans.length === 0) return;
     spans[cursor]?.classList.remove("cursor");
-    cursor = Math.max(0, Math.min(spans.length - 1, place));
+    cursor = Math.max(0, Math.min(spans.length - 1, index));
     spans[cursor].classList.add("cursor");
     spans[cursor].scrollIntoView({ block: "nearest", inline: "nearest" });
     show(cursor);
@@ -84,18 +84,18 @@ export function tokenText(completion, label, versions, facts, show) {
     moveTo(cursor + step);
   });
   box.addEventListener("mouseover", (event) => {
-    const place = event.target.closest("[data-place]")?.dataset.place;
-    if (place !== undefined) show(Number(place));
+    const index = event.target.closest("[data-place]")?.dataset.place;
+    if (index !== undefined) show(Number(index));
   });
   box.addEventListener("click", (event) => {
-    const place = event.target.closest("[data-place]")?.dataset.place;
-    if (place !== undefined) moveTo(Number(place));
+    const index = event.target.closest("[data-place]")?.dataset.place;
+    if (index !== undefined) moveTo(Number(index));
   });
   return box;
 }
 
-function classesOf(completion, place, version, versions) {
-  const tool = (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= place && place < end);
-  const unlikely = (completion.logprobs?.[place] ?? 0) < Math.log(0.1);
+function classesOf(completion, index, version, versions) {
+  const tool = (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= index && index < end);
+  const unlikely = (completion.logprobs?.[index] ?? 0) < Math.log(0.1);
   return ["token", tool ? "tool" : tone(versions, version), unlikely && !tool ? "unlikely" : ""].join(" ");
 }

@@ -85,7 +85,7 @@ def bench(name: str, tmp_path: Path, *options: str, timeout_s: float = 400) -> F
 
 
 @pytest.mark.slow
-def test_bench_buffer_measures_every_figure(tmp_path: Path) -> None:
+def test_bench_buffer_measures_everything(tmp_path: Path) -> None:
     done = bench("buffer", tmp_path)
     assert done.code == 0, done.error
     for start in ("throughput, 1 producer", "throughput, 8 producers", "insert to take", *TRANSITIONS):
@@ -106,14 +106,14 @@ async def test_bench_buffer_leaves_no_key_on_a_given_server(redis_config: RedisC
 
 
 @pytest.mark.slow
-def test_bench_buffer_names_a_server_that_is_not_there(tmp_path: Path) -> None:
+def test_bench_buffer_reports_an_unreachable_server(tmp_path: Path) -> None:
     done = bench("buffer", tmp_path, "--url", "unix:///nowhere/server.sock")
     assert done.code == 1
     assert "ServerLost" in done.error and "Traceback" not in done.error
 
 
 @pytest.mark.slow
-def test_bench_weights_measures_every_figure(tmp_path: Path) -> None:
+def test_bench_weights_measures_everything(tmp_path: Path) -> None:
     with s3_server() as bucket:
         done = bench("weights", tmp_path, "--bucket", f"{bucket}/bench")
         assert open_location(bucket, "bucket").list_names("") == []
@@ -161,7 +161,7 @@ def test_bench_control_plane_loses_no_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bench_trainer_compares_steps_that_come_to_the_same_loss(tmp_path: Path) -> None:
+def test_bench_trainer_compares_steps_with_the_same_loss(tmp_path: Path) -> None:
     done = bench("trainer", tmp_path)
     assert done.code == 0, done.error
     assert all(name in done.shown for name in done.by_name)
@@ -178,7 +178,7 @@ def test_bench_trainer_compares_steps_that_come_to_the_same_loss(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_bench_trainer_trains_on_the_prompts_of_a_file_and_names_a_missing_one(tmp_path: Path) -> None:
+def test_bench_trainer_reads_prompts_from_a_file(tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     missing = bench("trainer", tmp_path, "--data", str(data))
     assert missing.code != 0 and "train.jsonl" in missing.error

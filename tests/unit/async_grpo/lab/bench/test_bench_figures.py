@@ -31,7 +31,7 @@ WIDE = {"COLUMNS": "400"}
 FIGURES = [Measurement("speed", 1234.5, "groups/s", 2000.0, "a plain list", 0.617), Measurement("alone", 0.0123, "s")]
 
 
-def test_the_table_shows_every_figure_and_its_machine() -> None:
+def test_the_table_shows_every_measurement_and_the_machine() -> None:
     console = Console(width=140)
     with console.capture() as capture:
         console.print(measurement_table("bench", FIGURES, MACHINE))
@@ -40,7 +40,7 @@ def test_the_table_shows_every_figure_and_its_machine() -> None:
         assert part in shown
 
 
-def test_the_file_holds_the_figures_and_the_machine(tmp_path: Path) -> None:
+def test_the_file_has_the_measurements_and_the_machine(tmp_path: Path) -> None:
     write_measurements(tmp_path / "figures.json", FIGURES, MACHINE)
     content = json.loads((tmp_path / "figures.json").read_text())
     assert content == {"figures": [asdict(figure) for figure in FIGURES], **asdict(MACHINE)}
@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_it_starts(
     assert (result.exit_code, measured) == (0, [{"quick": False}])
 
 
-def test_the_picture_is_drawn_when_the_figures_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_is_drawn_after_the_measurements_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, plot = tmp_path / "figures.json", tmp_path / "plots" / "pipeline.png"
     there: list[bool] = []
 
@@ -92,7 +92,7 @@ def test_this_machine_is_described() -> None:
     assert machine.cores >= 1 and machine.cpu and machine.python.count(".") == 2
 
 
-def test_a_paired_figure_has_the_medians_and_the_median_of_the_ratios() -> None:
+def test_a_paired_measurement_has_medians_and_the_median_ratio() -> None:
     """The second pair had half of the machine."""
     figure = Measurement.paired("speed", "rows/s", [(10.0, 20.0), (6.0, 10.0), (9.0, 10.0)], "a loop")
     assert figure == Measurement("speed", 9.0, "rows/s", 10.0, "a loop", 0.6)

@@ -31,13 +31,13 @@ async def make(index: int, prior: Sample | None = None) -> Sample:
 
 
 @pytest.mark.parametrize(("index", "length"), [(0, 3), (1, 12), (2, 1), (3, 3), (4, 12)])
-async def test_every_sample_has_the_length_that_its_task_prescribes_over_and_over(index: int, length: int) -> None:
+async def test_every_sample_has_its_prescribed_length(index: int, length: int) -> None:
     sample = await make(index)
     sample.validate()
     assert (sample.length, sample.finish_reason, len(sample.text)) == (length, "length", length)
 
 
-async def test_a_sample_that_is_taken_up_again_comes_to_the_same_length() -> None:
+async def test_a_resumed_sample_gets_the_same_length() -> None:
     whole = await make(1)
     begun = await make(0)
     prior = Sample(tokens=begun.tokens, logprobs=begun.logprobs, spans=begun.spans, finish_reason="")
@@ -45,7 +45,7 @@ async def test_a_sample_that_is_taken_up_again_comes_to_the_same_length() -> Non
     assert resumed.token_ids().tolist() == whole.token_ids().tolist()
 
 
-async def test_a_limit_never_lets_a_completion_be_longer_than_it_may_be() -> None:
+async def test_a_limit_never_exceeds_max_tokens() -> None:
     engine = ScriptedEngine(never_stops, tokens_per_s=1e5)
     session = SampleSession(engine, "r", [112], seed=1, temperature=1.0, max_tokens=5)
     session.limit(9)
@@ -54,7 +54,7 @@ async def test_a_limit_never_lets_a_completion_be_longer_than_it_may_be() -> Non
     assert session.tokens_left == 2
 
 
-def test_the_reward_depends_on_the_text_alone_and_differs_between_completions() -> None:
+def test_the_reward_depends_only_on_the_text() -> None:
     texts = [f"{number} {number + 1}" for number in range(50)]
     rewards = [reward(text, "any") for text in texts]
     assert rewards == [reward(text, "another") for text in texts]

@@ -50,7 +50,7 @@ async def test_a_round_with_other_lengths_ends_the_bench(change: Any) -> None:
         await run_pairs(lazy, lazy, WORK, 1, lambda: None)
 
 
-async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> None:
+async def test_rounds_are_paired_in_alternating_order_after_a_warm_up() -> None:
     turns: list[tuple[str, int]] = []
 
     def feeder(name: str) -> Any:
@@ -68,7 +68,7 @@ async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> No
     assert len(steps) == len(pairs) == 3
 
 
-def test_the_ratio_is_the_median_of_the_pairs_and_its_spread_is_shown() -> None:
+def test_the_ratio_is_the_median_of_the_pairs() -> None:
     whole = [RolloutRound([600], seconds, cpu_s=0.06) for seconds in (1.0, 2.0, 4.0)]
     bare = [RolloutRound([600], seconds, cpu_s=0.03) for seconds in (1.0, 1.0, 3.0)]
     pairs = list(zip(whole, bare, strict=True))
