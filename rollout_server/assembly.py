@@ -30,7 +30,7 @@ from async_grpo.wire.board import PROTOCOL, PublisherAddress
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
 from rollout_server.engines import make_engine
-from rollout_server.engines.base import Engine
+from rollout_server.engines.base import Engine, Truncation
 from rollout_server.engines.model_files import vocabulary_size
 from rollout_server.engines.proof import LogprobProof, prove_logprobs
 from rollout_server.evaluation.milestones import BOARD_POLL_S
@@ -195,6 +195,7 @@ async def start_engine(
         temperature=config.sampling.temperature,
         precision=config.model.precision,
         timeout_s=ready_timeout_s,
+        truncation=Truncation.from_config(config.sampling),
     )
     if proof is not None:
         log.info("log-probabilities are those of the sampled distribution", engine=engine.description, **asdict(proof))

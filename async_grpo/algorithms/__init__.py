@@ -8,15 +8,17 @@ sum(weight_N * loss_N)                             aggregation: the weights are 
 The functions read log-probabilities and entropies, never the model. docs/algorithms.md lists all of them.
 """
 
-from async_grpo.algorithms.advantages import ADVANTAGES
+from async_grpo.algorithms.advantages import ADVANTAGES, gdpo, normalise_over_batch
 from async_grpo.algorithms.aggregation import AGGREGATIONS, aggregation_denominator
 from async_grpo.algorithms.corrections import CORRECTIONS, PROXIMALS, ess_scale, ess_sums, sequence_weights
 from async_grpo.algorithms.custom import check_objective, load_advantage
 from async_grpo.algorithms.losses import LOSSES, TokenLoss
 from async_grpo.algorithms.objective import (
     Objective,
+    advantages_less_kl,
     correction_multiplier,
     penalise_rewards,
+    policy_kl,
     token_kl,
     token_objective,
 )
@@ -31,13 +33,17 @@ __all__ = [
     "Objective",
     "TokenLoss",
     "Tokens",
+    "advantages_less_kl",
     "aggregation_denominator",
     "check_objective",
     "correction_multiplier",
     "ess_scale",
     "ess_sums",
+    "gdpo",
     "load_advantage",
+    "normalise_over_batch",
     "penalise_rewards",
+    "policy_kl",
     "sequence_weights",
     "token_kl",
     "token_objective",

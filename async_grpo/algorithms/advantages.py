@@ -17,6 +17,8 @@ from torch import Tensor
 
 EPS = 1e-6
 """Added to a standard deviation. A group with equal rewards then has advantage 0, not 0 / 0."""
+BATCH_EPS = 1e-5
+"""The same for normalisation over the batch, as in AReaL."""
 MIN_VARIANCE = 1e-8
 """Lower bound of the variance in reinforce_pp_baseline, so that a batch with equal rewards does not divide by 0."""
 
@@ -93,8 +95,37 @@ def lite_ppo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor
     return dr_grpo(rewards_BG, valid_BG, lengths_BG) / (std_11 + EPS)
 
 
+def maxrl(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
+    """(R - mean) / mean of the group, 0 where the mean is not positive: MaxRL, arXiv 2602.02710.
+
+    For rewards 0 and 1 the expected update is the gradient of a truncated series of log pass-rate, so rare successes
+    count more.
+    """
+    mean_B1 = _mean(rewards_BG, valid_BG)
+    centred_BG = dr_grpo(rewards_BG, valid_BG, lengths_BG)
+    return torch.where(mean_B1 > 0, centred_BG / torch.where(mean_B1 > 0, mean_B1, 1.0), 0.0)
+
+
+def reinforce_pp(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
+    """R: REINFORCE++ without a group baseline, arXiv 2501.03262. Combine it with `advantage_norm: batch`, and with
+    `kl_in: reward`, which then subtracts the divergence of a token and of those after it from the token's advantage."""
+    return _zero_invalid(rewards_BG, valid_BG)
+
+
+def gdpo(parts_KBG: Tensor, weights_K: Tensor, valid_BG: Tensor) -> Tensor:
+    """sum_k w_k (R_k - mean_k) / (std_k + 1e-6) of the group: GDPO, arXiv 2601.05242.
+
+    Each reward function is normalised on its own, so that one with a small spread is not drowned by another. The paper
+    whitens the sum over the batch afterwards (`advantage_norm: batch`). `parts_KBG`: scores of the K functions.
+    """
+    no_lengths = torch.zeros_like(valid_BG)
+    normalised_KBG = torch.stack([grpo(part_BG, valid_BG, no_lengths) for part_BG in parts_KBG])
+    return torch.einsum("k,kbg->bg", weights_K, normalised_KBG)
+
+
 ADVANTAGES: dict[str, Advantage] = {
-    rule.__name__: rule for rule in (grpo, dr_grpo, rloo, reinforce_pp_baseline, opo, opob, lite_ppo)
+    rule.__name__: rule
+    for rule in (grpo, dr_grpo, rloo, reinforce_pp_baseline, opo, opob, lite_ppo, maxrl, reinforce_pp)
 }
 """Advantage functions by their names in the configuration."""
 
@@ -122,3 +153,15 @@ def _subtract_baseline(rewards_BG: Tensor, valid_BG: Tensor, baseline_B1: Tensor
     single_B1 = valid_BG.sum(-1, keepdim=True) <= 1
     baseline_B1 = torch.where(single_B1, torch.zeros_like(baseline_B1), baseline_B1)
     return _zero_invalid(rewards_BG - baseline_B1, valid_BG)
+
+
+def normalise_over_batch(advantages_T: Tensor) -> Tensor:
+    """(A - mean) / (std + 1e-5) over the T trained tokens of the batch, unbiased std: `adv_norm` of AReaL's recipes
+    (arXiv 2505.24298), the last step of REINFORCE++ (arXiv 2501.03262) and of GDPO.
+
+    >>> normalise_over_batch(torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    tensor([ 0.8660,  0.8660, -0.8660, -0.8660])
+    """
+    centred_T = advantages_T - advantages_T.mean()
+    deviation = (centred_T.square().sum() / max(1, len(centred_T) - 1)).sqrt()
+    return centred_T / (deviation + BATCH_EPS)

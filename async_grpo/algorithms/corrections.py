@@ -1,10 +1,11 @@
 """Off-policy corrections: a constant multiplier per token that an older policy or another engine has sampled.
 
-    reweight  token_tis, seq_tis, icepop     w = pi_prox / pi_behaviour: the loss's ratio r covers the rest
-    reject    seq_mis, geo_rs, m2po, opsm    rho = pi_theta / pi_behaviour: the multiplier is 0 or 1
+    weight, token_tis, seq_tis, icepop    importance weight w = pi_prox / pi_behaviour, clamped or masked
+    reject, seq_mis, geo_rs               1 or 0, by a divergence of rho = pi_theta / pi_behaviour
+    m2po, opsm, kpop                      1 or 0, by rules of their own
 
-With `prox: recompute` w and rho are equal. Rejected tokens stay in every denominator, so rejection never makes the
-gradient of the other tokens larger.
+Weights use w, because the ratio r of the loss covers the rest. Rejections use rho. With `prox: recompute` w and rho are
+equal. Rejected tokens stay in every denominator, so rejection never makes the gradient of the other tokens larger.
 
 All corrections except `m2po` use one sequence at a time, so results do not depend on micro-batches and ranks. `m2po`
 needs the tokens of the whole batch: the trainer makes a forward pass over it first, and all ranks compute the same
@@ -28,32 +29,53 @@ Correction = Callable[[Tokens, CorrectionConfig], Tensor]
 """(tokens without gradient, settings) -> multiplier [N], >= 0. Also the signature of a custom function."""
 Proximal = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprobs_N, behaviour_N, age_N) -> log pi_prox [N]; age: trainer version - version that sampled the token."""
+LEAST_GAP = 1e-7
+"""Smallest -log p that kpop distinguishes from p = 1, where log(1 - p) is -inf."""
 
 
-def token_tis(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
-    """min(w, cap): truncated importance sampling per token, as in arXiv 1802.01561 (IMPALA)."""
-    return tokens.log_w_N.exp().clamp(max=required(settings.cap))
+def weight(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
+    """The importance weight, clamped to [low, high], or 0 outside it.
+
+    Levels: `token` w of the token; `seq` the product of w over the sequence; `geo` their geometric mean.
+    `token` with clamp is IMPALA's truncation (arXiv 1802.01561), with mask it is IcePop (arXiv 2510.18855).
+    """
+    if settings.level == "token":
+        weight_N = tokens.log_w_N.exp()
+    elif settings.level == "seq":
+        weight_N = tokens.spread(_sequence_product(tokens, tokens.log_w_N))
+    else:
+        weight_N = tokens.spread(tokens.mean(tokens.log_w_N).exp())
+
+    if settings.action == "clamp":
+        return weight_N.clamp(min=settings.low, max=required(settings.upper))
+    return weight_N * _is_within(weight_N, settings.low, settings.upper)
 
 
-def seq_tis(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
-    """min(product of w over the sequence, cap), for each token of the sequence."""
-    return tokens.spread(_product(tokens, tokens.log_w_N).clamp(max=required(settings.cap)))
+def reject(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
+    """0 for tokens or sequences whose divergence from the behaviour policy leaves the bounds: verl's `rollout_rs`.
 
+    With d = log rho per token, `k1` compares rho with [low, high]; `k2` d^2 / 2 and `k3` rho - 1 - d must be at most
+    `high`. Levels: `token`; `seq_sum`, `seq_mean` and `seq_max` over the sequence, in the logarithm for k1.
+    """
+    d_N = tokens.log_rho_N
+    divergence_N = d_N
+    if settings.estimator == "k2":
+        divergence_N = d_N.square() / 2
+    elif settings.estimator == "k3":
+        divergence_N = torch.expm1(d_N) - d_N
 
-def icepop(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
-    """w, but 0 outside [low, high]: IcePop, arXiv 2510.18855."""
-    weight_N = tokens.log_w_N.exp()
-    return weight_N * _within(weight_N, settings)
+    divergence = divergence_N
+    if settings.level == "seq_sum":
+        divergence = tokens.sum(divergence_N)
+    elif settings.level == "seq_mean":
+        divergence = tokens.mean(divergence_N)
+    elif settings.level == "seq_max":
+        divergence = tokens.max(divergence_N)
 
-
-def seq_mis(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
-    """Reject sequences whose product of rho is outside [low, high]: masked importance sampling per sequence."""
-    return tokens.spread(_within(_product(tokens, tokens.log_rho_N), settings))
-
-
-def geo_rs(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
-    """Reject sequences whose exp(mean of log rho) is outside [low, high]: independent of their length."""
-    return tokens.spread(_within(tokens.mean(tokens.log_rho_N).exp(), settings))
+    if settings.estimator == "k1":
+        divergence = clamp_log_ratio(divergence).exp()
+    is_kept = _is_within(divergence, settings.low, settings.upper)
+    return is_kept if settings.level == "token" else tokens.spread(is_kept)
 
 
 def m2po(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
@@ -71,21 +93,44 @@ def m2po(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
 
 
 def opsm(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
-    """Reject sequences with A < 0 and mean of -log rho, an estimate of KL(behaviour | theta), above `limit`: off-policy
-    sequence masking, DeepSeek-V3.2, arXiv 2512.02556."""
+    """Reject sequences with A < 0 whose mean of -log rho, an estimate of KL(behaviour | theta), is above `limit`:
+    off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556."""
     diverged_N = tokens.spread(tokens.mean(-tokens.log_rho_N)) > required(settings.limit)
     return (~(diverged_N & (tokens.advantages_N < 0))).to(tokens.log_rho_N.dtype)
 
 
+def kpop(tokens: Tokens, settings: CorrectionConfig) -> Tensor:
+    """Reject tokens for which max(KL(p | q), KL(q | p)) is above `limit`, where p and q are the Bernoulli distributions
+    "this token or another" under pi_theta and pi_behaviour: KPop of the Ring and AReaL teams.
+
+    Unlike a bound on rho, it ignores large ratios of tiny probabilities.
+    """
+    log_p_N = tokens.logprobs_N.detach().double().clamp(max=-LEAST_GAP)
+    log_q_N = tokens.behaviour_N.double().clamp(max=-LEAST_GAP)
+    forward_N = _bernoulli_kl(log_p_N, log_q_N)
+    backward_N = _bernoulli_kl(log_q_N, log_p_N)
+    return (torch.maximum(forward_N, backward_N) <= required(settings.limit)).to(tokens.log_rho_N.dtype)
+
+
 CORRECTIONS: dict[str, Correction] = {
-    rule.__name__: rule for rule in (token_tis, seq_tis, icepop, seq_mis, geo_rs, m2po, opsm)
+    "weight": weight,
+    "token_tis": weight,
+    "seq_tis": weight,
+    "icepop": weight,
+    "reject": reject,
+    "seq_mis": reject,
+    "geo_rs": reject,
+    "m2po": m2po,
+    "opsm": opsm,
+    "kpop": kpop,
 }
-"""Corrections by their names in the configuration."""
+"""Corrections by their names in the configuration. The names without a function of their own are settings of `weight`
+and `reject` (`config.presets`)."""
 
 
 def sequence_weights(tokens: Tokens) -> Tensor:
     """Importance weight of each sequence, the product of rho over its tokens; float64 [M]."""
-    return _product(tokens, tokens.log_rho_N).double()
+    return _sequence_product(tokens, tokens.log_rho_N).double()
 
 
 def ess_sums(tokens: Tokens) -> Tensor:
@@ -93,9 +138,9 @@ def ess_sums(tokens: Tokens) -> Tensor:
 
     Sum them over micro-batches and ranks, then call `ess_scale`.
     """
-    present_M = tokens.sum(torch.ones_like(tokens.log_rho_N)) > 0
-    weight_M = sequence_weights(tokens) * present_M
-    return torch.stack([weight_M.sum(), weight_M.square().sum(), present_M.sum().double()])
+    has_tokens_M = tokens.sum(torch.ones_like(tokens.log_rho_N)) > 0
+    weight_M = sequence_weights(tokens) * has_tokens_M
+    return torch.stack([weight_M.sum(), weight_M.square().sum(), has_tokens_M.sum().double()])
 
 
 def ess_scale(weights: float, squares: float, sequences: float) -> float:
@@ -140,11 +185,21 @@ PROXIMALS: dict[str, Proximal] = {"recompute": recompute, "loglinear": loglinear
 """Sources of pi_prox by their names in the configuration."""
 
 
-def _product(tokens: Tokens, log_ratio_N: Tensor) -> Tensor:
+def _sequence_product(tokens: Tokens, log_ratio_N: Tensor) -> Tensor:
     """Product of the ratios over each sequence, [M]."""
     return clamp_log_ratio(tokens.sum(log_ratio_N)).exp()
 
 
-def _within(ratio: Tensor, settings: CorrectionConfig) -> Tensor:
-    """1 inside [low, high]; 0 outside and for NaN."""
-    return ((ratio >= required(settings.low)) & (ratio <= required(settings.high))).to(ratio.dtype)
+def _is_within(values: Tensor, low: float | None, high: float | None) -> Tensor:
+    """1 inside [low, high], 0 outside and for NaN."""
+    is_inside = values <= required(high)
+    if low is not None:
+        is_inside = is_inside & (values >= low)
+    return is_inside.to(values.dtype)
+
+
+def _bernoulli_kl(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:
+    """KL(Bernoulli(p) | Bernoulli(q)) from log p < 0 and log q < 0."""
+    log_not_p_N = torch.log(-torch.expm1(log_p_N))
+    log_not_q_N = torch.log(-torch.expm1(log_q_N))
+    return log_p_N.exp() * (log_p_N - log_q_N) - torch.expm1(log_p_N) * (log_not_p_N - log_not_q_N)

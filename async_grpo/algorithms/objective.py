@@ -6,13 +6,15 @@
 This module does not depend on ranks or other micro-batches. Values from the whole batch arrive as arrays of `Tokens`:
 advantages, weights, and the multiplier of the corrections (`correction_multiplier`) if one needs the whole batch.
 
-The KL divergence from a reference policy is estimated on the sampled tokens, with d = log pi - log pi_ref. Nothing is
-clamped: a clamp would remove the gradient of the tokens that have diverged most. k3 grows like exp(-d), so above
-MAX_K3 it continues along its tangent: value and slope stay finite, and the slope remains the derivative of the value.
+The KL divergence from a reference policy, or from the policy that sampled (`kl_to`), is estimated on the sampled
+tokens, with d = log pi - log pi_ref. Nothing is clamped: a clamp would remove the gradient of the tokens that have
+diverged most. k3 grows like exp(-d), so above MAX_K3 it continues along its tangent: value and slope stay finite, and
+the slope remains the derivative of the value.
 
 As a loss, only k2 has the true gradient of the divergence, d * grad log pi (on policy). The gradient of k1 is zero in
 expectation, and k3 has the gradient of the reversed divergence. `k3+` combines the value of k3 (never negative, low
-variance) with the gradient of k2.
+variance) with the gradient of k2. `unbiased_k3` weights k3 with rho and differentiates both factors, so value and
+gradient are unbiased also for tokens of older policies (DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithms.custom import load_correction, load_loss
-from async_grpo.algorithms.tokens import Tokens
+from async_grpo.algorithms.tokens import Tokens, log_ratio
 from async_grpo.config.objective import ObjectiveConfig
 
 MAX_K3 = 10.0
@@ -66,15 +68,42 @@ ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus
 """KL estimators by their names in the configuration."""
 
 
+UNBIASED_K3 = "unbiased_k3"
+"""The estimator that also needs the importance weight of each token: see `policy_kl`."""
+
+
 def token_kl(logprobs_N: Tensor, reference_N: Tensor, estimator: str) -> Tensor:
-    """Divergence at each token; the gradient goes through `logprobs_N`."""
+    """Divergence per token, [N]; the gradient goes through `logprobs_N`."""
     return ESTIMATORS[estimator](logprobs_N - reference_N.detach())
+
+
+def policy_kl(tokens: Tokens, config: ObjectiveConfig) -> Tensor | None:
+    """Divergence of pi_theta from the policy that `kl_to` names, per token [N]; None if that policy is not there."""
+    is_to_behaviour = config.kl_to == "behaviour" and config.kl_beta > 0
+    reference_N = tokens.behaviour_N if is_to_behaviour else tokens.reference_N
+    if reference_N is None:
+        return None
+    if config.kl_estimator == UNBIASED_K3:
+        rho_N = log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp()
+        return rho_N * token_kl(tokens.logprobs_N, reference_N, "k3")
+    return token_kl(tokens.logprobs_N, reference_N, config.kl_estimator)
 
 
 def penalise_rewards(rewards_M: Tensor, tokens: Tokens, reference_N: Tensor, *, beta: float, estimator: str) -> Tensor:
     """KL in the reward: R - beta * (sum over the sequence of the sampling policy's divergence), [M]."""
     divergence_N = token_kl(tokens.behaviour_N, reference_N, estimator).detach()
     return rewards_M - beta * tokens.sum(divergence_N)
+
+
+def advantages_less_kl(
+    advantages_N: Tensor, tokens: Tokens, reference_N: Tensor, *, beta: float, estimator: str
+) -> Tensor:
+    """A - beta * (sum of the divergence over this token and those after it), [N]: REINFORCE++, arXiv 2501.03262, whose
+    reward of a token contains its divergence."""
+    divergence_N = token_kl(tokens.behaviour_N, reference_N, estimator).detach()
+    lengths = torch.bincount(tokens.segment_N, minlength=tokens.segments).tolist()
+    following_sums = [part.flip(0).cumsum(0).flip(0) for part in divergence_N.split(lengths)]
+    return advantages_N - beta * torch.cat(following_sums)
 
 
 class Objective(NamedTuple):
@@ -101,8 +130,9 @@ def token_objective(tokens: Tokens, config: ObjectiveConfig) -> Objective:
     loss_N = multiplier_N * policy_loss.loss_N
 
     if config.kl_beta > 0 and config.kl_in == "loss":
-        assert tokens.reference_N is not None
-        loss_N = loss_N + config.kl_beta * token_kl(tokens.logprobs_N, tokens.reference_N, config.kl_estimator)
+        divergence_N = policy_kl(tokens, config)
+        assert divergence_N is not None
+        loss_N = loss_N + config.kl_beta * divergence_N
     if config.entropy_coef > 0:
         assert tokens.entropy_N is not None
         loss_N = loss_N - config.entropy_coef * tokens.entropy_N

@@ -62,6 +62,11 @@ class Tokens:
         """Mean over the trained tokens of each sequence, [M]; 0 for sequences without any."""
         return self.sum(values_N) / self.sum(torch.ones_like(values_N)).clamp(min=1)
 
+    def max(self, values_N: Tensor) -> Tensor:
+        """Largest value of the trained tokens of each sequence, [M]; 0 where there is none."""
+        empty_M = values_N.new_zeros(self.segments)
+        return empty_M.index_reduce(0, self.segment_N, values_N, "amax", include_self=False)
+
     def spread(self, values_M: Tensor) -> Tensor:
         """Broadcast the values of sequences to their tokens, [N]."""
         return values_M[self.segment_N]

@@ -15,9 +15,14 @@ from async_grpo.config.presets import (
     CORRECTION_SETTINGS,
     CORRECTIONS,
     IMPORTANCE_WEIGHTED_ADVANTAGES,
+    LEVELS,
     LOSS_SETTINGS,
     LOSSES,
+    OPTIONAL_SETTINGS,
+    REPEATABLE,
     REWEIGHTING,
+    SHORTHANDS,
+    WHOLE_BATCH_ADVANTAGES,
     LossRule,
     fill_correction_defaults,
     fill_objective,
@@ -40,14 +45,21 @@ class CorrectionConfig(StrictModel):
     settings."""
 
     kind: Annotated[str, _choice_of(CORRECTIONS, allow_custom=True)]
+    level: Literal["token", "seq", "geo", "seq_sum", "seq_mean", "seq_max"] | None = None
+    """weight: per `token`, product over the sequence (`seq`) or geometric mean (`geo`). reject: per `token`, or the
+    sum, mean or maximum of the divergence over the sequence."""
+    action: Literal["clamp", "mask"] | None = None
+    """weight: outside the bounds, `clamp` the weight to them or `mask` the token."""
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """reject: divergence per token, with d = log rho: k1 d (with bounds on rho), k2 d^2 / 2, k3 rho - 1 - d."""
     cap: Positive | None = None
     """token_tis, seq_tis: maximum importance weight."""
     low: Positive | None = None
-    """seq_mis, icepop, geo_rs: tokens or sequences with a ratio below this are rejected."""
+    """Lower bound: of the weight (weight, icepop) or of rho (reject with k1, seq_mis, geo_rs)."""
     high: Positive | None = None
-    """seq_mis, icepop, geo_rs: tokens or sequences with a ratio above this are rejected."""
+    """Upper bound: of the weight (weight, icepop), of rho or of the divergence (reject, seq_mis, geo_rs)."""
     limit: Positive | None = None
-    """m2po: maximum mean (log rho)^2; opsm: maximum mean KL of a sequence with A < 0."""
+    """m2po: maximum mean (log rho)^2; opsm: maximum mean KL of a sequence with A < 0; kpop: maximum KL of a token."""
     whole_batch: bool = False
     """Custom corrections: pass all tokens of the batch in one call, which costs a forward pass before the step."""
     options: Options = {}
@@ -62,9 +74,11 @@ class CorrectionConfig(StrictModel):
         if is_custom(self.kind):
             return
         _check_name("correction", self.kind, CORRECTIONS)
-        settings = CORRECTIONS[self.kind]
+        required = {**CORRECTIONS[self.kind], **SHORTHANDS.get(self.kind, {})}
+        allowed = (*required, *OPTIONAL_SETTINGS.get(self.kind, ()))
         owner = f"correction {self.kind}"
-        yield from _find_wrong_settings(self, owner, CORRECTION_SETTINGS, required=settings, allowed=settings)
+        yield from _find_wrong_settings(self, owner, CORRECTION_SETTINGS, required=required, allowed=allowed)
+        yield from self._find_wrong_kind()
         if self.options or self.whole_batch:
             yield f"options and whole_batch are for custom corrections and have no effect on {self.kind}. Drop them"
         if self.low is not None and self.high is not None and self.low >= self.high:
@@ -72,6 +86,22 @@ class CorrectionConfig(StrictModel):
                 f"correction {self.kind}: low ({self.low:g}) is not below high ({self.high:g}), so it would reject "
                 "everything. Lower low or raise high"
             )
+
+    def _find_wrong_kind(self) -> Iterator[str]:
+        levels = LEVELS.get(self.kind)
+        if levels is not None and self.level not in levels:
+            yield f"correction {self.kind} has no level {self.level}. Set level to {' or '.join(levels)}"
+        for setting, value in SHORTHANDS.get(self.kind, {}).items():
+            if getattr(self, setting) != value:
+                general = "weight" if self.kind in REWEIGHTING else "reject"
+                yield f"correction {self.kind} has {setting} {value}. For another one use kind {general}"
+        if self.kind == "reject" and self.estimator != "k1" and self.low is not None:
+            yield f"low has no effect on reject with {self.estimator}, which is never negative. Drop low"
+
+    @property
+    def upper(self) -> float | None:
+        """Upper bound of the weight or the divergence: `high`, or `cap` where it has that name."""
+        return self.high if self.cap is None else self.cap
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -83,10 +113,26 @@ class ObjectiveConfig(StrictModel):
     """Advantages, policy loss, corrections and aggregation. A preset sets all of them; explicit keys take
     precedence."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "areal", "tis", "icepop", "m2po", "vcpo"] = "areal"
+    preset: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "areal",
+        "tis",
+        "icepop",
+        "m2po",
+        "vcpo",
+        "prime_rl",
+        "scale_rl",
+    ] = "areal"
     """Sets advantage, aggregation, loss, corrections and their settings. `areal`: decoupled GRPO for asynchronous
     training."""
     advantage: Annotated[str, _choice_of(ADVANTAGES, allow_custom=True)] = "grpo"
+    advantage_norm: Literal["none", "batch"] = "none"
+    """`batch`: after the group's rule, subtract the mean and divide by the standard deviation over the trained tokens
+    of the batch."""
     aggregation: Annotated[str, _choice_of(AGGREGATIONS, allow_custom=False)] = "token_mean"
     loss: Annotated[str, _choice_of(LOSSES, allow_custom=True)] = "decoupled"
     prox: Literal["recompute", "loglinear", "behaviour"] = "recompute"
@@ -110,9 +156,13 @@ class ObjectiveConfig(StrictModel):
     corrections: list[CorrectionConfig] = []
     """Corrections, applied together, for example [geo_rs, {kind: token_tis, cap: 3}]."""
     kl_beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL divergence from the reference policy (trainer.reference)."""
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
-    """Estimator of the KL divergence per token (docs/algorithms.md). `k3+`: the value of k3 with the gradient of k2."""
+    """Weight of the KL divergence."""
+    kl_to: Literal["reference", "behaviour"] = "reference"
+    """`reference`: divergence from the policy of trainer.reference. `behaviour`: from the policy that sampled the
+    token, which needs no other model."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "unbiased_k3"] = "k3+"
+    """Estimator of the KL divergence per token (docs/algorithms.md). `k3+`: the value of k3 with the gradient of k2.
+    `unbiased_k3`: rho * k3, unbiased also for tokens of older policies."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: add beta * KL to the loss of each token. `reward`: subtract it from the sample's reward."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
@@ -137,6 +187,7 @@ class ObjectiveConfig(StrictModel):
         if not is_custom(self.loss):
             yield from self._find_conflicts_with_loss(LOSSES[self.loss])
         yield from self._find_duplicate_weights()
+        yield from self._find_wrong_divergence()
 
     def _find_conflicts_with_loss(self, rule: LossRule) -> Iterator[str]:
         owner = f"loss {self.loss}"
@@ -158,7 +209,7 @@ class ObjectiveConfig(StrictModel):
 
     def _find_duplicate_weights(self) -> Iterator[str]:
         kinds = [correction.kind for correction in self.corrections]
-        duplicates = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+        duplicates = sorted({kind for kind in kinds if kinds.count(kind) > 1 and kind not in REPEATABLE})
         if duplicates:
             yield f"correction {duplicates[0]} is given twice. Keep one of them"
 
@@ -174,6 +225,25 @@ class ObjectiveConfig(StrictModel):
                 f"{reason}, and correction {weights[0]} would multiply by it again. Drop {weights[0]}, or set "
                 "loss to ppo_clip and prox to recompute"
             )
+
+    def _find_wrong_divergence(self) -> Iterator[str]:
+        if self.kl_in != "reward":
+            return
+        if self.kl_to == "behaviour" and self.kl_beta > 0:
+            yield (
+                "kl_in reward with kl_to behaviour subtracts the divergence of the sampling policy from itself, which "
+                "is 0. Set kl_in to loss, or kl_to to reference"
+            )
+        if self.kl_estimator == "unbiased_k3":
+            yield (
+                "kl_estimator unbiased_k3 corrects the loss for the age of a token, and a reward needs no correction: "
+                "its divergence is that of the policy that sampled. Set kl_estimator to k3"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the KL divergence is from the policy of trainer.reference."""
+        return self.kl_beta > 0 and self.kl_to == "reference"
 
     @property
     def custom_functions(self) -> list[str]:
@@ -191,7 +261,17 @@ class ObjectiveConfig(StrictModel):
                 settings.append(f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}")
         corrections = "".join(f" + {correction.kind}" for correction in self.corrections)
         loss = f"{self.loss} ({', '.join(settings)}){corrections}"
-        return f"{self.preset}: {self.advantage} advantages, {loss}, {self.aggregation}"
+        norm = " over the batch" if self.advantage_norm == "batch" else ""
+        return f"{self.preset}: {self.advantage} advantages{norm}, {loss}, {self.aggregation}"
+
+    @property
+    def whole_batch_advantage(self) -> str | None:
+        """The setting that needs the rewards of the whole batch; None if groups can be trained as they arrive."""
+        if self.advantage_norm == "batch":
+            return "advantage_norm batch"
+        if self.advantage in WHOLE_BATCH_ADVANTAGES or is_custom(self.advantage):
+            return f"advantage {self.advantage}"
+        return None
 
     @property
     def needs_forward_pass(self) -> bool:
@@ -201,7 +281,12 @@ class ObjectiveConfig(StrictModel):
     @property
     def subtracts_kl_from_rewards(self) -> bool:
         """True if the KL divergence is subtracted from the rewards."""
-        return self.kl_beta > 0 and self.kl_in == "reward"
+        return self.needs_reference and self.kl_in == "reward"
+
+    @property
+    def subtracts_kl_from_advantages(self) -> bool:
+        """True if the KL divergence is subtracted from the advantage of each token, not from the sample's reward."""
+        return self.subtracts_kl_from_rewards and self.advantage == "reinforce_pp"
 
     @property
     def advantages_use_weights(self) -> bool:

@@ -11,12 +11,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "opob", "lite_ppo")
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp_baseline",
+    "opo",
+    "opob",
+    "lite_ppo",
+    "maxrl",
+    "reinforce_pp",
+    "gdpo",
+)
 WHOLE_BATCH_ADVANTAGES = ("reinforce_pp_baseline", "lite_ppo")
 """Advantages that depend on the rewards of the whole batch, not only of their group."""
 IMPORTANCE_WEIGHTED_ADVANTAGES = ("opob",)
 """Advantages that weight samples by their importance weight. They need a forward pass before the step."""
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "token_sum", "seq_mean_token_sum")
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum_norm",
+    "token_sum",
+    "seq_mean_token_sum",
+    "prompt_mean",
+)
 
 LOSS_SETTINGS = (
     "clip_low",
@@ -29,10 +47,15 @@ LOSS_SETTINGS = (
 )
 """Settings that only some losses use; None for the others."""
 
-CORRECTION_SETTINGS = ("cap", "low", "high", "limit")
+CORRECTION_SETTINGS = ("level", "action", "estimator", "cap", "low", "high", "limit")
+"""Settings that only some corrections use; None for the others."""
 
-REWEIGHTING = ("token_tis", "seq_tis", "icepop")
+REWEIGHTING = ("weight", "token_tis", "seq_tis", "icepop")
 """Corrections that multiply by an importance weight; the others only reject."""
+REPEATABLE = ("reject",)
+"""Corrections that may be listed several times, with different settings."""
+LEVELS = {"weight": ("token", "seq", "geo"), "reject": ("token", "seq_sum", "seq_mean", "seq_max")}
+"""Levels of the corrections that have several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +99,30 @@ LOSSES: dict[str, LossRule] = {
     "topr": LossRule({}, prox=("behaviour",), has_importance_weight=True),
 }
 
-CORRECTIONS: dict[str, dict[str, float]] = {
+CORRECTIONS: dict[str, dict[str, float | str]] = {
+    "weight": {"level": "token", "action": "clamp", "high": 2.0},
     "token_tis": {"cap": 2.0},
     "seq_tis": {"cap": 2.0},
-    "seq_mis": {"low": 0.5, "high": 2.0},
     "icepop": {"low": 0.5, "high": 5.0},
+    "reject": {"level": "seq_mean", "estimator": "k3", "high": 0.01},
+    "seq_mis": {"low": 0.5, "high": 2.0},
     "geo_rs": {"low": 0.999, "high": 1.002},
     "m2po": {"limit": 0.04},
     "opsm": {"limit": 1e-4},
+    "kpop": {"limit": 0.1},
     "ess_lr": {},
 }
 """Settings of each correction, with their defaults."""
+OPTIONAL_SETTINGS = {"weight": ("low",), "reject": ("low",)}
+"""Settings of a correction that are off (None) by default."""
+SHORTHANDS: dict[str, dict[str, str]] = {
+    "token_tis": {"level": "token", "action": "clamp"},
+    "seq_tis": {"level": "seq", "action": "clamp"},
+    "icepop": {"level": "token", "action": "mask"},
+    "seq_mis": {"level": "seq_sum", "estimator": "k1"},
+    "geo_rs": {"level": "seq_mean", "estimator": "k1"},
+}
+"""Established names for settings of `weight` and `reject`."""
 
 _CORRECTED_PPO = {"advantage": "grpo", "aggregation": "token_mean", "loss": "ppo_clip", "prox": "recompute"}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -95,7 +131,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"advantage": "grpo", "aggregation": "token_mean", "loss": "ppo_clip", "clip_high": 0.28},
     "gspo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "loss": "gspo"},
     "cispo": {"advantage": "grpo", "aggregation": "token_mean", "loss": "cispo"},
-    "areal": {"advantage": "grpo", "aggregation": "token_mean", "loss": "decoupled"},
+    "areal": {"advantage": "grpo", "advantage_norm": "batch", "aggregation": "token_mean", "loss": "decoupled"},
     "tis": {**_CORRECTED_PPO, "corrections": ["token_tis"]},
     "icepop": {**_CORRECTED_PPO, "corrections": ["icepop"]},
     "m2po": {"advantage": "grpo", "aggregation": "token_mean", "loss": "ppo_clip", "corrections": ["m2po"]},
@@ -105,6 +141,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "seq_mean_token_mean",
         "corrections": [{"kind": "seq_tis", "cap": 8.0}, "ess_lr"],
     },
+    "prime_rl": {
+        "advantage": "dr_grpo",
+        "aggregation": "token_mean",
+        "loss": "dppo_tv",
+        # prime-rl adds tau (log rho)^2 with tau = 1e-3, which is 2 tau times k2.
+        "kl_beta": 2e-3,
+        "kl_estimator": "k2",
+        "kl_to": "behaviour",
+    },
+    "scale_rl": {"advantage": "lite_ppo", "aggregation": "prompt_mean", "loss": "cispo"},
 }
 DEFAULT_PRESET = "areal"
 
@@ -120,7 +166,7 @@ def fill_objective(raw: Mapping[str, Any]) -> dict[str, Any]:
     This runs before validation, so invalid values are passed through: pydantic reports them with their key.
     """
     name = raw.get("preset", DEFAULT_PRESET)
-    preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+    preset = dict(PRESETS.get(name, {})) if isinstance(name, str) else {}
 
     loss = raw.get("loss", preset.get("loss"))
     rule = LOSSES.get(loss) if isinstance(loss, str) else None
@@ -131,10 +177,26 @@ def fill_objective(raw: Mapping[str, Any]) -> dict[str, Any]:
     if loss != preset.get("loss"):
         # The preset's clip range, prox and corrections were chosen for its own loss. Under another loss they may be
         # wrong by orders of magnitude (gspo clips at 4e-4), so only the parts independent of the loss remain.
-        preset = {key: preset[key] for key in ("advantage", "aggregation") if key in preset}
+        independent = ("advantage", "advantage_norm", "aggregation")
+        preset = {key: preset[key] for key in independent if key in preset}
         if rule is not None and rule.aggregation is not None:
             preset["aggregation"] = rule.aggregation
+
+    # The preset normalises its own advantage. The resolved configuration of a run that was made before the key existed
+    # names the advantage, too, and the run must resume without normalisation.
+    if "advantage" in raw:
+        preset.pop("advantage_norm", None)
     return {**loss_defaults, **preset, **raw}
+
+
+def leave_out_batch_norm(raw: Any) -> Any:
+    """Return the objective's section without the preset's normalisation over the batch, for a trainer that streams: it
+    trains the first groups before the batch is complete."""
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, Mapping) or "advantage_norm" in raw:
+        return raw
+    return {**raw, "advantage_norm": "none"}
 
 
 def add_quantization_correction(raw: Any) -> Any:
@@ -161,4 +223,5 @@ def fill_correction_defaults(raw: Any) -> Any:
     section = {"kind": raw} if isinstance(raw, str) else raw
     if not isinstance(section, dict) or not isinstance(section.get("kind"), str):
         return section
-    return {**CORRECTIONS.get(section["kind"], {}), **section}
+    kind = section["kind"]
+    return {**CORRECTIONS.get(kind, {}), **SHORTHANDS.get(kind, {}), **section}

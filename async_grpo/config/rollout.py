@@ -13,25 +13,46 @@ from async_grpo.config.buffer import RedisConfig
 from async_grpo.config.http import HttpConfig
 from async_grpo.config.model import ModelConfig
 
+MAX_TOP_K = 64
+"""Engines report the kept tokens as log-probabilities, of which more would cost more than the sampling itself."""
+
 
 class SamplingConfig(StrictModel):
-    """Sampling of completions (the behaviour policy)."""
+    """The distribution that training completions are sampled from. The trainer uses the same one, so importance weights
+    stay exact. Evaluations sample from the whole distribution."""
 
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Sampling temperature."""
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOP_K)] = 0
+    """Sample from the K most likely tokens. 0: from all. Needed with top_p, min_p and repetition_penalty."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Must be 1.0: the trainer computes log-probabilities over the whole vocabulary."""
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """Must be 0 (all tokens): the trainer computes log-probabilities over the whole vocabulary."""
+    """Sample from the fewest most likely tokens with this total probability. 1: from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample from tokens with at least this fraction of the probability of the most likely one. 0: from all."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Divide positive logits by this, and multiply negative ones, for tokens of the prompt and of the completion so
+    far. 1: no penalty."""
     max_tokens: PositiveInt = 64
     """Maximum length of a completion, in tokens."""
 
+    @property
+    def truncates(self) -> bool:
+        """True if tokens are sampled from a part of the vocabulary."""
+        return self.top_k > 0
+
     def find_problems(self) -> Iterator[str]:
-        if self.top_p != 1.0 or self.top_k != 0:
+        needing = []
+        if self.top_p < 1:
+            needing.append(f"top_p {self.top_p:g}")
+        if self.min_p > 0:
+            needing.append(f"min_p {self.min_p:g}")
+        if self.repetition_penalty != 1:
+            needing.append(f"repetition_penalty {self.repetition_penalty:g}")
+        if needing and self.top_k == 0:
             yield (
-                f"top_p {self.top_p:g} and top_k {self.top_k} truncate the distribution, but the trainer computes "
-                "log-probabilities over the whole vocabulary, so the importance weights would be wrong. "
-                "Set sampling.top_p to 1.0 and sampling.top_k to 0"
+                f"{' and '.join(needing)} need top_k: the engine reports the tokens that it sampled from to the "
+                f"trainer, and without top_k they could be the whole vocabulary. Set sampling.top_k, to at most "
+                f"{MAX_TOP_K}"
             )
 
 

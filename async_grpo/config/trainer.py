@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from async_grpo.config.base import PositiveInt, Seconds, StrictModel
 from async_grpo.config.model import LoraConfig, ModelConfig
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.config.presets import WHOLE_BATCH_ADVANTAGES, is_custom
+from async_grpo.config.presets import leave_out_batch_norm
 from async_grpo.config.rollout import EngineLimits
 
 
@@ -193,6 +193,13 @@ class TrainerConfig(StrictModel):
     reference: ReferenceConfig = ReferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_batch_norm(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and raw.get("streaming") is True:
+            return {**raw, "objective": leave_out_batch_norm(raw.get("objective"))}
+        return raw
+
     @property
     def updates(self) -> int:
         """Optimizer updates per step."""
@@ -229,7 +236,7 @@ class TrainerConfig(StrictModel):
             )
 
     def _find_step_problems(self) -> Iterator[str]:
-        if self.objective.kl_beta > 0 and self.reference.source == "none":
+        if self.objective.needs_reference and self.reference.source == "none":
             yield (
                 f"objective.kl_beta is {self.objective.kl_beta:g}, but there is no reference policy, so the KL term "
                 "would be missing. Set trainer.reference.source to frozen or synced, or trainer.objective.kl_beta to 0"
@@ -254,11 +261,8 @@ class TrainerConfig(StrictModel):
             return f"num_iterations ({self.num_iterations}) passes over the batch more than once"
         if self.mini_batches > 1:
             return f"mini_batches ({self.mini_batches}) splits the groups of the whole batch"
-        advantage = self.objective.advantage
-        if advantage in WHOLE_BATCH_ADVANTAGES:
-            return f"objective.advantage {advantage} needs the rewards of the whole batch"
-        if is_custom(advantage):
-            return f"objective.advantage {advantage} is a custom function, which gets the rewards of the whole batch"
+        if self.objective.whole_batch_advantage is not None:
+            return f"objective.{self.objective.whole_batch_advantage} needs the rewards of the whole batch"
         for correction in self.objective.corrections:
             if correction.needs_whole_batch:
                 return f"correction {correction.kind} needs the log-probabilities of the whole batch"

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.errors import WireError
+from async_grpo.wire.sampling_mask import SamplingMask
 
 FORMAT = 1
 """Incremented when a record changes in a way that an older reader would misread."""
@@ -100,17 +101,24 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
 
     Without turns, the policy wrote all tokens. Tokens of the environment have log-probability 0 and the version of the
     token before them. `reward` is None if no verifier could judge the sample, which is then masked, not scored 0.
+
+    Under truncated sampling, `mask_ids` (int32) and `mask_counts` (uint16, one per token) hold the tokens that could be
+    sampled at each position, the sampled one included. Both are empty without truncation.
+
     `validate` checks the invariants:
 
     - There are as many log-probabilities as tokens. They are finite and, except for rounding, at most 0.
     - The spans cover [0, len(tokens)) in order, without gap or overlap, and their versions never decrease.
     - The turns, if there are any, cover [0, len(tokens)) in the same way.
+    - The rows of the sampling mask fit the tokens, and contain each token that the policy sampled.
     """
 
     tokens: bytes
     logprobs: bytes
     spans: list[VersionSpan]
     turns: list[Turn] = []
+    mask_ids: bytes = b""
+    mask_counts: bytes = b""
     finish_reason: str = "stop"
     text: str = ""
     rewards: dict[str, float] = {}
@@ -139,6 +147,12 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         for turn in self.turns:
             written[turn.start : turn.end] = turn.by_policy
         return written
+
+    def sampling_mask(self) -> SamplingMask | None:
+        """The tokens that could be sampled at each position; None without truncation."""
+        if not self.mask_counts:
+            return None
+        return SamplingMask.from_bytes(self.mask_ids, self.mask_counts)
 
     @property
     def oldest_version(self) -> int:
@@ -182,6 +196,23 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         if position != len(tokens):
             raise ValueError(f"version spans {self.spans} cover {position} of {len(tokens)} tokens")
         self._validate_turns()
+        self._validate_mask()
+
+    def _validate_mask(self) -> None:
+        mask = self.sampling_mask()
+        if mask is None:
+            return
+        if len(mask) != self.length or int(mask.counts.sum(dtype=np.int64)) != len(mask.token_ids):
+            raise ValueError(
+                f"the sampling mask has {len(mask)} rows with {mask.counts.sum(dtype=np.int64)} tokens, and there are "
+                f"{self.length} tokens and {len(mask.token_ids)} ids"
+            )
+        empty = np.flatnonzero((mask.counts == 0) & self.written_by_policy())
+        if len(empty):
+            raise ValueError(f"the sampling mask is empty at token {empty[0]}, which the policy sampled")
+        index = mask.find_row_without(self.token_ids())
+        if index is not None:
+            raise ValueError(f"token {index} was sampled, but its sampling mask does not contain it")
 
     def _validate_turns(self) -> None:
         if not self.turns:

@@ -58,7 +58,7 @@ from rollout_server.dispatch.outcomes import (
     discard_reason,
     find_invalid_sample,
 )
-from rollout_server.engines.base import sample_seed
+from rollout_server.engines.base import Truncation, sample_seed
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows.sample_rollout import SampleDeadline, WorkflowRunner
 from rollout_server.workflows.session import SampleSession
@@ -305,6 +305,7 @@ class Dispatcher:
             interruptible=ticket.attempt <= config.rollout.max_interruptions,
             index=index,
             vocabulary=self._context.vocabulary,
+            truncation=Truncation.from_config(config.sampling),
         )
 
     async def _finish_group(self, group: GroupRollout) -> None:

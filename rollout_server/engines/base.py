@@ -19,8 +19,10 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from async_grpo.config.rollout import SamplingConfig
 from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import VersionSpan
+from async_grpo.wire.sampling_mask import SamplingMask
 
 Interruption = Literal["keep", "recompute", "drain", "abort"]
 """Treatment of requests in flight when new weights arrive.
@@ -36,11 +38,32 @@ SEED_LIMIT = 2**63
 
 
 @dataclass(frozen=True, slots=True)
+class Truncation:
+    """The part of the distribution to sample from.
+
+    Engines apply it in this order: repetition penalty on the raw logits, temperature, min_p, top_k, top_p.
+    """
+
+    top_k: int
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_config(cls, sampling: SamplingConfig) -> Truncation | None:
+        """The truncation of training samples; None if they are sampled from the whole distribution."""
+        if not sampling.truncates:
+            return None
+        return cls(sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One completion to sample.
 
     prefix: tokens of this completion that a partial rollout has already generated. They follow the prompt as context
     and are not part of the result. interruptible: an update with interruption `abort` may end the request early.
+    truncation: None samples from the whole distribution; otherwise the result has a sampling mask.
     """
 
     request_id: str
@@ -50,6 +73,7 @@ class GenerationRequest:
     seed: int | None = None
     prefix: Sequence[int] = ()
     interruptible: bool = True
+    truncation: Truncation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +81,15 @@ class Generation:
     """A completion, or the part generated so far if `finish_reason` is "abort".
 
     tokens: int32 [n], stop token included. logprobs: float32 [n], of the distribution that was sampled from (after
-    temperature). spans: cover [0, n) with the policy version of every token.
+    temperature and truncation). spans: cover [0, n) with the policy version of every token. sampling_mask: the tokens
+    that truncation left at each position; None if it left all.
     """
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     spans: list[VersionSpan]
     finish_reason: str
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True, slots=True)

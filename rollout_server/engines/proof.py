@@ -13,6 +13,11 @@ completion comes from prefill, the second from decoding, so both paths through t
 A sampler that ignores the temperature when it draws is detected from tokens drawn at a low temperature T: if they are
 from p_T, then by Markov's inequality the sum of their log p_T - log p_1 is below -a with probability at most e^-a.
 
+Under truncated sampling the reported tokens must be those that the settings keep, and the reported log-probability that
+of the distribution restricted to them. Rounding may move a token across the edge of the set, so the set must lie
+between the one of slightly stricter and the one of slightly looser settings. The proof runs without the repetition
+penalty, which depends on raw logits that no engine reports; the trainer's `logprob_gap` covers it.
+
 A server runs the proof before it joins its run. The sampler's treatment of temperature does not depend on the weights,
 so the proof is not repeated after updates; the trainer compares log-probabilities in every step (`logprob_gap`).
 """
@@ -20,15 +25,16 @@ so the proof is not repeated after updates; the trainer compares log-probabiliti
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from async_grpo.config.model import Precision
 from async_grpo.errors import LogprobsWrong, WaitTimeout
-from rollout_server.engines.base import Engine, GenerationRequest
+from rollout_server.engines.base import Engine, GenerationRequest, Truncation
 
 PROMPTS = 4
 PROMPT_TOKENS = 8
@@ -46,6 +52,8 @@ LOW_TEMPERATURE = 0.2
 """T of Markov's inequality."""
 MAX_EVIDENCE = 12.0
 """a of Markov's inequality."""
+EDGE_MASS = 0.01
+"""Distance from top_p, and relative distance from min_p, within which rounding may decide about a token."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -88,16 +96,25 @@ class _Samples:
 
 
 async def prove_logprobs(
-    engine: Engine, *, vocabulary: int, temperature: float, precision: Precision, timeout_s: float
+    engine: Engine,
+    *,
+    vocabulary: int,
+    temperature: float,
+    precision: Precision,
+    timeout_s: float,
+    truncation: Truncation | None = None,
 ) -> LogprobProof | None:
     """Compare the log-probabilities of about 16 tokens. Returns None if the engine has no distribution (a script).
 
-    vocabulary: token ids are below it. temperature: the run's. Raises LogprobsWrong, EngineError, or WaitTimeout after
-    `timeout_s` seconds.
+    vocabulary: token ids are below it. temperature, truncation: the run's. Raises LogprobsWrong, EngineError, or
+    WaitTimeout after `timeout_s` seconds.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await _prove(engine, vocabulary, temperature, precision)
+            proof = await _prove(engine, vocabulary, temperature, precision)
+            if proof is not None and truncation is not None:
+                await _prove_truncation(engine, vocabulary, temperature, precision, truncation)
+            return proof
     except TimeoutError:
         raise WaitTimeout(
             f"{engine.description} to generate a few tokens for the proof of its log-probabilities",
@@ -106,9 +123,13 @@ async def prove_logprobs(
         ) from None
 
 
+def _random_prompts(vocabulary: int) -> list[list[int]]:
+    prompts: list[list[int]] = np.random.default_rng(0).integers(vocabulary, size=(PROMPTS, PROMPT_TOKENS)).tolist()
+    return prompts
+
+
 async def _prove(engine: Engine, vocabulary: int, temperature: float, precision: Precision) -> LogprobProof | None:
-    random_prompts = np.random.default_rng(0).integers(vocabulary, size=(PROMPTS, PROMPT_TOKENS))
-    prompts: list[list[int]] = random_prompts.tolist()
+    prompts = _random_prompts(vocabulary)
     first_rows = [row for row in await _next_token_logprobs(engine, prompts) if row is not None]
     if len(first_rows) < PROMPTS:
         return None
@@ -140,6 +161,84 @@ async def _next_token_logprobs(engine: Engine, prompts: Sequence[Sequence[int]])
     """Return log p_1 [V] of the token after each prompt."""
     rows = await asyncio.gather(*(engine.vocabulary_logprobs(prompt) for prompt in prompts))
     return [None if row is None else row.astype(np.float64) for row in rows]
+
+
+async def _prove_truncation(
+    engine: Engine, vocabulary: int, temperature: float, precision: Precision, truncation: Truncation
+) -> None:
+    """Compare the kept tokens, and the log-probabilities over them, of completions sampled as training does."""
+    truncation = replace(truncation, repetition_penalty=1.0)
+    prompts = _random_prompts(vocabulary)
+    requests = [
+        GenerationRequest(f"truncation-{index}", prompt, NEW_TOKENS, temperature, seed=index, truncation=truncation)
+        for index, prompt in enumerate(prompts)
+    ]
+    generations = await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    max_gap = MAX_GAP[precision] * max(1.0, 1 / temperature)
+    for prompt, generation in zip(prompts, generations, strict=True):
+        contexts = [[*prompt, *generation.tokens[:position].tolist()] for position in range(len(generation.tokens))]
+        rows = await _next_token_logprobs(engine, contexts)
+        for position, row in enumerate(rows):
+            if generation.sampling_mask is None or row is None:
+                raise LogprobsWrong(
+                    f"{engine.description} truncates and reports no kept tokens. {_CONSEQUENCE_AND_FIX}"
+                )
+            kept = set(generation.sampling_mask.slice_rows(position, position + 1).token_ids.tolist())
+            scaled = _log_softmax(row / temperature)
+            _check_kept_tokens(engine, kept, scaled, truncation, max_gap)
+
+            token = int(generation.tokens[position])
+            ids = sorted(kept)
+            expected = scaled[token] - np.log(np.exp(scaled[ids]).sum())
+            gap = abs(float(generation.logprobs[position]) - expected)
+            if not gap <= max_gap:
+                raise LogprobsWrong(
+                    f"{engine.description} reports log-probability {generation.logprobs[position]:.5f} for token "
+                    f"{token}, and over the {len(ids)} tokens that it kept it is {expected:.5f}. {_CONSEQUENCE_AND_FIX}"
+                )
+
+
+def _check_kept_tokens(engine: Engine, kept: set[int], scaled: Floats, truncation: Truncation, max_gap: float) -> None:
+    """Raise LogprobsWrong unless the set is the one that the settings keep, up to rounding at its edge.
+
+    scaled: log-probabilities [V] at the run's temperature, before truncation.
+    """
+    surely_kept = kept_tokens(scaled, truncation, slack=-max_gap)
+    possibly_kept = kept_tokens(scaled, truncation, slack=max_gap)
+    missing = surely_kept - kept
+    excess = kept - possibly_kept
+    # More tokens can tie at the edge than the engine reports, so only those that are clearly inside may not be missing.
+    if missing or excess:
+        raise LogprobsWrong(
+            f"{engine.description} reports {len(kept)} kept tokens of {truncation}. Recomputed from its own "
+            f"log-probabilities, {sorted(missing)[:5]} are missing and {sorted(excess)[:5]} should not be there. "
+            f"{_CONSEQUENCE_AND_FIX}"
+        )
+
+
+def kept_tokens(scaled: Floats, truncation: Truncation, *, slack: float = 0.0) -> set[int]:
+    """The tokens that min_p, top_k and top_p keep, in vLLM's order.
+
+    scaled: log-probabilities [V] after temperature. slack: nats by which a token may miss the edge (negative: must
+    clear it); top_p and min_p are then also moved by EDGE_MASS.
+    """
+    edge = 0.0 if slack == 0 else math.copysign(EDGE_MASS, slack)
+    order = np.argsort(-scaled, kind="stable")
+    logprobs = scaled[order]
+    is_kept = np.ones(len(order), np.bool_)
+    if truncation.min_p > 0:
+        is_kept &= logprobs >= logprobs[0] + math.log(truncation.min_p * (1 - edge)) - slack
+    k = min(truncation.top_k, len(order))
+    is_kept &= logprobs >= logprobs[k - 1] - slack
+
+    # Top-p keeps a token if the mass of the more likely ones is below top_p, within the tokens kept so far.
+    probabilities = np.exp(logprobs) * is_kept
+    probabilities /= probabilities.sum()
+    mass_before = np.cumsum(probabilities) - probabilities
+    is_kept &= mass_before < min(1.0 + 1e-9, truncation.top_p + edge)
+    is_kept[0] = True
+    return set(order[is_kept].tolist())
 
 
 async def _sample(

@@ -19,6 +19,7 @@ from async_grpo.errors import EngineError
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.source_reader import SourceReader
+from async_grpo.wire.sampling_mask import SamplingMask
 from rollout_server.engines.base import (
     CHECKPOINT_VERSION,
     EngineLoad,
@@ -54,6 +55,7 @@ class ScriptedRequest:
 
     log: SpanLog
     interruptible: bool
+    is_truncated: bool = False
     tokens: list[int] = field(default_factory=list)
     aborted: bool = False
     finish_reason: str = ""
@@ -62,7 +64,9 @@ class ScriptedRequest:
         """Return the tokens generated so far, from index `since` on."""
         tokens = np.asarray(self.tokens[since:], np.int32)
         spans = self.log.spans(len(self.tokens), since=since)
-        return Generation(tokens, scripted_logprobs(tokens), spans, self.finish_reason)
+        # A script leaves one token to sample at each position.
+        mask = SamplingMask(tokens, np.ones(len(tokens), np.uint16)) if self.is_truncated else None
+        return Generation(tokens, scripted_logprobs(tokens), spans, self.finish_reason, mask)
 
 
 class ScriptedEngine:
@@ -131,7 +135,7 @@ class ScriptedEngine:
         await self._admits_requests.wait()
         remaining = self._script(request)[len(request.prefix) :]
         count = min(len(remaining), request.max_tokens)
-        active = ScriptedRequest(SpanLog(self._version), request.interruptible)
+        active = ScriptedRequest(SpanLog(self._version), request.interruptible, request.truncation is not None)
         self._in_flight[request.request_id] = active
 
         try:

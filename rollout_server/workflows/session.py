@@ -15,13 +15,15 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from async_grpo.wire import Sample, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
-from rollout_server.engines.base import Generation, GenerationRequest, Sampler, join_spans, offset_seed
+from async_grpo.wire.sampling_mask import SamplingMask, join_masks
+from rollout_server.engines.base import Generation, GenerationRequest, Sampler, Truncation, join_spans, offset_seed
 
 ABORTED = "abort"
 """Finish reason of a generation that the engine interrupted; its sample is unfinished."""
@@ -36,6 +38,7 @@ class SampleSession:
     `prompt`: token ids. `max_tokens` bounds the whole completion, including observations. If `interruptible`, the
     engine may interrupt the session for new weights; another session then resumes its sample. `index`: number of the
     sample in its group. `vocabulary`: size of the model's vocabulary, which bounds token ids; None if unknown.
+    `truncation`: the part of the distribution to sample from; None for all of it.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class SampleSession:
         interruptible: bool = True,
         index: int = 0,
         vocabulary: int | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
         self.index = index
+        self._truncation = truncation
         self._vocabulary = vocabulary
         self._engine = engine
         self._request_id = request_id
@@ -159,7 +164,7 @@ class SampleSession:
         if max_tokens <= 0:
             # Without a suspension, a workflow that requests turns forever would block the event loop.
             await asyncio.sleep(0)
-            return Generation(start.tokens, start.logprobs, start.spans, LENGTH)
+            return replace(start, finish_reason=LENGTH)
 
         turn_number = len(self._turns)
         seed = None
@@ -176,6 +181,7 @@ class SampleSession:
             seed=seed,
             prefix=prefix.tolist(),
             interruptible=self._interruptible,
+            truncation=self._truncation,
         )
         # Not in a `finally`: if the engine dies, `snapshot` still needs the ID to read the tokens of the request.
         generated = await self._engine.generate(request)
@@ -210,11 +216,14 @@ class SampleSession:
         self._completion = join_generations(self._completion, generation)
 
     def _unfinished_sample(self, completion: Generation, turns: list[Turn]) -> Sample:
+        mask = completion.sampling_mask
         return Sample(
             tokens=tokens_to_bytes(completion.tokens),
             logprobs=logprobs_to_bytes(completion.logprobs),
             spans=completion.spans,
             turns=turns,
+            mask_ids=b"" if mask is None else mask.token_ids.tobytes(),
+            mask_counts=b"" if mask is None else mask.counts.tobytes(),
             finish_reason="",
             started_s=self._started_s,
             finished_s=time.time(),
@@ -230,7 +239,19 @@ def join_generations(first: Generation, second: Generation) -> Generation:
         logprobs=np.concatenate([first.logprobs, second.logprobs]),
         spans=join_spans(first.spans, second.spans, offset=len(first.tokens)),
         finish_reason=second.finish_reason,
+        sampling_mask=_join_sampling_masks(first, second),
     )
+
+
+def _join_sampling_masks(first: Generation, second: Generation) -> SamplingMask | None:
+    """Masks of both. A part without one (an observation of the environment) gets empty rows."""
+    if first.sampling_mask is None and second.sampling_mask is None:
+        return None
+    masks = []
+    for part in (first, second):
+        mask = part.sampling_mask
+        masks.append(SamplingMask.without_tokens(len(part.tokens)) if mask is None else mask)
+    return join_masks(masks)
 
 
 def _record_turn(completion: Generation, piece: Generation, *, by_policy: bool, finish_reason: str) -> list[Turn]:
@@ -253,6 +274,7 @@ def _recorded_pieces(prior: Sample | None) -> list[tuple[Generation, bool]]:
         return []
     tokens = prior.token_ids()
     logprobs = prior.token_logprobs()
+    mask = prior.sampling_mask()
     pieces = []
     for turn in prior.turns or [Turn(0, len(tokens), True)]:
         generation = Generation(
@@ -260,6 +282,7 @@ def _recorded_pieces(prior: Sample | None) -> list[tuple[Generation, bool]]:
             logprobs[turn.start : turn.end],
             _slice_spans(prior.spans, turn.start, turn.end),
             turn.finish_reason,
+            None if mask is None else mask.slice_rows(turn.start, turn.end),
         )
         pieces.append((generation, turn.by_policy))
     return pieces

@@ -70,4 +70,4 @@ def steps(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Ou
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_step_equals_plain_torch(steps: dict[str, Outcome], model: Path, name: str) -> None:
     assert name in DEALT_OUT or steps[name].step["micro_batches"] == 1
-    assert_plain_step(steps[name], model, name)
+    assert_plain_step(steps[name], model, OBJECTIVES[name])

@@ -63,6 +63,7 @@ def build_sequences(
         batch,
         trainer.objective,
         config.sampling.max_tokens,
+        reward_weights={function.name: function.weight for function in config.rewards.functions},
         max_sequence_tokens=None if trainer.overlong == "error" else trainer.micro_batch_tokens,
         truncate=trainer.overlong == "truncate",
         squared_weights=squared_weights,

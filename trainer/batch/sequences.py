@@ -16,8 +16,9 @@ increase the gradient of the other tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms import AGGREGATIONS, load_advantage
+from async_grpo.algorithms import AGGREGATIONS, gdpo, load_advantage, normalise_over_batch
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.wire import Batch, Group, Sample
+from async_grpo.wire.sampling_mask import PADDING, SamplingMask, first_occurrences
 from trainer.batch.layout import PackedSequences, lay_out_sequences
 
 MIXED = -1
@@ -46,7 +48,8 @@ class TrainingSequence:
     """Version of the policy that sampled each token."""
     positions_N: npt.NDArray[np.int64]
     """Positions of the trained tokens in the completion; empty if the sample has no reward."""
-    advantage: float
+    advantages_N: npt.NDArray[np.float64]
+    """Advantage of each trained token. Group rules give all tokens of a sample the same."""
     weight: float
     """Weight of each trained token in the loss of the batch."""
     first_index: int
@@ -55,6 +58,8 @@ class TrainingSequence:
     """Number of tokens in the denominator of the loss: those that the policy wrote, or 0 without a reward."""
     group: int
     """Index of its group in the batch."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens that could be sampled at each position of the completion; None without truncated sampling."""
     overlong: bool = False
     """True if it was truncated or dropped because of its length."""
     prox_N: npt.NDArray[np.float32] | None = None
@@ -73,6 +78,11 @@ class TrainingSequence:
     def trained_tokens(self) -> int:
         """Number of completion tokens that get a gradient."""
         return len(self.positions_N)
+
+    @property
+    def advantage(self) -> float:
+        """Mean advantage of the trained tokens; 0 without any."""
+        return float(self.advantages_N.mean()) if len(self.advantages_N) else 0.0
 
     @property
     def version(self) -> int:
@@ -111,6 +121,16 @@ class TrainedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """The tokens that the engine could sample at each of N trained positions, W at most."""
+
+    ids_NW: Tensor
+    """int64: token ids; PADDING behind shorter rows. Each row contains the sampled token."""
+    repeated_NW: Tensor
+    """bool: True if the token occurs before this position, so that a repetition penalty applies to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch(TrainedTokens):
     """T packed positions, N of which predict a trained token."""
 
@@ -119,6 +139,8 @@ class MicroBatch(TrainedTokens):
     packing: PackedSequences
     trained_N: Tensor
     """int64: positions that predict the trained tokens."""
+    kept: KeptTokens | None = None
+    """The tokens to normalise over; None: the whole vocabulary."""
 
 
 def split_into_sequences(
@@ -126,6 +148,7 @@ def split_into_sequences(
     objective: ObjectiveConfig,
     max_completion_tokens: int,
     *,
+    reward_weights: Mapping[str, float] = MappingProxyType({}),
     max_sequence_tokens: int | None = None,
     truncate: bool = False,
     squared_weights: Sequence[float] | None = None,
@@ -133,17 +156,29 @@ def split_into_sequences(
     """Return one sequence per sample, with advantages and loss weights computed over the whole batch.
 
     Sequences of more than `max_sequence_tokens` are truncated, or get no gradient if not `truncate`; None keeps all.
-    `squared_weights`: see `group_advantages`.
+    `reward_weights`, `squared_weights`: see `group_advantages`. Advantages are not normalised over the batch yet: see
+    `normalise_advantages`.
     """
-    advantages = group_advantages(batch.groups, objective.advantage, squared_weights)
-    tokens = [_denominator_tokens(sample) for group in batch.groups for sample in group.samples]
-    weights = iter(AGGREGATIONS[objective.aggregation](torch.tensor(tokens), max_completion_tokens).tolist())
+    advantages = group_advantages(batch.groups, objective.advantage, squared_weights, reward_weights)
+    weights = _token_weights(
+        [_denominator_tokens(sample) for group in batch.groups for sample in group.samples],
+        [index for index, group in enumerate(batch.groups) for _ in group.samples],
+        objective,
+        max_completion_tokens,
+    )
 
-    sequences = []
+    # Samples with and without a mask meet in one batch after a resume with other truncation settings. A micro-batch
+    # normalises over one kind of support, so those without a mask get no gradient.
+    needs_mask = any(sample.mask_counts for group in batch.groups for sample in group.samples)
+
+    sequences: list[TrainingSequence] = []
     first_index = 0
     for index, group in enumerate(batch.groups):
         for sample, advantage in zip(group.samples, advantages[index], strict=True):
-            sequence = _make_sequence(group, index, sample, advantage, next(weights), batch.mask_below, first_index)
+            weight = weights[len(sequences)]
+            sequence = _make_sequence(group, index, sample, advantage, weight, batch.mask_below, first_index)
+            if needs_mask and sequence.sampling_mask is None:
+                sequence = replace(sequence, positions_N=sequence.positions_N[:0], advantages_N=np.zeros(0))
             if max_sequence_tokens is not None and sequence.length > max_sequence_tokens:
                 sequence = _shorten(sequence, max_sequence_tokens if truncate else 0)
             first_index += sequence.trained_tokens
@@ -155,9 +190,27 @@ def reweight_sequences(
     sequences: Sequence[TrainingSequence], objective: ObjectiveConfig, max_completion_tokens: int
 ) -> list[TrainingSequence]:
     """Return the sequences with the loss weights that they have as a batch: the mini-batch of one update."""
-    tokens = torch.tensor([sequence.denominator_tokens for sequence in sequences])
-    weights = AGGREGATIONS[objective.aggregation](tokens, max_completion_tokens).tolist()
+    weights = _token_weights(
+        [sequence.denominator_tokens for sequence in sequences],
+        [sequence.group for sequence in sequences],
+        objective,
+        max_completion_tokens,
+    )
     return [replace(sequence, weight=weight) for sequence, weight in zip(sequences, weights, strict=True)]
+
+
+def normalise_advantages(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+    """Return the sequences with advantages of mean 0 and deviation 1 over all their trained tokens."""
+    advantages_N = _join([sequence.advantages_N for sequence in sequences], np.float64)
+    return replace_advantages(sequences, normalise_over_batch(advantages_N))
+
+
+def replace_advantages(sequences: Sequence[TrainingSequence], advantages_N: Tensor) -> list[TrainingSequence]:
+    """Return the sequences with other advantages, given for all their trained tokens in order."""
+    parts = advantages_N.split([sequence.trained_tokens for sequence in sequences])
+    return [
+        replace(sequence, advantages_N=part.double().numpy()) for sequence, part in zip(sequences, parts, strict=True)
+    ]
 
 
 def attach_columns(
@@ -206,6 +259,30 @@ def make_micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:
         positions_1T=_join([np.arange(length) for length in lengths], np.int64)[None],
         packing=lay_out_sequences(lengths),
         trained_N=_join(trained, np.int64),
+        kept=_stack_kept_tokens(sequences),
+    )
+
+
+def _stack_kept_tokens(sequences: Sequence[TrainingSequence]) -> KeptTokens | None:
+    """Pad the rows of the sampling masks to one width. None without truncated sampling."""
+    blocks = []
+    repeated_blocks = []
+    for sequence in sequences:
+        if sequence.sampling_mask is None:
+            continue  # no trained tokens if others have a mask
+        ids_NW = sequence.sampling_mask.pad_rows(sequence.positions_N)
+        first_NW = first_occurrences(sequence.tokens, ids_NW)
+        positions_N1 = sequence.prompt_tokens + sequence.positions_N[:, None]
+        blocks.append(ids_NW)
+        repeated_blocks.append(first_NW < positions_N1)
+    if not blocks:
+        return None
+
+    width = max(block.shape[1] for block in blocks)
+    ids = [np.pad(block, ((0, 0), (0, width - block.shape[1])), constant_values=PADDING) for block in blocks]
+    repeated = [np.pad(block, ((0, 0), (0, width - block.shape[1]))) for block in repeated_blocks]
+    return KeptTokens(
+        torch.from_numpy(np.concatenate(ids).astype(np.int64)), torch.from_numpy(np.concatenate(repeated))
     )
 
 
@@ -230,7 +307,7 @@ def _stack_columns(sequences: Sequence[TrainingSequence]) -> dict[str, Any]:
     return {
         "labels_N": _join([s.tokens[s.prompt_tokens + s.positions_N] for s in trained], np.int64),
         "behaviour_N": _join([s.behaviour_C[s.positions_N] for s in trained], np.float32),
-        "advantages_N": _join(repeated([s.advantage for s in trained]), np.float32),
+        "advantages_N": _join([s.advantages_N for s in trained], np.float32),
         "weights_N": _join(repeated([s.weight for s in trained]), np.float32),
         "versions_N": _join([s.versions_C[s.positions_N] for s in trained], np.int64),
         "completion_version_N": _join(repeated([s.version for s in trained]), np.int64),
@@ -257,12 +334,27 @@ def _denominator_tokens(sample: Sample) -> int:
     return int(sample.written_by_policy().sum())
 
 
+def _token_weights(
+    tokens: Sequence[int], groups: Sequence[int], objective: ObjectiveConfig, max_completion_tokens: int
+) -> list[float]:
+    """Weight of each token of each sequence in the loss of their batch."""
+    rule = AGGREGATIONS[objective.aggregation]
+    weights: list[float] = rule(
+        torch.tensor(tokens), torch.tensor(groups, dtype=torch.int64), max_completion_tokens
+    ).tolist()
+    return weights
+
+
 def group_advantages(
-    groups: Sequence[Group], rule: str, squared_weights: Sequence[float] | None = None
+    groups: Sequence[Group],
+    rule: str,
+    squared_weights: Sequence[float] | None = None,
+    reward_weights: Mapping[str, float] = MappingProxyType({}),
 ) -> list[list[float]]:
     """Return the advantages of the samples of each group.
 
     `squared_weights`: squared importance weight per sample, for rules that weigh samples; None if all are 1.
+    `reward_weights`: weight of each reward function, for rules that normalise them separately.
     """
     # The rules take rectangles [B, G]. Smaller groups are filled up with samples that are not valid.
     size = max(len(group.samples) for group in groups)
@@ -287,8 +379,33 @@ def group_advantages(
     rewards_BG = torch.tensor(rewards, dtype=torch.float64)
     lengths_BG = torch.tensor(lengths, dtype=None if squared_weights is None else torch.float64)
     valid_BG = torch.tensor(valid)
-    advantages = load_advantage(rule)(rewards_BG, valid_BG, lengths_BG).tolist()
-    return [row[: len(group.samples)] for row, group in zip(advantages, groups, strict=True)]
+    if rule == "gdpo":
+        advantages_BG = _separate_advantages(groups, rewards_BG, valid_BG, reward_weights)
+    else:
+        advantages_BG = load_advantage(rule)(rewards_BG, valid_BG, lengths_BG)
+    return [row[: len(group.samples)] for row, group in zip(advantages_BG.tolist(), groups, strict=True)]
+
+
+def _separate_advantages(
+    groups: Sequence[Group], rewards_BG: Tensor, valid_BG: Tensor, reward_weights: Mapping[str, float]
+) -> Tensor:
+    """Advantages of GDPO. The part of the reward that no function explains (a length penalty, a divergence) counts as
+    one more function with weight 1."""
+    names = sorted(
+        {name for group in groups for sample in group.samples for name in sample.rewards} & {*reward_weights}
+    )
+    parts_KBG = torch.zeros(len(names), *rewards_BG.shape, dtype=torch.float64)
+    for k, name in enumerate(names):
+        for b, group in enumerate(groups):
+            for g, sample in enumerate(group.samples):
+                parts_KBG[k, b, g] = sample.rewards.get(name, 0.0)
+    weights_K = torch.tensor([reward_weights[name] for name in names], dtype=torch.float64)
+    rest_BG = rewards_BG - torch.einsum("k,kbg->bg", weights_K, parts_KBG)
+
+    if float(rest_BG[valid_BG].abs().max() if valid_BG.any() else 0.0) < 1e-9:
+        return gdpo(parts_KBG, weights_K, valid_BG)
+    one = torch.ones(1, dtype=torch.float64)
+    return gdpo(torch.cat([parts_KBG, rest_BG[None]]), torch.cat([weights_K, one]), valid_BG)
 
 
 def _make_sequence(
@@ -297,28 +414,32 @@ def _make_sequence(
     prompt = group.task.prompt_ids()
     versions_C = sample.token_versions()
     trained_C = sample.written_by_policy() & (versions_C >= mask_below) & (sample.reward is not None)
+    positions_N = np.flatnonzero(trained_C)
     return TrainingSequence(
         tokens=np.concatenate([prompt, sample.token_ids()]),
         prompt_tokens=len(prompt),
         behaviour_C=sample.token_logprobs(),
         versions_C=versions_C,
-        positions_N=np.flatnonzero(trained_C),
-        advantage=advantage,
+        positions_N=positions_N,
+        advantages_N=np.full(len(positions_N), advantage),
         weight=weight,
         first_index=first_index,
         denominator_tokens=_denominator_tokens(sample),
         group=index,
+        sampling_mask=sample.sampling_mask(),
     )
 
 
 def _shorten(sequence: TrainingSequence, max_tokens: int) -> TrainingSequence:
     """Return the first `max_tokens` positions of the sequence; with 0 it gets no gradient."""
     completion_tokens = max(0, max_tokens + 1 - sequence.prompt_tokens)
+    is_left_N = sequence.positions_N < completion_tokens
     return replace(
         sequence,
         tokens=sequence.tokens[: max_tokens + 1],
         behaviour_C=sequence.behaviour_C[:completion_tokens],
         versions_C=sequence.versions_C[:completion_tokens],
-        positions_N=sequence.positions_N[sequence.positions_N < completion_tokens],
+        positions_N=sequence.positions_N[is_left_N],
+        advantages_N=sequence.advantages_N[is_left_N],
         overlong=True,
     )

@@ -44,12 +44,13 @@ from async_grpo.config import RunConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.models.shapes import ModelShape, shape_of
 from trainer.batch.context_parallel import current_context_rank, select_rank_tokens
-from trainer.batch.sequences import MicroBatch
+from trainer.batch.sequences import KeptTokens, MicroBatch
 from trainer.model.builder import DTYPES, build_model
 from trainer.model.checks import check_architecture, check_lora
 from trainer.model.hf_folder import SafetensorsFolder, read_config
 from trainer.model.hf_weights import load_hf
 from trainer.model.lora import Adapters, attach_adapters, export_trained, export_whole, sharded_state
+from trainer.model.masked_logprobs import masked_logprobs
 from trainer.model.optimizer import StateOffload, optimizer_settings, update
 from trainer.platform import Platform
 
@@ -173,9 +174,12 @@ class Policy:
     optimizer: Any
     weight_decay: float
     temperature: float
+    """Temperature of the sampler."""
     offload: StateOffload | None = None
     adapters: Adapters | None = None
     """LoRA adapters; only they are trained, the weights are frozen. None: all weights are trained."""
+    repetition_penalty: float = 1.0
+    """Repetition penalty of the sampler, applied under truncated sampling."""
     reading: BackgroundReading = field(default_factory=BackgroundReading)
     """Copies the weights of a version, overlapping the start of the next step."""
     shape: ModelShape = field(init=False)
@@ -273,21 +277,40 @@ class Policy:
         output = model(part.tokens_1T, part.positions_1T, None, packed_seq_params=packing)
 
         def finish(logits_1MV: Tensor) -> tuple[Tensor, Tensor, Any]:
-            # float32 [M, V / tensor-parallel ranks], overwritten below. For bfloat16, Float16Module has already made a
-            # float32 copy, so the division needs no other. float32 logits belong to the output layer, so we clone.
-            # `flatten` is a view in both passes; the gradient of an index would be a copy.
-            copied = logits_1MV if self.dtype == torch.bfloat16 else logits_1MV.clone()
-            logits_MV = divide_in_place(copied, self.temperature).flatten(0, 1)
-            entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
             labels_M = part.select_own(to_device(batch.labels_N, self.device))
-            logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits, so it comes last
+            entropy_M: Tensor | None
+            if batch.kept is None:
+                logprobs_M, entropy_M = self._logprobs(logits_1MV, labels_M, entropy)
+            else:
+                kept = KeptTokens(
+                    part.select_own(to_device(batch.kept.ids_NW, self.device)),
+                    part.select_own(to_device(batch.kept.repeated_NW, self.device)),
+                )
+                logprobs_M, entropy_M = masked_logprobs(
+                    logits_1MV.flatten(0, 1),
+                    labels_M,
+                    kept,
+                    temperature=self.temperature,
+                    repetition_penalty=self.repetition_penalty,
+                )
             count = len(batch.labels_N)
-            entropy_N = None if entropy_M is None else part.merge(entropy_M, count)
+            entropy_N = part.merge(entropy_M, count) if entropy and entropy_M is not None else None
             logprobs_N, entropy_N = to_device((part.merge(logprobs_M, count), entropy_N), "cpu")
             value, result = loss(logprobs_N, entropy_N, batch)
             return to_device(value, self.device), torch.ones((), dtype=torch.int, device=self.device), result
 
         return output, finish
+
+    def _logprobs(self, logits_1MV: Tensor, labels_M: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the labels and, if wanted, entropies, over the whole vocabulary; [M]."""
+        # float32 [M, V / tensor-parallel ranks], which may be overwritten. Float16Module has made a float32 copy of
+        # bfloat16 logits, and the division needs no other. Those of float32 are the output layer's own.
+        # (`flatten` is a view in both directions; the gradient of an index would be a copy.)
+        copied = logits_1MV if self.dtype == torch.bfloat16 else logits_1MV.clone()
+        logits_MV = divide_in_place(copied, self.temperature).flatten(0, 1)
+        entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
+        # Last, because it overwrites the logits.
+        return -vocab_parallel_cross_entropy(logits_MV, labels_M), entropy_M
 
 
 def build_policy(
@@ -298,10 +321,11 @@ def build_policy(
     temperature: float,
     adapters: Adapters | None = None,
     seed: int = 0,
+    repetition_penalty: float = 1.0,
 ) -> Policy:
     """Build the model and optimizer of this rank. Load the weights before the first use of the optimizer.
 
-    `seed` initialises the adapters.
+    `temperature` and `repetition_penalty` are those of the sampler. `seed` initialises the adapters.
     """
     model = build_model(hf, platform, dtype, config)
     if adapters is not None:
@@ -317,7 +341,17 @@ def build_policy(
     optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=get_standard_config_overrides(settings))
     model.config.grad_scale_func = optimizer.scale_loss
     offload = StateOffload(optimizer, platform.device) if config.optimizer.offload else None
-    return Policy(hf, model, wrapped, optimizer, config.optimizer.weight_decay, temperature, offload, adapters)
+    return Policy(
+        hf,
+        model,
+        wrapped,
+        optimizer,
+        config.optimizer.weight_decay,
+        temperature,
+        offload,
+        adapters,
+        repetition_penalty,
+    )
 
 
 def _finalize(chunks: list[Any], _num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -336,7 +370,16 @@ def load_policy(config: RunConfig, folder: Path, platform: Platform) -> Policy:
         check_lora(hf, config.model.lora)
     dtype = DTYPES[config.model.precision]
     adapters = Adapters.of(config.model.lora, folder)
-    policy = build_policy(hf, platform, config.trainer, dtype, config.sampling.temperature, adapters, config.seed)
+    policy = build_policy(
+        hf,
+        platform,
+        config.trainer,
+        dtype,
+        config.sampling.temperature,
+        adapters,
+        config.seed,
+        config.sampling.repetition_penalty,
+    )
     load_hf(policy.model, hf, SafetensorsFolder(folder))
     # The distributed optimizer copied its fp32 masters from the random weights when it was built: copy them again.
     policy.optimizer.reload_model_params()

@@ -24,6 +24,7 @@ from torch import Tensor
 from async_grpo.algorithms import (
     PROXIMALS,
     Tokens,
+    advantages_less_kl,
     correction_multiplier,
     ess_scale,
     ess_sums,
@@ -36,7 +37,14 @@ from async_grpo.config.trainer import TrainerConfig
 from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch
 from trainer.batch.packing import PackedBatch, build_micro_batches, build_sequences
-from trainer.batch.sequences import TrainedTokens, TrainingSequence, attach_columns, stack_trained_tokens
+from trainer.batch.sequences import (
+    TrainedTokens,
+    TrainingSequence,
+    attach_columns,
+    normalise_advantages,
+    replace_advantages,
+    stack_trained_tokens,
+)
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.ranks.distributed import is_counting_rank, sum_over_ranks
@@ -54,6 +62,8 @@ def prepare_sequences(
     with phases.span("pack"):
         sequences = build_sequences(batch, config)
     if reference is None and not needs_policy:
+        if objective.advantage_norm == "batch":
+            sequences = normalise_advantages(sequences)
         return sequences, None
 
     with phases.span("pack"):
@@ -73,12 +83,18 @@ def prepare_sequences(
     if objective.advantages_use_weights:
         assert logprobs_N is not None
         squared_weights = squared_sample_weights(logprobs_N, sequences, objective, batch.version)
-    if objective.subtracts_kl_from_rewards:
+    changes_rewards = objective.subtracts_kl_from_rewards and not objective.subtracts_kl_from_advantages
+    if changes_rewards:
         assert reference_N is not None
         batch = subtract_kl_from_rewards(batch, sequences, reference_N, objective)
-    if objective.advantages_use_weights or objective.subtracts_kl_from_rewards:
+    if objective.advantages_use_weights or changes_rewards:
         with phases.span("pack"):
             sequences = build_sequences(batch, config, squared_weights)
+    if objective.subtracts_kl_from_advantages:
+        assert reference_N is not None
+        sequences = subtract_kl_from_advantages(sequences, reference_N, objective, batch.version)
+    if objective.advantage_norm == "batch":
+        sequences = normalise_advantages(sequences)
 
     if logprobs_N is None:
         return attach_columns(sequences, reference_N=reference_N), None
@@ -141,6 +157,18 @@ def subtract_kl_from_rewards(
     remaining = iter(samples)
     groups = [structs.replace(group, samples=[next(remaining) for _ in group.samples]) for group in batch.groups]
     return structs.replace(batch, groups=groups)
+
+
+def subtract_kl_from_advantages(
+    sequences: Sequence[TrainingSequence], reference_N: Tensor, objective: ObjectiveConfig, version: int
+) -> list[TrainingSequence]:
+    """Return the sequences with advantages A - beta * KL, KL being summed over the token and those after it."""
+    columns = stack_trained_tokens(sequences)
+    tokens = objective_tokens(columns.behaviour_N, columns, objective, version)
+    advantages_N = advantages_less_kl(
+        columns.advantages_N.double(), tokens, reference_N, beta=objective.kl_beta, estimator=objective.kl_estimator
+    )
+    return replace_advantages(sequences, advantages_N)
 
 
 def theta_version(version: int, updates: int) -> int:

@@ -72,13 +72,15 @@ def step_row(
 def trained_row(batch: Batch, config: RunConfig, *, skipped: bool) -> dict[str, Any]:
     """Return the row of trained.jsonl: sequence number -> advantages, for the groups that samples/*.jsonl contains.
 
-    Advantages are None if they also depend on the passes of the step: with a penalty in the reward (`kl_in: reward`) or
-    importance weights in the advantage (`opob`).
+    Advantages are those of the group's rule, before normalisation over the batch. They are None if they also depend on
+    the passes of the step: with a penalty in the reward (`kl_in: reward`) or importance weights in the advantage
+    (`opob`).
     """
     objective = config.trainer.objective
     advantages: list[list[float]] | None = None
     if not (objective.subtracts_kl_from_rewards or objective.advantages_use_weights):
-        advantages = group_advantages(batch.groups, objective.advantage)
+        weights = {function.name: function.weight for function in config.rewards.functions}
+        advantages = group_advantages(batch.groups, objective.advantage, reward_weights=weights)
 
     groups: dict[int, list[float] | None] = {}
     for index, group in enumerate(batch.groups):

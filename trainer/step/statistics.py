@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms import Objective, Tokens, ess_sums, token_kl
+from async_grpo.algorithms import Objective, Tokens, ess_sums, policy_kl
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.telemetry.metrics import MAXIMA, SUMS
 from async_grpo.wire import Batch
@@ -202,9 +202,8 @@ def _ratio_above_one(tokens: Tokens, objective: ObjectiveConfig) -> Tensor:
 
 
 def _sum_kl(tokens: Tokens, objective: ObjectiveConfig) -> Tensor:
-    if tokens.reference_N is None:
-        return _scalar(0)
-    return token_kl(tokens.logprobs_N.detach(), tokens.reference_N, objective.kl_estimator).double().sum()
+    divergence_N = policy_kl(tokens.detached(), objective)
+    return _scalar(0) if divergence_N is None else divergence_N.double().sum()
 
 
 def _measure_gap(logprobs_N: Tensor, columns: TrainedTokens, gap_version: int | None) -> tuple[Tensor, Tensor]:

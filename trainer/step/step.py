@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -105,6 +106,7 @@ def train_step_streamed(
     totals = StepTotals(with_entropy=objective.entropy_coef > 0, with_reference=reference is not None)
     sequences: list[TrainingSequence] = []
     statistics: list[StepSums] = []
+    groups = 0
     is_complete = False
 
     policy.zero_grad()
@@ -112,6 +114,8 @@ def train_step_streamed(
         # Train a part immediately, even if it does not fill its micro-batches. The trainer would be idle otherwise, and
         # while it computes, more groups arrive for the next part.
         part_sequences, _ = prepare_sequences(policy, part, config, reference=reference, phases=phases)
+        part_sequences = [replace(sequence, group=sequence.group + groups) for sequence in part_sequences]
+        groups += len(part.groups)
         add_sample_totals(totals, part_sequences)
         with phases.span("pack"):
             packed = build_micro_batches(part_sequences, config, policy.shape.attention_cost)
@@ -230,8 +234,9 @@ def add_sample_totals(totals: StepTotals, sequences: Sequence[TrainingSequence])
 
 def loss_denominator(sequences: Sequence[TrainingSequence], objective: ObjectiveConfig) -> float:
     """Return D of these sequences as one batch."""
-    tokens = torch.tensor([sequence.denominator_tokens for sequence in sequences])
-    return aggregation_denominator(objective.aggregation, tokens)
+    tokens_N = torch.tensor([sequence.denominator_tokens for sequence in sequences])
+    groups_N = torch.tensor([sequence.group for sequence in sequences], dtype=torch.int64)
+    return aggregation_denominator(objective.aggregation, tokens_N, groups_N)
 
 
 def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, float]:

@@ -417,7 +417,13 @@ class VllmEngine:
         self._raise_failure()
         self._submissions += 1
         vllm_id = f"{request.request_id}#{self._submissions}"
-        return EngineRequest(vllm_id, self.version, interruptible=request.interruptible, is_stream=is_stream)
+        return EngineRequest(
+            vllm_id,
+            self.version,
+            interruptible=request.interruptible,
+            is_stream=is_stream,
+            is_truncated=request.truncation is not None,
+        )
 
     async def _submit_request(
         self, request: GenerationRequest, engine_request: EngineRequest
@@ -441,6 +447,7 @@ class VllmEngine:
                 self._stop_tokens,
                 is_stream=engine_request.is_stream,
                 wants_vocabulary=engine_request.wants_vocabulary,
+                vocabulary=self._vocabulary,
             )
             arguments = self._adapters.request_arguments()
             vllm_outputs = self._llm.generate(prompt, sampling_params, engine_request.vllm_id, **arguments)

@@ -15,19 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.errors import RequestRefused
+from async_grpo.wire.sampling_mask import SamplingMask
 from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, spans_from_labels, version_of_label
+from rollout_server.engines.vllm.sampling_masks import FlatLogprobs, read_sampling_mask, reported_logprobs
 
 
 class EngineRequest:
     """One request inside vLLM. A request of the caller that is resubmitted gets a new one."""
 
-    def __init__(self, vllm_id: str, version: int, *, interruptible: bool, is_stream: bool = False) -> None:
-        """`version`: of the weights when the request was submitted."""
+    def __init__(
+        self, vllm_id: str, version: int, *, interruptible: bool, is_stream: bool = False, is_truncated: bool = False
+    ) -> None:
+        """version: of the weights when the request was submitted. is_truncated: the output has a sampling mask."""
         self.vllm_id = vllm_id
         self.span_log = SpanLog(version)
         self.submitted_s = time.monotonic()
         self.interruptible = interruptible
         self.is_stream = is_stream
+        self.is_truncated = is_truncated
         self.wants_vocabulary = False
         """True if the output has the log-probabilities of all tokens."""
         self.yielded_tokens = 0
@@ -41,21 +46,39 @@ class EngineRequest:
 
 
 def make_sampling_params(
-    request: GenerationRequest, stop_tokens: Sequence[int], *, is_stream: bool, wants_vocabulary: bool = False
+    request: GenerationRequest,
+    stop_tokens: Sequence[int],
+    *,
+    is_stream: bool,
+    wants_vocabulary: bool = False,
+    vocabulary: int | None = None,
 ) -> Any:
-    """Build vLLM's SamplingParams, with log-probabilities of the sampled tokens or of the whole vocabulary."""
+    """Build vLLM's SamplingParams, with log-probabilities of the sampled tokens, of the kept ones under truncation, or
+    of the whole vocabulary. vocabulary: its size; None: unknown."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    logprobs = -1 if wants_vocabulary else 0
+    truncation_arguments: dict[str, Any] = {}
+    truncation = request.truncation
+    if truncation is not None:
+        logprobs = reported_logprobs(truncation, vocabulary)
+        truncation_arguments = {
+            "top_k": truncation.top_k,
+            "top_p": truncation.top_p,
+            "min_p": truncation.min_p,
+            "repetition_penalty": truncation.repetition_penalty,
+        }
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
         seed=request.seed,
         stop_token_ids=list(stop_tokens),
-        logprobs=-1 if wants_vocabulary else 0,
+        logprobs=logprobs,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY,
+        **truncation_arguments,
     )
 
 
@@ -78,11 +101,13 @@ def read_generation(output: Any, engine_request: EngineRequest) -> Generation:
     tokens = np.asarray(completion.token_ids, np.int32)
     labels = getattr(completion, "weight_versions", None)
     derived = engine_request.span_log.spans(len(tokens))
+    logprobs, mask = _read_logprobs(completion.logprobs, engine_request)
     return Generation(
         tokens=tokens,
-        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+        logprobs=logprobs,
         spans=derived if labels is None else spans_from_labels(labels),
         finish_reason=completion.finish_reason,
+        sampling_mask=mask,
     )
 
 
@@ -98,12 +123,24 @@ def take_next_piece(llm: Any, output: Any, engine_request: EngineRequest) -> Gen
     labels = getattr(completion, "weight_versions", None) or []
     label_starts = [(label.version, label.start) for label in labels] or _label_starts(engine_request.vllm_state)
     span_log = _span_log_from_labels(label_starts) or engine_request.span_log
+    logprobs, mask = _read_logprobs(completion.logprobs, engine_request)
     return Generation(
         tokens=np.asarray(completion.token_ids, np.int32),
-        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+        logprobs=logprobs,
         spans=span_log.spans(engine_request.yielded_tokens, since=start),
         finish_reason=completion.finish_reason or "",
+        sampling_mask=mask,
     )
+
+
+def _read_logprobs(
+    flat: FlatLogprobs, engine_request: EngineRequest
+) -> tuple[npt.NDArray[np.float32], SamplingMask | None]:
+    """Log-probabilities of the sampled tokens, float32 [n], and the sampling mask of a truncated request."""
+    if not engine_request.is_truncated:
+        return np.asarray(flat.logprobs, np.float32), None
+    mask, logprobs = read_sampling_mask(flat)
+    return logprobs, mask
 
 
 def read_vocabulary_logprobs(output: Any) -> npt.NDArray[np.float32]:
@@ -140,10 +177,16 @@ def read_partial(llm: Any, engine_request: EngineRequest) -> Generation | None:
     state = request_states(llm).get(engine_request.vllm_id)
     if state is None or not state.detokenizer.output_token_ids:
         return None
-    logprobs = np.asarray(state.logprobs_processor.logprobs.logprobs, np.float32)
+    logprobs, mask = _read_logprobs(state.logprobs_processor.logprobs, engine_request)
     tokens = np.asarray(state.detokenizer.output_token_ids, np.int32)[: len(logprobs)]
     span_log = _span_log_from_labels(_label_starts(state)) or engine_request.span_log
-    return Generation(tokens, logprobs[: len(tokens)], span_log.spans(len(tokens)), "")
+    return Generation(
+        tokens,
+        logprobs[: len(tokens)],
+        span_log.spans(len(tokens)),
+        finish_reason="",
+        sampling_mask=None if mask is None else mask.slice_rows(0, len(tokens)),
+    )
 
 
 async def wait_for_outputs(llm: Any) -> None:

@@ -32,7 +32,10 @@ FAMILY = "qwen2-even"
 CUT, WHOLE = 40, 1000
 """Tokens of a micro-batch: one or two sequences, or all of them."""
 
-DEALT_OUT = ["gspo", "m2po", "vcpo", "ess_lr and entropy"]
+REPETITION_PENALTY = 1.3
+TRUNCATED = {"preset": "grpo", "entropy_coef": 0.1}
+"""Objective of the steps on truncated samples; the entropy is over the kept tokens, too."""
+DEALT_OUT = ["gspo", "m2po", "vcpo", "ess_lr and entropy", "weight and reject"]
 """Those that see sequences, the whole batch, the weights of samples, and versions and entropies."""
 
 
@@ -48,13 +51,26 @@ def runs(folder: Path) -> dict[int, dict[str, Run]]:
     dealt = {
         f"{name}, {kind}": run_of(model, name, CUT, **layout) for name in DEALT_OUT for kind, layout in KINDS.items()
     }
-    return {1: whole | cut, 2: dealt}
+    truncated = {
+        "truncated": truncated_run(model, WHOLE),
+        "truncated, cut": truncated_run(model, CUT),
+    }
+    truncated_ranks = {f"truncated, {kind}": truncated_run(model, CUT, **layout) for kind, layout in KINDS.items()}
+    return {1: whole | cut | truncated, 2: dealt | truncated_ranks}
 
 
-def assert_plain_step(found: Outcome, model_folder: Path, name: str) -> None:
+def truncated_run(model: Path, micro_batch_tokens: int, **trainer: Any) -> Run:
+    keys = {"micro_batch_tokens": micro_batch_tokens, "objective": TRUNCATED, **trainer}
+    sampling = {"top_k": 9, "repetition_penalty": REPETITION_PENALTY}
+    return Run(model, keys, AGED | {"truncated": True}, sampling=sampling)
+
+
+def assert_plain_step(
+    found: Outcome, model_folder: Path, keys: dict[str, Any], repetition_penalty: float | None = None
+) -> None:
     """The step is the one of plain torch, on the whole batch at once."""
-    objective, model = ObjectiveConfig.model_validate(OBJECTIVES[name]), load(model_folder).double()
-    tokens, weights_N = plain_tokens(model, objective)
+    objective, model = ObjectiveConfig.model_validate(keys), load(model_folder).double()
+    tokens, weights_N = plain_tokens(model, objective, repetition_penalty=repetition_penalty)
     expected = token_objective(tokens, objective)
     loss = (expected.loss_N * weights_N).sum()
     loss.backward()
@@ -78,7 +94,17 @@ def assert_plain_step(found: Outcome, model_folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_step_equals_plain_torch(one_rank: dict[str, Outcome], folder: Path, name: str) -> None:
-    assert_plain_step(one_rank[name], make_model(folder, FAMILY), name)
+    assert_plain_step(one_rank[name], make_model(folder, FAMILY), OBJECTIVES[name])
+
+
+def test_a_step_on_truncated_samples_normalises_over_the_kept_tokens(
+    one_rank: dict[str, Outcome], two_ranks: dict[str, Outcome], folder: Path
+) -> None:
+    """Also with a repetition penalty, in many micro-batches, and where ranks have slices of the vocabulary."""
+    assert_plain_step(one_rank["truncated"], make_model(folder, FAMILY), TRUNCATED, REPETITION_PENALTY)
+    assert_same_step(one_rank["truncated, cut"], one_rank["truncated"], 2e-5)
+    for kind in KINDS:
+        assert_same_step(two_ranks[f"truncated, {kind}"], one_rank["truncated"], 2e-5)
 
 
 @pytest.mark.parametrize("name", DEALT_OUT)
@@ -99,5 +125,6 @@ def test_two_ranks_of_any_kind_take_the_same_step(
 def test_the_cases_exercise_what_they_are_for(one_rank: dict[str, Outcome]) -> None:
     clipped = [name for name in OBJECTIVES if one_rank[name].step["clip_fraction"] > 0]
     assert {"grpo", "gspo", "cispo", "gmpo", "dppo_tv", "topr", "loglinear", "m2po"} <= {*clipped}
-    assert [name for name in OBJECTIVES if one_rank[name].step["rejected_fraction"] > 0] == ["corrected", "m2po"]
+    rejecting = [name for name in OBJECTIVES if one_rank[name].step["rejected_fraction"] > 0]
+    assert {"corrected", "m2po", "weight and reject"} <= {*rejecting}
     assert 0 < one_rank["ess_lr and entropy"].step["lr_scale"] < 0.99

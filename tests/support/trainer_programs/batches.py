@@ -47,12 +47,35 @@ def _group(generator: np.random.Generator, seq: int, version: int, prompt_tokens
     return Group(seq=seq, attempt=1, task=task, samples=[make_sample(generator, version) for _ in range(SAMPLES)])
 
 
-def make_aged_batch() -> Batch:
+def make_aged_batch(*, truncated: bool = False) -> Batch:
     """Everything that an objective can see: tokens of versions 2 (masked) to 5, an environment's tokens, a sample that
-    nobody could judge, groups of unequal size. The trainer is at version 5."""
+    nobody could judge, groups of unequal size. The trainer is at version 5. truncated: samples have a sampling mask."""
     generator = np.random.default_rng(11)
     groups = [_aged_group(generator, number, samples) for number, samples in enumerate([4, 4, 3, 4])]
+    if truncated:
+        masks = np.random.default_rng(12)
+        groups = [
+            msgspec.structs.replace(group, samples=[_truncated(masks, sample) for sample in group.samples])
+            for group in groups
+        ]
     return Batch(epoch=1, version=AGED_VERSION, groups=groups, mask_below=3)
+
+
+def _truncated(generator: np.random.Generator, sample: Sample) -> Sample:
+    """The sample with 1 to 9 kept tokens at each position of the policy, the sampled one among them."""
+    ids: list[int] = []
+    counts = []
+    for token, written in zip(sample.token_ids().tolist(), sample.written_by_policy().tolist(), strict=True):
+        row: set[int] = set()
+        if written:
+            row = {token, *generator.integers(0, VOCAB, int(generator.integers(0, 9))).tolist()}
+        ids += sorted(row)
+        counts.append(len(row))
+    masked = msgspec.structs.replace(
+        sample, mask_ids=np.array(ids, np.int32).tobytes(), mask_counts=np.array(counts, np.uint16).tobytes()
+    )
+    masked.validate()
+    return masked
 
 
 def _aged_group(generator: np.random.Generator, number: int, samples: int) -> Group:

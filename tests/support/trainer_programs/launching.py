@@ -47,6 +47,19 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "vcpo": {"preset": "vcpo"},
     "m2po": {"preset": "dapo", "corrections": [{"kind": "m2po", "limit": 0.06}, {"kind": "opsm", "limit": 0.05}]},
     "ess_lr and entropy": {"prox": "loglinear", "corrections": ["ess_lr"], "entropy_coef": 0.1},
+    "prime_rl": {"preset": "prime_rl", "clip_low": 0.003, "clip_high": 0.003},
+    "scale_rl": {"preset": "scale_rl", "clip_high": 0.3},
+    "weight and reject": {
+        "loss": "ppo_clip",
+        "prox": "recompute",
+        "advantage": "maxrl",
+        "advantage_norm": "batch",
+        "corrections": [
+            {"kind": "weight", "level": "geo", "low": 0.9},
+            {"kind": "reject", "high": 0.5},
+            {"kind": "kpop", "limit": 0.05},
+        ],
+    },
 }
 """One of every kind of loss, advantage, aggregation, pi_prox and correction."""
 PACKING = {"micro_batches", "packing_efficiency", "rank_balance"}
@@ -75,6 +88,8 @@ class Run:
     precision: str = "float32"
     lora: dict[str, Any] | None = None
     """Keys of model.lora; the tensors of the outcome are then those of the adapters."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """More keys of sampling."""
 
     def prepare(self, folder: Path, name: str, ranks: int) -> dict[str, Any]:
         """Write the configuration; returns the case for `steps`."""
@@ -83,7 +98,7 @@ class Run:
             "runs_dir": str(folder / "runs"),
             "groups_per_step": 4,
             "model": {"path": str(self.model), "precision": self.precision, "lora": self.lora},
-            "sampling": {"temperature": TEMPERATURE, "max_tokens": LONGEST},
+            "sampling": {"temperature": TEMPERATURE, "max_tokens": LONGEST, **self.sampling},
             "rollout": {"vllm": {"max_model_len": 40}},
             "telemetry": {"trackers": []},
             "trainer": {"processes": ranks, "micro_batch_tokens": 110, "optimizer": GRADIENT, **self.trainer},

@@ -168,9 +168,11 @@ def plain_tokens(
     room: int | None = None,
     truncate: bool = False,
     penalty: Penalty | None = None,
+    repetition_penalty: float | None = None,
 ) -> tuple[Tokens, Tensor]:
-    """All trained tokens, and the weight of each. `room`: what is longer is truncated to it, or else dropped."""
-    batch = make_aged_batch()
+    """All trained tokens, and the weight of each. `room`: what is longer is truncated to it, or else dropped.
+    `repetition_penalty`: of truncated samples; None: they are not truncated."""
+    batch = make_aged_batch(truncated=repetition_penalty is not None)
     size = max(len(group.samples) for group in batch.groups)
     rewards_BG, lengths_BG = torch.zeros(len(batch.groups), size).double(), torch.zeros(len(batch.groups), size)
     trained: dict[tuple[int, int], Tensor] = {}
@@ -188,12 +190,19 @@ def plain_tokens(
             moved = reference_logprobs(model, batch.groups[row], sample) - torch.tensor(sample.token_logprobs().copy())
             counts_BG[row, column] *= moved[chosen].sum().exp().square() if chosen.any() else 0.0
     advantages_BG = ADVANTAGES[objective.advantage](rewards_BG, lengths_BG > 0, counts_BG)
-    weights_BG = AGGREGATIONS[objective.aggregation](lengths_BG.long().flatten(), LONGEST).reshape(lengths_BG.shape)
+    if objective.advantage_norm == "batch":
+        values = [advantages_BG[place] for place, chosen in trained.items() for _ in range(int(chosen.sum()))]
+        whole = torch.stack(values)
+        advantages_BG = (advantages_BG - whole.mean()) / (whole.std() + 1e-5)
+    groups_BG = torch.arange(lengths_BG.shape[0])[:, None].expand(lengths_BG.shape)
+    weights_BG = AGGREGATIONS[objective.aggregation](lengths_BG.long().flatten(), groups_BG.flatten(), LONGEST).reshape(
+        lengths_BG.shape
+    )
     columns: list[list[Tensor]] = []
     for (row, column), chosen in trained.items():
         group, sample = batch.groups[row], batch.groups[row].samples[column]
         if chosen.any():
-            logprobs, entropies = plain_logprobs(model, group, sample)
+            logprobs, entropies = plain_logprobs(model, group, sample, repetition_penalty or 1.0)
             ones = torch.ones(sample.length, dtype=torch.float64)
             parts = [
                 logprobs,
@@ -222,11 +231,24 @@ def plain_tokens(
     return tokens, weights_N
 
 
-def plain_logprobs(model: Any, group: Group, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy at every token of the completion."""
+def plain_logprobs(model: Any, group: Group, sample: Sample, repetition_penalty: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy at every token of the completion, over the tokens of its sampling mask, if any."""
     prompt, completion = _words(group, sample)
-    logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    logs = logits.log_softmax(-1)
+    logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+    mask = sample.sampling_mask()
+    if mask is not None:
+        words = torch.cat([prompt, completion])
+        rows = []
+        for position, row in enumerate(logits):
+            repeated = torch.zeros_like(row, dtype=torch.bool)
+            repeated[words[: len(prompt) + position]] = True
+            penalised = torch.where(row > 0, row / repetition_penalty, row * repetition_penalty)
+            row = torch.where(repeated, penalised, row)
+            kept = torch.zeros_like(row, dtype=torch.bool)
+            kept[torch.from_numpy(mask.slice_rows(position, position + 1).token_ids.astype("int64"))] = True
+            rows.append(row.masked_fill(~kept, -1e6) if kept.any() else row)
+        logits = torch.stack(rows)
+    logs = (logits / TEMPERATURE).log_softmax(-1)
     return logs.gather(-1, completion[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
 
 

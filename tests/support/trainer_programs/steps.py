@@ -38,6 +38,8 @@ class Case:
     model: str
     out: str
     aged: bool = False
+    truncated: bool = False
+    """The samples of the aged batch have a sampling mask."""
     backwards: bool = False
     """The groups in reverse order."""
     versions: list[int] = field(default_factory=lambda: [0])
@@ -65,7 +67,10 @@ class Scripted:
         self._case = case
 
     def take_batch(self, version: int) -> Batch:
-        batch = make_aged_batch() if self._case.aged else make_batch(version, poisoned=version in self._case.poisoned)
+        if self._case.aged:
+            batch = make_aged_batch(truncated=self._case.truncated)
+        else:
+            batch = make_batch(version, poisoned=version in self._case.poisoned)
         return replace(batch, groups=batch.groups[::-1]) if self._case.backwards else batch
 
     def take_batch_part(self, version: int, have: int) -> Batch:

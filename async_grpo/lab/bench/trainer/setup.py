@@ -182,9 +182,11 @@ class TrainerSetup:
 
     def split_batch(self) -> list[ours.TrainingSequence]:
         """Return the batch as sequences with advantages and weights, which is part of every step."""
-        return ours.split_into_sequences(
-            self.batch, self.config.trainer.objective, max_completion_tokens=self.config.sampling.max_tokens
+        objective = self.config.trainer.objective
+        sequences = ours.split_into_sequences(
+            self.batch, objective, max_completion_tokens=self.config.sampling.max_tokens
         )
+        return ours.normalise_advantages(sequences) if objective.advantage_norm == "batch" else sequences
 
 
 def _to_bench_step(result: Mapping[str, Any]) -> BenchStep:

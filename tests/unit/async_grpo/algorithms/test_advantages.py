@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from async_grpo.algorithms import ADVANTAGES
+from async_grpo.algorithms import ADVANTAGES, gdpo, normalise_over_batch
 from async_grpo.config.presets import ADVANTAGES as NAMES
 
 SEEDS = range(20)
@@ -63,6 +63,13 @@ def reference(rule: str, groups: list[Group]) -> list[list[float]]:
             ]
             for group in judged
         ]
+    if rule == "maxrl":
+        means = [statistics.fmean(group) if group else 0.0 for group in rewards]
+        return [
+            [c / mean if mean > 0 else 0.0 for c in centred(group)] for group, mean in zip(rewards, means, strict=True)
+        ]
+    if rule == "reinforce_pp":
+        return rewards
     everything = [reward for group in rewards for reward in group]
     if rule == "lite_ppo":
         return [[c / (deviation(everything) + EPS) for c in centred(group)] for group in rewards]
@@ -82,7 +89,7 @@ def found(rule: str, groups: list[Group], *, unjudged: float = float("nan")) -> 
 
 
 def test_every_rule_of_the_configuration_exists() -> None:
-    assert tuple(ADVANTAGES) == NAMES
+    assert {*ADVANTAGES, "gdpo"} == {*NAMES}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -104,13 +111,13 @@ def test_advantages_ignore_padding_group_order_and_rewards_of_invalid_samples(ru
     assert torch.allclose(found(rule, groups[::-1]).flip(0), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("rule", ADVANTAGES)
+@pytest.mark.parametrize("rule", sorted({*ADVANTAGES} - {"reinforce_pp"}))
 def test_equal_or_missing_rewards_give_advantage_zero(rule: str) -> None:
     assert found(rule, [[(0.5, 3), (0.5, 9), (0.5, 1)], [(0.5, 4), (0.5, 4), None]]).abs().max() < 1e-6
     assert found(rule, [[None, None], [None, None]]).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("rule", sorted({*ADVANTAGES} - {"reinforce_pp_baseline"}))
+@pytest.mark.parametrize("rule", sorted({*ADVANTAGES} - {"reinforce_pp_baseline", "maxrl"}))
 def test_a_single_valid_sample_has_baseline_zero_and_deviation_one(rule: str) -> None:
     assert found(rule, [[(0.5, 7), None]]).tolist()[0] == pytest.approx([0.5, 0.0], abs=1e-5)
 
@@ -137,3 +144,32 @@ def test_whitening_weights_samples_by_length() -> None:
     """D = +-1/2 on 30 tokens and on 10: mean 1/4, variance 3/16."""
     first, second = found("reinforce_pp_baseline", [[(1.0, 30), (0.0, 10)]])[0].tolist()
     assert (first, second) == pytest.approx((0.25 / (3 / 16) ** 0.5, -0.75 / (3 / 16) ** 0.5))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gdpo_normalises_each_reward_function_within_its_group(seed: int) -> None:
+    generator = random.Random(seed)
+    parts = [[[generator.gauss(0, scale) for _ in range(4)] for _ in range(3)] for scale in (1.0, 0.01)]
+    weights = [1.0, 0.5]
+    valid = torch.ones(3, 4, dtype=torch.bool)
+    result = gdpo(torch.tensor(parts, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64), valid)
+    for group in range(3):
+        normalised = [[c / (deviation(part[group]) + EPS) for c in centred(part[group])] for part in parts]
+        expected = [
+            sum(w * a for w, a in zip(weights, values, strict=True)) for values in zip(*normalised, strict=True)
+        ]
+        assert result[group].tolist() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_normalisation_over_the_batch_counts_tokens(seed: int) -> None:
+    generator = random.Random(seed)
+    values = [generator.gauss(1, 2) for _ in range(generator.randint(2, 40))]
+    expected = [(value - statistics.fmean(values)) / (statistics.stdev(values) + 1e-5) for value in values]
+    assert normalise_over_batch(torch.tensor(values, dtype=torch.float64)).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_normalisation_of_one_token_or_of_equal_ones_gives_zero() -> None:
+    assert normalise_over_batch(torch.tensor([0.7])).tolist() == [0.0]
+    assert normalise_over_batch(torch.full((5,), 0.25)).tolist() == [0.0] * 5
+    assert normalise_over_batch(torch.empty(0)).shape == (0,)

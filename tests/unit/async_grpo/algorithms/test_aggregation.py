@@ -13,6 +13,8 @@ from async_grpo.config.presets import AGGREGATIONS as NAMES
 
 LENGTHS = [3, 0, 5, 1, 8, 2, 0, 7]
 """Tokens of each sequence; 0: no verifier could judge it."""
+GROUPS = [0, 0, 0, 1, 1, 2, 3, 3]
+"""Group of each sequence."""
 LONGEST = 11
 
 
@@ -29,7 +31,18 @@ def definition(rule: str, values: list[list[float]]) -> float:
         "seq_mean_token_sum_norm": sum(map(sum, kept)) / (len(kept) * LONGEST),
         "token_sum": sum(map(sum, kept)),
         "seq_mean_token_sum": fmean(sum(sequence) for sequence in kept),
+        "prompt_mean": prompt_mean(values),
     }[rule]
+
+
+def prompt_mean(values: list[list[float]]) -> float:
+    """The mean over prompts of the mean over all tokens of their completions."""
+    means = []
+    for group in set(GROUPS):
+        tokens = [loss for sequence, own in zip(values, GROUPS, strict=True) if own == group for loss in sequence]
+        if tokens:
+            means.append(fmean(tokens))
+    return fmean(means)
 
 
 def test_every_rule_of_the_configuration_exists() -> None:
@@ -39,7 +52,7 @@ def test_every_rule_of_the_configuration_exists() -> None:
 @pytest.mark.parametrize("rule", AGGREGATIONS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_value_and_gradient_do_not_depend_on_the_split_of_the_batch(rule: str, parts: int) -> None:
-    weights = AGGREGATIONS[rule](torch.tensor(LENGTHS), LONGEST)
+    weights = AGGREGATIONS[rule](torch.tensor(LENGTHS), torch.tensor(GROUPS), LONGEST)
     scale = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
     total = torch.zeros((), dtype=torch.float64)
     for part in range(parts):
@@ -52,17 +65,18 @@ def test_value_and_gradient_do_not_depend_on_the_split_of_the_batch(rule: str, p
 
 @pytest.mark.parametrize("rule", AGGREGATIONS)
 def test_a_batch_without_trained_tokens_has_zero_weights(rule: str) -> None:
-    assert AGGREGATIONS[rule](torch.zeros(3, dtype=torch.int64), LONGEST).tolist() == [0.0, 0.0, 0.0]
+    nothing = torch.zeros(3, dtype=torch.int64)
+    assert AGGREGATIONS[rule](nothing, torch.arange(3), LONGEST).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("rule", AGGREGATIONS)
-def test_weight_times_denominator_depends_on_the_own_sequence_only(rule: str) -> None:
-    tokens = torch.tensor(LENGTHS)
-    whole = AGGREGATIONS[rule](tokens, LONGEST) * aggregation_denominator(rule, tokens)
+def test_weight_times_denominator_depends_on_the_own_group_only(rule: str) -> None:
+    tokens, groups = torch.tensor(LENGTHS), torch.tensor(GROUPS)
+    whole = AGGREGATIONS[rule](tokens, groups, LONGEST) * aggregation_denominator(rule, tokens, groups)
     parts = [
-        AGGREGATIONS[rule](part, LONGEST) * aggregation_denominator(rule, part) for part in tokens.split([3, 1, 4])
+        AGGREGATIONS[rule](part, own, LONGEST) * aggregation_denominator(rule, part, own)
+        for part, own in zip(tokens.split([3, 2, 3]), groups.split([3, 2, 3]), strict=True)
     ]
     assert torch.allclose(torch.cat(parts), whole, rtol=1e-12)
-    assert torch.allclose(
-        whole / aggregation_denominator(rule, tokens), AGGREGATIONS[rule](tokens, LONGEST), rtol=1e-12
-    )
+    total = aggregation_denominator(rule, tokens, groups)
+    assert torch.allclose(whole / total, AGGREGATIONS[rule](tokens, groups, LONGEST), rtol=1e-12)

@@ -70,11 +70,66 @@ def opsm(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
     return [each(row, not (row.advantage < 0 and -math.fsum(log_rho(row)) / len(row) > settings.limit)) for row in rows]
 
 
+def weight(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
+    def corrected(value: float) -> float:
+        low = -math.inf if settings.low is None else settings.low
+        if settings.action == "clamp":
+            return min(max(value, low), settings.high)
+        return value if low <= value <= settings.high else 0.0
+
+    by_level = {
+        "token": lambda row: [math.exp(value) for value in log_w(row)],
+        "seq": lambda row: each(row, product(log_w(row))),
+        "geo": lambda row: each(row, math.exp(math.fsum(log_w(row)) / len(row))),
+    }
+    return [[corrected(value) for value in by_level[settings.level](row)] for row in rows]
+
+
+def reject(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
+    divergence = {
+        "k1": lambda d: d,
+        "k2": lambda d: d * d / 2,
+        "k3": lambda d: math.exp(d) - 1 - d,
+    }[settings.estimator]
+    low = -math.inf if settings.low is None else settings.low
+
+    def is_kept(value: float) -> float:
+        if settings.estimator == "k1":
+            value = math.exp(max(-20.0, min(20.0, value)))
+        return float(low <= value <= settings.high)
+
+    reduce = {"seq_sum": math.fsum, "seq_mean": lambda values: math.fsum(values) / len(values), "seq_max": max}
+    kept = []
+    for row in rows:
+        values = [divergence(d) for d in log_rho(row)]
+        if settings.level == "token":
+            kept.append([is_kept(value) for value in values])
+        else:
+            kept.append(each(row, is_kept(reduce[settings.level](values))))
+    return kept
+
+
+def kpop(rows: list[Row], settings: CorrectionConfig) -> list[list[float]]:
+    def divergence(p: float, q: float) -> float:
+        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+    kept = []
+    for row in rows:
+        pairs = [(math.exp(now), math.exp(old)) for now, old in zip(row.logprobs, row.behaviour, strict=True)]
+        kept.append([float(max(divergence(p, q), divergence(q, p)) <= settings.limit) for p, q in pairs])
+    return kept
+
+
 REFERENCES: dict[str, Reference] = {
-    one.__name__: one for one in (token_tis, seq_tis, icepop, seq_mis, geo_rs, m2po, opsm)
+    one.__name__: one for one in (weight, token_tis, seq_tis, icepop, reject, seq_mis, geo_rs, m2po, opsm, kpop)
 }
+LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 CASES = [
     *({"kind": kind} for kind in REFERENCES),
+    *({"kind": "weight", "level": level, "low": 0.7, "high": 1.4} for level in ("token", "seq", "geo")),
+    *({"kind": "weight", "action": "mask", "level": level, "high": 1.2} for level in ("token", "seq", "geo")),
+    *({"kind": "reject", "estimator": "k1", "level": level, "low": 0.7, "high": 1.4} for level in LEVELS),
+    *({"kind": "reject", "estimator": estimator, "level": level} for estimator in ("k2", "k3") for level in LEVELS),
     {"kind": "token_tis", "cap": 1.1},
     {"kind": "geo_rs", "low": 0.9, "high": 1.2},
     {"kind": "m2po", "limit": 0.1},
@@ -95,13 +150,12 @@ def test_multipliers_equal_the_formula(case: dict[str, float], seed: int) -> Non
     assert not found.requires_grad
 
 
-@pytest.mark.parametrize("kind", ["icepop", "seq_mis", "geo_rs", "m2po", "opsm"])
+@pytest.mark.parametrize("kind", ["icepop", "reject", "seq_mis", "geo_rs", "m2po", "opsm", "kpop"])
 def test_random_batches_have_rejected_and_accepted_tokens(kind: str) -> None:
-    settings = CorrectionConfig.model_validate(
-        {"kind": kind, **({"low": 0.9, "high": 1.2} if kind == "geo_rs" else {})}
-    )
-    multipliers = torch.cat([CORRECTIONS[kind](tokens_of(random_rows(seed)).detached(), settings) for seed in SEEDS])
-    assert 0 < (multipliers == 0).sum() < len(multipliers)
+    wider = {"geo_rs": {"low": 0.9, "high": 1.2}, "reject": {"high": 0.05}, "kpop": {"limit": 0.02}}
+    settings = CorrectionConfig.model_validate({"kind": kind, **wider.get(kind, {})})
+    found = torch.cat([CORRECTIONS[kind](tokens_of(random_rows(seed)).detached(), settings) for seed in SEEDS])
+    assert 0 < (found == 0).sum() < len(found)
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)

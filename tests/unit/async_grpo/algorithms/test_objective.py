@@ -20,7 +20,7 @@ from async_grpo.algorithms import (
     ess_sums,
     token_objective,
 )
-from async_grpo.algorithms.objective import ESTIMATORS, penalise_rewards, token_kl
+from async_grpo.algorithms.objective import ESTIMATORS, advantages_less_kl, penalise_rewards, policy_kl, token_kl
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.presets import PRESETS
 from tests.support.objective_cases import Row, random_rows, tensor, tokens_of
@@ -44,6 +44,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "m2po over the batch": {"preset": "dapo", "corrections": [{"kind": "m2po", "limit": 0.1}, "seq_mis"]},
     "token sum": {"aggregation": "token_sum"},
     "mean of sums": {"aggregation": "seq_mean_token_sum"},
+    "mean of prompts": {"aggregation": "prompt_mean"},
+    "unbiased k3": {"loss": "cispo", "kl_beta": 0.1, "kl_estimator": "unbiased_k3"},
+    "weight and reject": {
+        "loss": "ppo_clip",
+        "prox": "recompute",
+        "corrections": [{"kind": "weight", "level": "geo"}, {"kind": "reject", "high": 0.05}, "kpop"],
+    },
 }
 
 
@@ -59,7 +66,7 @@ def batch_loss(rows: list[Row], bins: list[list[int]], config: ObjectiveConfig) 
     """
     order = [index for members in bins for index in members]
     lengths = torch.tensor([len(row) for row in rows])
-    weights = AGGREGATIONS[config.aggregation](lengths, LONGEST)
+    weights = AGGREGATIONS[config.aggregation](lengths, torch.arange(len(rows)) // 3, LONGEST)
     multiplier_N = correction_multiplier(tokens_of([rows[index] for index in order]), config)
     multiplier_of = dict(zip(order, multiplier_N.split([len(rows[index]) for index in order]), strict=True))
     needs_whole_batch = any(correction.needs_whole_batch for correction in config.corrections)
@@ -114,6 +121,8 @@ def test_the_objective_is_the_loss_times_every_multiplier(name: str) -> None:
     for correction in config.corrections:
         if correction.kind != "ess_lr":
             expected = expected * CORRECTIONS[correction.kind](tokens.detached(), correction)
+    if config.kl_beta > 0:
+        expected = expected + config.kl_beta * policy_kl(tokens, config)
     (slope,) = torch.autograd.grad(expected.sum(), tokens.logprobs_N)
     found = token_objective(tokens, config)
     found.loss_N.sum().backward()
@@ -174,6 +183,7 @@ def test_float32_tensors_stay_float32(name: str) -> None:
         *(tensor.float() for tensor in (tokens.logprobs_N, tokens.prox_N, tokens.behaviour_N, tokens.advantages_N)),
         segment_N=tokens.segment_N,
         segments=tokens.segments,
+        reference_N=tokens.reference_N.float(),
     )
     found = token_objective(narrow, config)
     assert found.loss_N.dtype == torch.float32
@@ -254,3 +264,52 @@ def test_kl_in_the_reward_sums_the_sampling_policys_divergence(estimator: str) -
     ]
     assert found.tolist() == pytest.approx(expected, rel=1e-6)
     assert not found.requires_grad
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_unbiased_k3_is_the_weighted_divergence_with_the_gradient_of_both_factors(seed: int) -> None:
+    rows = random_rows(seed)
+    tokens = tokens_of(rows)
+    config = bonus_config(kl_beta=1.0, kl_estimator="unbiased_k3")
+    result = policy_kl(tokens, config)
+    result.sum().backward()
+    values, slopes = [], []
+    for row in rows:
+        for now, old, reference in zip(row.logprobs, row.behaviour, row.reference, strict=True):
+            rho = math.exp(now - old)
+            value, slope = reference_kl("k3", now - reference)
+            values.append(rho * value)
+            slopes.append(rho * value + rho * slope)
+    assert result.tolist() == pytest.approx(values, rel=1e-6)
+    assert tokens.logprobs_N.grad.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-12)
+
+
+def test_unbiased_k3_estimates_the_divergence_from_samples_of_an_older_policy() -> None:
+    """Over all tokens of a distribution, weighted by the probability under the policy that sampled."""
+    now, old, reference = (tensor(logits).log_softmax(0) for logits in ([0.3, -1.0, 0.8], [0.0, 0.5, 0.2], [0.1] * 3))
+    tokens = replace(
+        tokens_of([]), logprobs_N=now, behaviour_N=old, reference_N=reference, segment_N=torch.arange(3), segments=3
+    )
+    estimate = (old.exp() * policy_kl(tokens, bonus_config(kl_beta=1.0, kl_estimator="unbiased_k3"))).sum()
+    assert estimate.item() == pytest.approx((now.exp() * (now - reference)).sum().item(), rel=1e-9)
+
+
+def test_the_divergence_from_the_behaviour_policy_needs_no_reference() -> None:
+    tokens = replace(tokens_of(random_rows(2)), reference_N=None)
+    config = bonus_config(kl_beta=2e-3, kl_estimator="k2", kl_to="behaviour")
+    policy = LOSSES["ppo_clip"](tokens, config).loss_N
+    expected = policy + 1e-3 * (tokens.logprobs_N - tokens.behaviour_N).square()
+    assert torch.allclose(token_objective(tokens, config).loss_N, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_in_the_advantage_each_token_pays_for_itself_and_those_after_it(estimator: str) -> None:
+    rows = random_rows(3)
+    tokens = tokens_of(rows)
+    result = advantages_less_kl(tokens.advantages_N, tokens, tokens.reference_N, beta=0.1, estimator=estimator)
+    expected = []
+    for row in rows:
+        costs = [reference_kl(estimator, b - r)[0] for b, r in zip(row.behaviour, row.reference, strict=True)]
+        expected += [row.advantage - 0.1 * math.fsum(costs[index:]) for index in range(len(costs))]
+    assert result.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert not result.requires_grad

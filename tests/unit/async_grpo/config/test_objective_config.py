@@ -39,6 +39,8 @@ def resolved_values(objective: ObjectiveConfig) -> tuple[Any, ...]:
         ("icepop", ("grpo", "token_mean", "ppo_clip", "recompute", 0.2, 0.28, None)),
         ("m2po", ("grpo", "token_mean", "ppo_clip", "behaviour", 0.2, 0.28, None)),
         ("vcpo", ("opob", "seq_mean_token_mean", "ppo_clip", "recompute", 0.2, 0.28, None)),
+        ("prime_rl", ("dr_grpo", "token_mean", "dppo_tv", "behaviour", 0.2, 0.2, 20.0)),
+        ("scale_rl", ("lite_ppo", "prompt_mean", "cispo", "behaviour", None, 4.0, None)),
     ],
 )
 def test_a_preset_sets_all_values(preset: str, resolved: tuple[Any, ...]) -> None:
@@ -60,6 +62,26 @@ def test_explicit_corrections_replace_those_of_the_preset() -> None:
 
 def test_default_is_areal_with_masked_weights() -> None:
     assert ObjectiveConfig() == ObjectiveConfig(preset="areal", behaviour_cap_mode="mask")
+
+
+def test_a_preset_does_not_normalise_another_advantage_than_its_own() -> None:
+    assert ObjectiveConfig().advantage_norm == "batch"
+    assert ObjectiveConfig(advantage="rloo").advantage_norm == "none"
+    assert ObjectiveConfig(loss="ppo_clip").advantage_norm == "batch"
+    resolved_before_the_key = {"preset": "areal", "advantage": "grpo", "aggregation": "token_mean", "loss": "decoupled"}
+    assert ObjectiveConfig.model_validate(resolved_before_the_key).advantage_norm == "none"
+
+
+def test_a_streamed_step_leaves_the_presets_normalisation_out() -> None:
+    assert run_with({}).trainer.objective.advantage_norm == "batch"
+    streamed = validate({"name": "test", "model": {"random": {}}, "trainer": {"streaming": True}}, "test")
+    assert streamed.trainer.objective.advantage_norm == "none"
+
+
+def test_prime_rl_adds_its_divergence_from_the_behaviour_policy() -> None:
+    objective = run_with({"preset": "prime_rl"}).trainer.objective
+    assert (objective.kl_to, objective.kl_estimator, objective.kl_beta) == ("behaviour", "k2", 2e-3)
+    assert not objective.needs_reference
 
 
 def test_explicit_keys_take_precedence_over_the_preset() -> None:
@@ -89,7 +111,7 @@ def test_resolved_objective_shows_all_values_and_loads_equal(preset: str) -> Non
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_configuration_allows_every_implemented_choice(loss: str) -> None:
-    for advantage, estimator in product(ADVANTAGES, ESTIMATORS):
+    for advantage, estimator in product([*ADVANTAGES, "gdpo"], [*ESTIMATORS, "unbiased_k3"]):
         objective = ObjectiveConfig(advantage=advantage, loss=loss, kl_estimator=estimator)
         assert (objective.loss, objective.advantage, objective.kl_estimator) == (loss, advantage, estimator)
     assert {ObjectiveConfig(loss="ppo_clip", prox=prox).prox for prox in PROXIMALS} == {*PROXIMALS}
@@ -98,7 +120,7 @@ def test_configuration_allows_every_implemented_choice(loss: str) -> None:
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_a_correction_given_by_name_gets_its_defaults(kind: str) -> None:
     (correction,) = ObjectiveConfig(loss="ppo_clip", prox="recompute", corrections=[kind]).corrections
-    assert any(dial is not None for dial in (correction.cap, correction.low, correction.high, correction.limit))
+    assert correction.upper is not None or correction.limit is not None
 
 
 @pytest.mark.parametrize(
@@ -115,6 +137,11 @@ def test_a_correction_given_by_name_gets_its_defaults(kind: str) -> None:
         ({"corrections": [{"kind": "seq_mis", "low": None}]}, "correction seq_mis needs low"),
         ({"corrections": [{"kind": "geo_rs", "whole_batch": True}]}, "whole_batch .*geo_rs"),
         ({"corrections": ["geo_rs", "geo_rs"]}, "geo_rs is given twice"),
+        ({"corrections": [{"kind": "geo_rs", "level": "token"}]}, "geo_rs has level seq_mean.*kind reject"),
+        ({"corrections": [{"kind": "weight", "level": "seq_max"}]}, "weight has no level seq_max.*token or seq or geo"),
+        ({"corrections": [{"kind": "reject", "low": 0.1, "high": 0.2}]}, "low has no effect on reject with k3"),
+        ({"kl_beta": 0.1, "kl_to": "behaviour", "kl_in": "reward"}, "kl_in reward with kl_to behaviour"),
+        ({"kl_beta": 0.1, "kl_estimator": "unbiased_k3", "kl_in": "reward"}, "unbiased_k3"),
         ({"corrections": ["token_tis"]}, "loss decoupled .*Drop token_tis"),
         ({"loss": "topr", "corrections": ["seq_tis"]}, "loss topr .*Drop seq_tis"),
         ({"preset": "grpo", "corrections": ["icepop"]}, "prox behaviour .*ppo_clip .*Drop icepop"),
@@ -148,8 +175,8 @@ def test_corrections_without_weights_work_with_every_preset(preset: str, kind: s
 
 def test_summary_shows_the_resolved_values() -> None:
     assert ObjectiveConfig(corrections=["geo_rs"]).summary == (
-        "areal: grpo advantages, decoupled (prox recompute, clip_low 0.2, clip_high 0.28, behaviour_cap 5, "
-        "behaviour_cap_mode mask) + geo_rs, token_mean"
+        "areal: grpo advantages over the batch, decoupled (prox recompute, clip_low 0.2, clip_high 0.28, "
+        "behaviour_cap 5, behaviour_cap_mode mask) + geo_rs, token_mean"
     )
 
 

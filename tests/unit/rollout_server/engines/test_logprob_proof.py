@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from async_grpo.errors import CONFIG_FAULTS, LogprobsWrong, WaitTimeout
+from async_grpo.wire.sampling_mask import SamplingMask, join_masks
 from rollout_server import assembly
-from rollout_server.engines.base import Generation, GenerationRequest
-from rollout_server.engines.proof import LogprobProof, prove_logprobs
+from rollout_server.engines.base import Generation, GenerationRequest, Truncation
+from rollout_server.engines.proof import LogprobProof, kept_tokens, prove_logprobs
 from rollout_server.engines.scripted import ScriptedEngine
 from tests.support.rollout_fakes import config_of
 
@@ -36,6 +38,8 @@ class TableEngine:
     normalised: bool = True
     delay_s: float = 0.0
     length: int = 2
+    keeps: Any = kept_tokens
+    """(log-probabilities, truncation) -> tokens that are kept."""
     description: str = "rollout-0 (table 1.0)"
 
     def __post_init__(self) -> None:
@@ -53,14 +57,19 @@ class TableEngine:
         return log_softmax(self.logits[prompt[-1]]).astype(np.float32)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        last, tokens, logprobs = request.prompt[-1], [], []
+        last, tokens, logprobs, masks = request.prompt[-1], [], [], []
         for _ in range(min(self.length, request.max_tokens)):
             row = self.logits[last] + self.noise * self.random.normal(size=VOCABULARY)
+            if request.truncation is not None:
+                kept = sorted(self.keeps(log_softmax(row / request.temperature), request.truncation))
+                masks.append(SamplingMask(np.array(kept, np.int32), np.array([len(kept)], np.uint16)))
+                row = np.where(np.isin(np.arange(VOCABULARY), kept), row, -1e9)
             last = int(self.random.choice(VOCABULARY, p=np.exp(log_softmax(row / self.draws(request.temperature)))))
             reported = row / self.reports(request.temperature)
             tokens.append(last)
             logprobs.append((log_softmax(reported) if self.normalised else reported)[last])
-        return Generation(np.array(tokens, np.int32), np.array(logprobs, np.float32), [], "length")
+        mask = join_masks(masks) if masks else None
+        return Generation(np.array(tokens, np.int32), np.array(logprobs, np.float32), [], "length", mask)
 
 
 def log_softmax(row: Row) -> Row:
@@ -138,3 +147,58 @@ async def test_a_server_proves_its_engine_at_the_runs_temperature(monkeypatch: p
             assert proof is not None
             assert proof.temperatures[0] == 0.7
     assert engine.closed
+
+
+TRUNCATIONS = [Truncation(20), Truncation(20, top_p=0.9), Truncation(20, min_p=0.05), Truncation(20, 0.8, 0.0, 1.05)]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize("scale", [20.0, 3.0, 0.3])
+async def test_the_tokens_that_truncation_keeps_pass(truncation: Truncation, scale: float) -> None:
+    assert await prove(TableEngine(scale), truncation=truncation) is not None
+
+
+@pytest.mark.parametrize(
+    "keeps",
+    [
+        lambda row, truncation: kept_tokens(row, replace(truncation, top_k=10)),
+        lambda row, truncation: kept_tokens(row, replace(truncation, top_k=40)),
+        lambda row, truncation: kept_tokens(row, replace(truncation, top_p=1.0)),
+        lambda row, truncation: kept_tokens(row * 3, truncation),
+    ],
+    ids=["too few", "too many", "top_p ignored", "cut at another temperature"],
+)
+async def test_a_wrong_set_of_kept_tokens_is_refused(keeps: Any) -> None:
+    with pytest.raises(LogprobsWrong, match="kept tokens of Truncation"):
+        await prove(TableEngine(scale=0.3, keeps=keeps), truncation=Truncation(20, top_p=0.5))
+
+
+async def test_kept_tokens_that_are_not_reported_are_refused() -> None:
+    engine = TableEngine()
+
+    async def without_mask(request: GenerationRequest) -> Generation:
+        return replace(await TableEngine.generate(engine, request), sampling_mask=None)
+
+    engine.generate = without_mask  # type: ignore[method-assign]
+    with pytest.raises(LogprobsWrong, match="no kept tokens"):
+        await prove(engine, truncation=Truncation(20))
+
+
+def test_kept_tokens_are_those_of_vllms_sampler() -> None:
+    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    generator = np.random.default_rng(5)
+    for truncation in TRUNCATIONS:
+        logits = torch.tensor(generator.normal(size=(30, 64)) * 2, dtype=torch.float32)
+        scaled = logits.log_softmax(-1)
+        removed = torch.zeros_like(logits, dtype=torch.bool)
+        if truncation.min_p:
+            removed = scaled.exp() < truncation.min_p * scaled.exp().amax(-1, keepdim=True)
+        cut = sampler.apply_top_k_top_p_pytorch(
+            logits.masked_fill(removed, -torch.inf),
+            torch.full((30,), truncation.top_k),
+            torch.full((30,), truncation.top_p),
+            allow_cpu_sync=True,
+        )
+        for row, kept in zip(scaled, cut, strict=True):
+            expected = set(torch.isfinite(kept).nonzero()[:, 0].tolist())
+            assert kept_tokens(row.double().numpy(), truncation) == expected

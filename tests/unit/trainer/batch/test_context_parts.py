@@ -23,7 +23,7 @@ def sequence(length: int, first: int) -> TrainingSequence:
         behaviour_C=np.zeros(completion, np.float32),
         versions_C=np.zeros(completion, np.int32),
         positions_N=np.arange(0, completion, 2),
-        advantage=1.0,
+        advantages_N=np.ones(len(range(0, completion, 2))),
         weight=1.0,
         first_index=first,
         denominator_tokens=completion,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from statistics import fmean, stdev
+
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -12,6 +15,7 @@ from tests.support.buffer_cases import mixed_sample
 from tests.support.rollout_fakes import config_of
 from trainer.batch.sequences import (
     MIXED,
+    group_advantages,
     make_micro_batch,
     reweight_sequences,
     split_into_sequences,
@@ -150,3 +154,55 @@ def test_a_mini_batch_has_the_weights_of_a_separate_batch(aggregation: str, weig
     objective = ObjectiveConfig(aggregation=aggregation)
     members = split_into_sequences(batch_of(OLD_AND_NEW, NEW), objective, 64)
     assert [reweight_sequences([sequence], objective, 64)[0].weight for sequence in members] == pytest.approx(weights)
+
+
+def masked(sample: Sample) -> Sample:
+    """The sample with two tokens that could be sampled at each position: 0 and the sampled one plus 10."""
+    tokens = sample.token_ids() + 10
+    ids = [token for sampled in tokens.tolist() for token in (7, sampled)]
+    counts = [2] * len(tokens)
+    return replace(
+        sample,
+        tokens=tokens.tobytes(),
+        mask_ids=np.array(ids, np.int32).tobytes(),
+        mask_counts=np.array(counts, np.uint16).tobytes(),
+    )
+
+
+def test_kept_tokens_are_those_of_the_trained_positions_and_know_which_occurred_before() -> None:
+    (sequence,) = split_into_sequences(batch_of(masked(NEW)), ObjectiveConfig(), 64)
+    kept = make_micro_batch([sequence]).kept
+    assert kept is not None
+    assert kept.ids_NW.tolist() == [[7, 10], [7, 11], [7, 12], [7, 13]]
+    assert kept.repeated_NW.tolist() == [[True, False]] * 4, "7 is in the prompt"
+
+
+def test_a_sample_without_mask_gets_no_gradient_beside_samples_with_one() -> None:
+    mixed = split_into_sequences(batch_of(OLD_AND_NEW, masked(NEW)), ObjectiveConfig(), 64)
+    assert [sequence.trained_tokens for sequence in mixed] == [0, 4]
+    assert [sequence.denominator_tokens for sequence in mixed] == [6, 4], "weights do not change"
+    kept = make_micro_batch(mixed).kept
+    assert kept is not None
+    assert len(kept.ids_NW) == 4
+
+
+def test_gdpo_normalises_each_reward_function_separately() -> None:
+    scores = [(1.0, 0.01), (0.0, 0.03), (1.0, 0.02), (0.0, 0.02)]
+    weights = {"right": 1.0, "format": 0.5}
+    samples = [
+        replace(NEW, rewards={"right": right, "format": form}, reward=right + 0.5 * form) for right, form in scores
+    ]
+    found = group_advantages(batch_of(*samples).groups, "gdpo", reward_weights=weights)[0]
+
+    def normalise(values: list[float]) -> list[float]:
+        return [(value - fmean(values)) / (stdev(values) + 1e-6) for value in values]
+
+    right, form = (normalise([score[k] for score in scores]) for k in (0, 1))
+    assert found == pytest.approx([a + 0.5 * b for a, b in zip(right, form, strict=True)], rel=1e-9)
+
+
+def test_gdpo_counts_a_penalty_that_no_function_explains_as_one_more_function() -> None:
+    samples = [replace(NEW, rewards={"right": right}, reward=right - penalty) for right, penalty in ((1, 0), (0, 0.5))]
+    found = group_advantages(batch_of(*samples).groups, "gdpo", reward_weights={"right": 1.0})[0]
+    deviation = 0.5**0.5
+    assert found == pytest.approx([2 * 0.5 / deviation, -2 * 0.5 / deviation], rel=1e-4)
