@@ -50,8 +50,8 @@ class SamplingConfig(StrictModel):
             needing.append(f"repetition_penalty {self.repetition_penalty:g}")
         if needing and self.top_k == 0:
             yield (
-                f"{' and '.join(needing)} need top_k: the engine reports the tokens that it sampled from to the "
-                f"trainer, and without top_k they could be the whole vocabulary. Set sampling.top_k, to at most "
+                f"{' and '.join(needing)} without top_k: the engine reports the tokens that it sampled from to the "
+                f"trainer, and without top_k these could be the whole vocabulary. Set sampling.top_k, to at most "
                 f"{MAX_TOP_K}"
             )
 

@@ -130,9 +130,10 @@ def find_placement(config: RunConfig, node_rank: int | None, environment: Mappin
         address = address or env_address
 
     if number is None:
+        others = "1 on the other" if nodes == 2 else f"1 to {nodes - 1} on the others"
         raise ConfigError(
             f"trainer.nodes is {nodes}, but the rank of this machine is unknown. Pass --node-rank 0 on the machine of "
-            f"trainer.rendezvous.address ({config.trainer.rendezvous.address}), and 1 to {nodes - 1} on the others"
+            f"trainer.rendezvous.address ({config.trainer.rendezvous.address}), and {others}"
         )
     if not 0 <= number < nodes:
         raise ConfigError(

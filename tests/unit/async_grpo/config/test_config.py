@@ -99,7 +99,7 @@ def test_every_problem_names_its_key_and_rule(
         (("model.random=null",), "model.path"),
         (("data.kind=jsonl",), "data.path"),
         (("redis.url=redis://:secret@host:6379",), "ASYNC_GRPO_REDIS_PASSWORD"),
-        (("sampling.top_p=0.9",), "top_p to 1.0"),
+        (("sampling.top_p=0.9",), "sampling.top_k"),
         (("trainer.processes=3", "trainer.tensor_parallel=2"), "trainer.processes"),
         (("sampling.max_tokens=4096",), "sampling.max_tokens (4096)"),
         (("trainer.micro_batch_tokens=100",), "trainer.micro_batch_tokens (100)"),
