@@ -125,7 +125,7 @@ def test_ascend_sleep_mode_refuses_expandable_segments(monkeypatch: pytest.Monke
     ("changes", "message"),
     [
         ({"gpu_memory_utilization": 0.5}, "cuda and ascend, .*cpu"),
-        ({"platform": "cuda", "additional_config": {"a": 1}}, "dial of ascend"),
+        ({"platform": "cuda", "additional_config": {"a": 1}}, "setting of ascend"),
         ({"tensor_parallel": 2, "multiprocessing": False}, "each worker"),
         ({"extra": {"logprobs_mode": "raw_logprobs"}}, "extra sets logprobs_mode"),
     ],
