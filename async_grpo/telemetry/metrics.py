@@ -373,7 +373,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/advantage_mean",
         unit="",
         label="advantage, mean",
-        doc="Mean advantage of the judged samples.",
+        doc="Mean advantage of the samples with a gradient.",
         reduce=lambda totals: _mean(totals.advantages),
     ),
     Metric(
@@ -381,7 +381,7 @@ METRICS: tuple[Metric, ...] = (
         tag="train/advantage_std",
         unit="",
         label="advantage, std",
-        doc="Standard deviation of the advantages of the judged samples.",
+        doc="Standard deviation of the advantages of the samples with a gradient.",
         reduce=lambda totals: _deviation(totals.advantages),
     ),
     Metric(

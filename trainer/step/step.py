@@ -227,8 +227,8 @@ def micro_batch_loss(
 
 
 def add_sample_totals(totals: StepTotals, sequences: Sequence[TrainingSequence]) -> None:
-    """Add the advantages of samples with rewards, and the number of overlong samples."""
-    totals.advantages += [sequence.advantage for sequence in sequences if sequence.denominator_tokens]
+    """Add the advantages of samples with a gradient, and the number of overlong samples."""
+    totals.advantages += [sequence.advantage for sequence in sequences if sequence.trained_tokens]
     totals.overlong += sum(sequence.overlong for sequence in sequences)
 
 
