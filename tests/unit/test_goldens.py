@@ -117,5 +117,5 @@ def test_names_of_the_trainers_metrics() -> None:
     collector = TrainerCollector(RunConfig.model_validate({"name": "golden", "model": {"random": {}}}))
     row = {metric.key: 1.0 for metric in METRICS} | {"groups": 1, "skipped_steps": 0, "replayed": False}
     collector.servers_wanted = 1
-    collector.progress = TrainerProgress().after(row | {"reward_by_function": {"right": 1.0}})
+    collector.progress = TrainerProgress().after_step(row | {"reward_by_function": {"right": 1.0}})
     assert_golden("trainer_metrics.json", lines(sorted(family.name for family in collector.collect())))
