@@ -27,6 +27,9 @@ from async_grpo.errors import ConfigError
 
 TOKEN_BYTES = 4 + 4 + 6
 """Bytes of a completion token: its id, its log-probability and its text (about 4 bytes, with a margin)."""
+MASK_ROW_BYTES = 2
+MASK_ID_BYTES = 4
+"""Bytes of the sampling mask of a token, and of each token in it, under truncated sampling."""
 PROMPT_TOKEN_BYTES = 4 + 6
 SAMPLE_BYTES = 512
 """Bytes of a sample besides its tokens: version spans, rewards, timings, field names."""
@@ -163,7 +166,10 @@ def plan_buffer_memory(config: RunConfig) -> BufferMemoryPlan:
     if checkpoint.background:
         uncommitted_steps *= 2
     prompt_bytes = config.data.max_prompt_tokens * PROMPT_TOKEN_BYTES
-    sample_bytes = config.sampling.max_tokens * TOKEN_BYTES + SAMPLE_BYTES
+    token_bytes = TOKEN_BYTES
+    if config.sampling.truncates:
+        token_bytes += MASK_ROW_BYTES + config.sampling.top_k * MASK_ID_BYTES
+    sample_bytes = config.sampling.max_tokens * token_bytes + SAMPLE_BYTES
     policy = config.replay_policy
     needs_whole_window = policy.rate.limits or policy.max_uses > 1
     return BufferMemoryPlan(

@@ -24,6 +24,11 @@ def test_the_worst_case_is_a_full_window_a_full_log_and_the_longest_completions(
     assert plan.needed_bytes == int(1.25 * (14 * group + 8 * (512 * 10 + 2048)))
 
 
+def test_truncated_sampling_adds_the_kept_tokens_of_every_position() -> None:
+    plain, truncated = (plan_buffer_memory(config_of(sampling={"top_k": top_k})) for top_k in (0, 20))
+    assert truncated.group_bytes - plain.group_bytes == 8 * 64 * (2 + 20 * 4)
+
+
 def test_a_checkpoint_in_the_background_can_leave_two_periods_in_the_log() -> None:
     assert plan_buffer_memory(config_of(trainer={"checkpoint": {"every_steps": 5}})).logged_groups == 20
 
