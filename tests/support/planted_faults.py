@@ -53,7 +53,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ("async_grpo/algorithms/aggregation.py", "tests/unit/async_grpo/algorithms/test_aggregation.py"),
     "loss_without_sequence_count: 1.0 / (_sequence_count(tokens_N) * max_tokens) --> torch.tensor(1.0 / max_tokens)",
     ("async_grpo/algorithms/corrections.py", "tests/unit/async_grpo/algorithms/test_corrections.py"),
-    "bounds_joined_by_or: required(settings.low)) & (ratio --> required(settings.low)) | (ratio",
+    "bounds_joined_by_or: is_inside & (values >= low) --> is_inside | (values >= low)",
     ("async_grpo/data/shuffle.py", "tests/unit/async_grpo/data/test_shuffle.py"),
     'every_pass_in_one_order: f"{self._seed}/pass/{number}" --> f"{self._seed}/pass"',
     ("async_grpo/data/prepared_dataset.py", "tests/unit/async_grpo/data/prepare/test_prepare.py"),

@@ -179,10 +179,11 @@ class SlowedSimulation(Simulation):
 
         def slow_down_and_publish(version: int) -> None:
             if version == slow.slow_from and slow.side == "trainer":
-                self.trainer.timings = self.trainer.timings.model_copy(update={"base_s": 3.0, "token_s": 5e-5})
+                slower = timings.trainer.model_copy(update={"base_s": 3.0, "token_s": 5e-5})
+                self.trainer._timings = slower
             elif version == slow.slow_from:
                 for server in self.servers:
-                    server.slow_down(5.0)
+                    server.set_slowdown(5.0)
             publish(version)
 
         self.trainer.publish_version = slow_down_and_publish

@@ -126,7 +126,7 @@ def test_ascend_sleep_mode_refuses_expandable_segments(monkeypatch: pytest.Monke
     [
         ({"gpu_memory_utilization": 0.5}, "cuda and ascend, .*cpu"),
         ({"platform": "cuda", "additional_config": {"a": 1}}, "setting of ascend"),
-        ({"tensor_parallel": 2, "multiprocessing": False}, "each worker"),
+        ({"tensor_parallel": 2, "multiprocessing": False}, "rollout.vllm.multiprocessing"),
         ({"extra": {"logprobs_mode": "raw_logprobs"}}, "extra sets logprobs_mode"),
     ],
 )

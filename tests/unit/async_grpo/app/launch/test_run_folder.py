@@ -96,9 +96,10 @@ def test_a_run_of_a_release_that_knew_fewer_keys_is_resumed(tmp_path: Path) -> N
     write(folder, config(tmp_path))
     stored = yaml.safe_load(folder.config_file.read_text())
     del stored["trainer"]["streaming"], stored["trainer"]["num_iterations"]
+    del stored["trainer"]["objective"]["kl_to"]
     folder.config_file.write_text(yaml.safe_dump(stored))
     assert open_run(config(tmp_path)).path == folder.path
-    with pytest.raises(ConfigError, match=r"other values of trainer\.streaming\. "):
+    with pytest.raises(ConfigError, match=r"other values of trainer\.objective\.advantage_norm, trainer\.streaming\. "):
         open_run(config(tmp_path, trainer={"streaming": True}))
 
 

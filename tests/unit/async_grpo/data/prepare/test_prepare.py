@@ -234,7 +234,7 @@ def test_a_row_outside_the_split_is_refused(tmp_path: Path, row: int) -> None:
         ({"format": "generic"}, "both fields"),
         ({"prompt_field": "q"}, "both fields"),
         ({"held_out": 0}, "evaluated"),
-        ({"keep_duplicates": True}, "both sides"),
+        ({"keep_duplicates": True}, "--held-out-from"),
     ],
 )
 def test_conflicting_options_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
