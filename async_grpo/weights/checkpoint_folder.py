@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from async_grpo.weights.base import CheckpointSource
-from async_grpo.weights.lora import SafetensorsFolder, raw_bytes
+from async_grpo.weights.lora import WeightFiles, raw_bytes
 from async_grpo.weights.manifest import TensorSpec, WeightVersion, make_layout
 
 
@@ -18,7 +18,7 @@ class CheckpointReader:
     def __init__(self, source: CheckpointSource) -> None:
         """Raises WeightsError if the folder has no readable safetensors."""
         self._source = source
-        self._folder = SafetensorsFolder(Path(source.folder))
+        self._folder = WeightFiles(Path(source.folder))
         self.layout = make_layout((name, source.dtype, self._folder.shape(name)) for name in self._folder)
 
     def changed_since(self, base: WeightVersion) -> list[TensorSpec] | None:

@@ -73,7 +73,7 @@ def merge_adapters(name: str, base: Tensor, adapters: Mapping[str, Tensor], scal
     return add_adapter(base, adapters[name_a], adapters[name_b], scale)
 
 
-class SafetensorsFolder:
+class WeightFiles:
     """The tensors in a folder's *.safetensors files by name. Files are memory-mapped and read on demand."""
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +110,7 @@ class SafetensorsFolder:
 def base_digest(folder: Path) -> bytes:
     """xxh3_64 over the names and bytes of all tensors in the folder. Reads all of them, once per process."""
     digest = xxhash.xxh3_64()
-    tensors = SafetensorsFolder(folder)
+    tensors = WeightFiles(folder)
     for name in sorted(tensors):  # sorted: the same digest however the tensors are spread over files
         digest.update(name.encode())
         digest.update(raw_bytes(tensors[name]))
@@ -229,6 +229,6 @@ def _target_names(tensor_names: Iterable[str]) -> set[str]:
 
 
 @functools.cache
-def _open_base(folder: Path) -> SafetensorsFolder:
+def _open_base(folder: Path) -> WeightFiles:
     """Open the folder once per process: every update merges into the same base."""
-    return SafetensorsFolder(folder)
+    return WeightFiles(folder)

@@ -45,7 +45,7 @@ BASELINE_NAME = "a safetensors folder, then vLLM's reload_weights"
 
 
 @dataclass(frozen=True, slots=True)
-class EngineUpdate:
+class MeasuredUpdate:
     """Durations of one update."""
 
     transfer_s: float
@@ -86,7 +86,7 @@ class EngineUpdateBench:
         self._changes = 0
         self._requests = 0
 
-    async def update_from_store(self) -> EngineUpdate:
+    async def update_from_store(self) -> MeasuredUpdate:
         """Do one update as in a run: publish, receive, load."""
         self._change_all_values()
         await self._wait_for_requests()
@@ -99,9 +99,9 @@ class EngineUpdateBench:
         total_s = time.monotonic() - started_s
 
         await self._check_weights()
-        return EngineUpdate(receiver.last_transfer_s, times.pause_s, times.load_s, total_s)
+        return MeasuredUpdate(receiver.last_transfer_s, times.pause_s, times.load_s, total_s)
 
-    async def update_from_folder(self) -> EngineUpdate:
+    async def update_from_folder(self) -> MeasuredUpdate:
         """Do one update without the weight plane: save a checkpoint folder and have vLLM read it."""
         self._change_all_values()
         await self._wait_for_requests()
@@ -119,7 +119,7 @@ class EngineUpdateBench:
         ended_s = time.monotonic()
 
         await self._check_weights()
-        return EngineUpdate(
+        return MeasuredUpdate(
             transfer_s=paused_s - started_s,
             pause_s=ended_s - paused_s,
             load_s=loaded_s - load_started_s,
@@ -221,7 +221,7 @@ def _make_model(folder: Path, size: TinyQwen2Config) -> Weights:
     return weights
 
 
-def _make_measurements(megabytes: float, pairs: list[tuple[EngineUpdate, EngineUpdate]]) -> list[Measurement]:
+def _make_measurements(megabytes: float, pairs: list[tuple[MeasuredUpdate, MeasuredUpdate]]) -> list[Measurement]:
     """Compare both sides of `pairs` in the total and in each part."""
     setup = f"an engine with {IN_FLIGHT} requests in flight, {megabytes:.0f} MB"
     parts = {

@@ -80,7 +80,7 @@ class RejectedRows:
         sync(self._path)
 
 
-class _Candidate(NamedTuple):
+class _CandidateRow(NamedTuple):
     """A row that has passed all steps before the tokenizer. `text`: the prompt for the policy."""
 
     file: Path
@@ -124,7 +124,7 @@ class RowFilter:
                 else:
                     yield tokens, _pack_record(candidate)
 
-    def _find_candidates(self, files: Sequence[Path], held_out: bool) -> Iterator[_Candidate]:
+    def _find_candidates(self, files: Sequence[Path], held_out: bool) -> Iterator[_CandidateRow]:
         for file in files:
             field_map = self._configured_fields()
             for row in read_raw_rows(file):
@@ -146,13 +146,13 @@ class RowFilter:
             return FieldMap(self._config.prompt_field, self._config.answer_field, after_hashes=True)
         return FORMATS.get(self._config.format)
 
-    def _make_candidate(self, file: Path, row: RawRow, field_map: FieldMap, held_out: bool) -> _Candidate:
+    def _make_candidate(self, file: Path, row: RawRow, field_map: FieldMap, held_out: bool) -> _CandidateRow:
         """Raise RejectedRow if a step rejects the row."""
         example = parse_example(row.fields, field_map, self._config.keep_fields)
         self._check_new(example, row.line, held_out)
         text = self._template.render(example)
         check_characters(text, self._config.max_prompt_tokens)
-        return _Candidate(file, row.line, example, text)
+        return _CandidateRow(file, row.line, example, text)
 
     def _check_new(self, example: Example, line: int, held_out: bool) -> None:
         """Record the question. Raises RejectedRow if it is a duplicate, or held out and now to be trained on."""
@@ -180,7 +180,7 @@ def _detect_fields(file: Path, row: RawRow) -> FieldMap:
     )
 
 
-def _pack_record(candidate: _Candidate) -> bytes:
+def _pack_record(candidate: _CandidateRow) -> bytes:
     metadata = {"line": str(candidate.line), "file": candidate.file.name} | candidate.example.metadata
     return msgspec.msgpack.encode(StoredRow(candidate.text, candidate.example.answer, metadata))
 

@@ -24,7 +24,7 @@ from async_grpo.errors import EngineError
 from async_grpo.weights.base import HeldWeights, MergeBase
 from async_grpo.weights.lora import (
     AdapterReader,
-    SafetensorsFolder,
+    WeightFiles,
     adapter_names,
     base_digest,
     make_peft_config,
@@ -70,7 +70,7 @@ class EngineAdapters:
         if self._lora is None or not self.applied_by_vllm:
             return
         suffixes = tuple(f".{target}.weight" for target in self._lora.targets)
-        checkpoint = SafetensorsFolder(self._model_dir)
+        checkpoint = WeightFiles(self._model_dir)
         zeros: dict[str, torch.Tensor] = {}
         for name in checkpoint:
             if name.endswith(suffixes):
