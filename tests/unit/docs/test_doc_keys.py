@@ -78,3 +78,10 @@ def test_the_configuration_page_names_keys_that_exist_and_a_valid_example(page: 
     assert len(keys) > 30
     for key in keys:
         assert key in KEYS or (key[0] == "." and any(name.endswith(key) for name in KEYS)), f"there is no {key}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/zh/README.md"])
+def test_the_first_configuration_of_the_readme_is_valid(page: str) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    config = RunConfig.model_validate(yaml.safe_load(example))
+    assert (config.max_staleness, config.rewards.functions[0].name) == (2, "mine:score")
