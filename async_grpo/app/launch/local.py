@@ -137,7 +137,8 @@ def _check_one_machine(config: RunConfig) -> None:
         raise ConfigError(
             f"trainer.nodes is {nodes}, but `async-grpo run` starts all roles on this machine. Set redis.url and start "
             f"`async-grpo trainer CONFIG --node-rank R` on each of the {nodes} nodes (R from 0) and `async-grpo "
-            "rollout CONFIG --name NAME` for each rollout server; or set trainer.nodes to 1. See docs/operations.md"
+            "rollout CONFIG --name NAME` for each rollout server; or set trainer.nodes to 1. See "
+            "docs/several-machines.md"
         )
 
 

@@ -141,7 +141,7 @@ def check_reachable(config: RunConfig, *, one_machine: bool = False) -> None:
     if config.redis.url is None:
         raise ConfigError(
             "redis.url is not set: the roles need a server that every node reaches and that outlives their jobs. "
-            "Start one (docs/operations.md), and set redis.url to redis://HOST:6379"
+            "Start one (docs/several-machines.md), and set redis.url to redis://HOST:6379"
         )
     for key, url in (("redis.url", config.redis.url), ("weights.bind", config.weights.bind)):
         if not one_machine and is_loopback(urlsplit(url).hostname or ""):

@@ -169,5 +169,5 @@ def test_metrics_that_operators_are_told_to_watch_exist() -> None:
         text = "".join((ROOT / "docs" / page).read_text() for page in pages)
         return set(re.findall(r"\basync_grpo_[a-z_]+", text))
 
-    told = named_in("operations.md")
+    told = named_in("watching.md")
     assert told and told <= named_in("http.md", "reference.md")

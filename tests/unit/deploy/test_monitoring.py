@@ -56,13 +56,13 @@ def test_every_metric_of_a_query_is_one_that_the_code_shows(tmp_path: Path) -> N
 
 
 def test_every_alert_says_what_to_do_and_is_in_the_table_of_the_documentation() -> None:
-    operations = (ROOT / "docs" / "operations.md").read_text()
-    assert "\n## Alerts\n" in operations
+    page = (ROOT / "docs" / "watching.md").read_text()
+    assert "\n## Alerts\n" in page
     for rule in RULES:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"].keys() == {"summary", "action", "runbook"}
-        assert rule["annotations"]["runbook"] == "docs/operations.md#alerts"
-        assert f"| `{rule['alert']}` |" in operations
+        assert rule["annotations"]["runbook"] == "docs/watching.md#alerts"
+        assert f"| `{rule['alert']}` |" in page
 
 
 def test_no_alert_takes_an_age_within_the_bound_for_a_fault() -> None:

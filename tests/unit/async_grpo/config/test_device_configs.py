@@ -113,7 +113,7 @@ def test_the_plan_of_two_nodes_matches_the_documented_commands() -> None:
     for node, servers in enumerate((("rollout-0", "rollout-1"), ("rollout-2", "rollout-3"))):
         devices = f"trainer: 0,1,2,3,4,5,6,7; {servers[0]}: 8,9,10,11; {servers[1]}: 12,13,14,15"
         assert re.search(rf"devices, node {node} +│ {devices} ", output), output
-    recipe = (CONFIGS.parent / "docs/operations.md").read_text()
+    recipe = (CONFIGS.parent / "docs/several-machines.md").read_text()
     commands = re.findall(r"ASCEND_RT_VISIBLE_DEVICES=[\d,]+ async-grpo \w+ CONFIG --[\w-]+ [\w-]+", output)
     assert len(commands) == 6
     for command in commands:
