@@ -78,13 +78,13 @@ async def run_locally(
     interrupted = asyncio.Event()
     with folder.locked(), LiveView(config, Console()) as view, stop_signals(interrupted.set):
         if state.finished_steps >= config.steps:
-            view.say(_finished_message(folder, state))
+            view.print_message(_finished_message(folder, state))
             return 0
         try:
             # Generating the first policy may take minutes and all cores. It comes before the server and the roles, so
             # that none of them times out while waiting, and Ctrl-C has nothing to stop.
             started_s = time.monotonic()
-            model = await race(_prepare_policy(plan, view.phase), interrupted.wait())
+            model = await race(_prepare_policy(plan, view.show_phase), interrupted.wait())
             state.prepare_s = max(state.prepare_s, time.monotonic() - started_s, read_warmup_s(model))
             if command:
                 state.command = command
@@ -94,7 +94,7 @@ async def run_locally(
                 # The roles communicate through the server, and the report reads it after they have exited. So it
                 # starts before them, and the stack stops it after the report.
                 url = config.redis.url
-                view.phase("starting the server" if url is None else f"connecting to {redact_secrets(url)}")
+                view.show_phase("starting the server" if url is None else f"connecting to {redact_secrets(url)}")
                 opening = stack.enter_async_context(open_state_plane(plan.inputs, folder, fresh=fresh))
                 plane = await race(opening, interrupted.wait())
 
@@ -107,7 +107,7 @@ async def run_locally(
                     roles = roles.without_servers()
                 await LocalRun(plane, folder, state, view, roles).run_to_report(interrupted)
         except Overtaken:
-            view.say("stopped; the same command resumes")
+            view.print_message("stopped; the same command resumes")
             return INTERRUPTED
     return 0
 
@@ -152,7 +152,7 @@ class LocalRun:
         self._view = view
         self._started_s = time.monotonic()
         self._wall_before_s = state.wall_s
-        self._progress = LocalProgress(plane, view.say)
+        self._progress = LocalProgress(plane, view.print_message)
         self._supervisor = supervise_processes(
             plane.config.name,
             [roles.trainer, *roles.servers],
@@ -162,7 +162,9 @@ class LocalRun:
             stop_timeout_s=plane.config.launch.stop_timeout_s,
             progress=self._progress,
         )
-        self._monitor = Monitor(plane, self._supervisor, self._progress, show=view.update, say=view.say, warn=view.warn)
+        self._monitor = Monitor(
+            plane, self._supervisor, self._progress, show=view.update, say=view.print_message, warn=view.warn
+        )
         self._roles: asyncio.Task[None] | None = None
 
     async def run_to_report(self, interrupted: asyncio.Event) -> None:
@@ -170,8 +172,8 @@ class LocalRun:
 
         Raises RoleFailed, ServerLost, and Overtaken after Ctrl-C.
         """
-        self._view.phase(f"starting {', '.join(self._supervisor.states)}")
-        self._view.phase("")  # from now on the live view shows the stage of each role
+        self._view.show_phase(f"starting {', '.join(self._supervisor.states)}")
+        self._view.show_phase("")  # from now on the live view shows the stage of each role
         try:
             await race(self._watch_roles(), interrupted.wait())
             self._state.finished_steps = self._plane.config.steps
@@ -182,7 +184,7 @@ class LocalRun:
             # The report comes after the roles have exited. Before that, their last rows, their timelines and the
             # counters are incomplete. The event is cleared so that a second Ctrl-C is noticed.
             interrupted.clear()
-            self._view.phase("stopping")
+            self._view.show_phase("stopping")
             await self._stop_roles(interrupted)
             self._view.print_last_state()
             await self._report(failed=sys.exc_info()[0] is not None)
@@ -225,11 +227,11 @@ class LocalRun:
             self._state.restarts |= self._supervisor.restarts
             self._state.given_up |= self._supervisor.given_up
             self._folder.write_state(self._state)
-            self._view.phase("writing the report")
+            self._view.show_phase("writing the report")
             summary = await write_results(self._plane, self._folder, self._state)
-            await asyncio.to_thread(copy_results, self._plane.config, self._folder, self._view.say)
-            self._view.say(format_headline(summary, self._folder))
+            await asyncio.to_thread(copy_results, self._plane.config, self._folder, self._view.print_message)
+            self._view.print_message(format_headline(summary, self._folder))
         except (BufferFault, OSError) as error:
             if not failed:
                 raise
-            self._view.say(f"no report could be written: {error}")
+            self._view.print_message(f"no report could be written: {error}")

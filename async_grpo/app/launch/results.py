@@ -9,7 +9,7 @@ from typing import Any
 from async_grpo.app.launch.run_folder import RunFolder, RunState
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.app.report.run_report import write_report
-from async_grpo.app.report.summary import learned, summarize
+from async_grpo.app.report.summary import describe_learning, summarize
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import RESTARTS_PREFIX, rows_of_kind
 from async_grpo.telemetry.timeline import merge_timelines
@@ -53,7 +53,7 @@ def format_headline(summary: dict[str, Any], folder: RunFolder) -> str:
     groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
     lines = [
         f"steps {summary['steps']}, tokens: {tokens}",
-        learned(summary),
+        describe_learning(summary),
         summary["bottleneck"],
         f"age of trained tokens: max {summary['max_age']} (bound {summary['age_bound']})",
         f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",

@@ -1,4 +1,4 @@
-"""LiveState: a snapshot of a running job, and a sentence that says who waits for whom in it."""
+"""LiveState: a snapshot of a running job, and a sentence about the wait that matters in it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from async_grpo.wire.board import Evaluation, ServerBeat
 
 
 class Warn(Protocol):
-    """Shows a problem to a person. A JSON log gets its level and fields, by which alerts find it."""
+    """Shows a problem to the user. A JSON log also gets the level and the fields, which alerts select by."""
 
     def __call__(self, text: str, *, level: Literal["warning", "error"] = "warning", **fields: object) -> None: ...
 
 
-def warn_by(say: Callable[[str], object]) -> Warn:
-    """A `Warn` that passes the text alone to `say`."""
+def warn_as_text(print_text: Callable[[str], object]) -> Warn:
+    """Return a `Warn` that passes the text to `print_text` and drops level and fields."""
 
     def warn(text: str, *, level: Literal["warning", "error"] = "warning", **fields: object) -> None:
-        say(text)
+        print_text(text)
 
     return warn
 
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """A supervised process. `state` is starting, running, restarting, finished, stopped or failed."""
+    """A supervised process."""
 
     name: str
     state: str
+    """starting, running, restarting, finished, stopped or failed."""
     restarts: int = 0
     stage: str = ""
-    """The stage of its start; "" if unknown."""
+    """Stage of its start; "" if unknown."""
     since_s: float = 0.0
     """Seconds since its process was started."""
     usual_s: float | None = None
@@ -43,28 +44,31 @@ class RoleState:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state of a run now; `step` is the latest step row, None before the first step."""
+    """Current state of a run."""
 
     step: Row | None = None
+    """Newest row of a step; None before the first step."""
     steps_done: int = 0
     evaluations: Sequence[Evaluation] = ()
     waiting: int = 0
-    """Tasks that have no ticket yet."""
+    """Tasks without a ticket."""
     inflight: int = 0
     ready: int = 0
     taken: int = 0
     active: int = 0
-    """Groups that hold a slot of the staleness window, of `capacity` = (S + 1) * P."""
+    """Groups that hold a slot of the staleness window."""
     capacity: int = 0
+    """Slots of the staleness window: (S + 1) * P."""
     servers: Sequence[ServerBeat] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
     roles: Sequence[RoleState] = ()
     elapsed_s: float = 0.0
 
 
-def who_waits(state: LiveState, groups_per_step: int) -> str:
-    """A sentence about the wait that matters now: for roles that start, or of one side for the other."""
-    if starting := [_start(role) for role in state.roles if role.state in ("starting", "restarting")]:
+def describe_current_wait(state: LiveState, groups_per_step: int) -> str:
+    """Return a sentence about the wait that matters now: for starting roles, or of one side for the other."""
+    starting = [_describe_start(role) for role in state.roles if role.state in ("starting", "restarting")]
+    if starting:
         return f"starting {list_names(starting)}"
     if state.roles and all(role.state in ("finished", "stopped") for role in state.roles):
         return "nobody: every role has left"
@@ -78,8 +82,11 @@ def who_waits(state: LiveState, groups_per_step: int) -> str:
     )
 
 
-def _start(role: RoleState) -> str:
+def _describe_start(role: RoleState) -> str:
     """`rollout-0 (loading the engine, 8 s, last time 14 s)`."""
-    known = [role.stage, f"{role.since_s:.0f} s"] if role.stage else []
-    known += [f"last time {role.usual_s:.0f} s"] if role.usual_s is not None else []
-    return f"{role.name} ({', '.join(known)})" if known else role.name
+    details = []
+    if role.stage:
+        details += [role.stage, f"{role.since_s:.0f} s"]
+    if role.usual_s is not None:
+        details.append(f"last time {role.usual_s:.0f} s")
+    return f"{role.name} ({', '.join(details)})" if details else role.name

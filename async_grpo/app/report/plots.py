@@ -1,4 +1,4 @@
-"""The plots of a run: PNG files in run_dir/plots, drawn from its rows and its summary."""
+"""The plots of a run: run_dir/plots/*.png, drawn from its rows and its summary."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from async_grpo.app.report.drawing import (
     DASHES,
     GREEN,
     GREY,
+    MAX_MARKED_POINTS,
     ORANGE,
     PURPLE,
     RED,
     draw_curve,
     draw_limit,
     draw_series,
-    entries_of,
-    legend_above,
+    extract_entry,
+    format_y_as_percent,
+    format_y_by_unit,
+    make_step_figure,
     mark_events,
-    panels_over_steps,
-    percent,
+    place_legend_above,
     save_figures,
-    scale_by_unit,
     smoothing_window,
 )
-from async_grpo.app.report.summary import score_format
+from async_grpo.app.report.summary import choose_score_format
 from async_grpo.telemetry.charts import (
     AGES,
     BUFFER,
@@ -51,294 +52,395 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_OPTIMIZATION = ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ess", "logprob_gap_mean", "lr")
-"""Keys of the small panels."""
-_NAMED_COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, GREY)
+_OPTIMIZATION_KEYS = ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ess", "logprob_gap_mean", "lr")
+"""Metrics that get a small panel each."""
+_FAMILY_COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, GREY)
 """Colours of the curves of a family, in order."""
-_MOST_LABELS = 9
-"""Most bars of an age histogram that are labelled with their figures."""
+_GREEDY_TEXT_COLOR = "#9a6a00"
+"""Darker than the greedy line, because text in its colour is hard to read."""
+_MAX_BAR_LABELS = 9
+"""Most bars of an age histogram that are labelled with their shares."""
 Events = Mapping[str, Sequence[float]]
+"""Kind of event -> steps."""
 
 
 def write_plots(
     run_dir: Path, rows: Sequence[Row], summary: Facts, servers: Sequence[Sequence[Row]] = ()
 ) -> list[Path]:
-    """Draw every plot for which there are data; returns the files in the order of the report.
+    """Draw every plot that has data. Returns the files in the order of the report.
 
-    `rows` are those of the steps, `servers` those of each timeline/rollout-*.jsonl.
+    `rows`: rows of the steps. `servers`: rows of each timeline/rollout-*.jsonl.
     """
     steps = latest_rows(rows, "step")
-    evaluated = [float(row["version"]) for row in summary.get("evaluations") or []]
-    events = {"evaluation": evaluated, "trainer restarted": restarts(steps)} if steps else {}
+    events: Events = {}
+    if steps:
+        evaluated = [float(row["version"]) for row in summary.get("evaluations") or []]
+        events = {"evaluation": evaluated, "trainer restarted": find_restarts(steps)}
     figures = {
-        "held_out": _held_out(summary),
-        "reward": _reward(steps, summary, events),
-        "lengths": _lengths(steps, summary, events),
-        "optimization": _optimization(steps, events),
-        "staleness": _staleness(steps, summary, events),
-        "buffer": _buffer(steps, summary, events),
-        "time_split": _time_split(steps, servers, events),
-        "throughput": _throughput(steps, summary, events),
+        "held_out": _plot_held_out(summary),
+        "reward": _plot_reward(steps, summary, events),
+        "lengths": _plot_lengths(steps, summary, events),
+        "optimization": _plot_optimization(steps, events),
+        "staleness": _plot_staleness(steps, summary, events),
+        "buffer": _plot_buffer(steps, summary, events),
+        "time_split": _plot_time_split(steps, servers, events),
+        "throughput": _plot_throughput(steps, summary, events),
     }
     return save_figures(run_dir / "plots", figures)
 
 
-def restarts(steps: Sequence[Row]) -> list[float]:
-    """The steps before which another trainer took over: their epoch is higher than that of the step before."""
+def find_restarts(steps: Sequence[Row]) -> list[float]:
+    """Return the first step of each restarted trainer, which has a higher epoch than the step before."""
     return [
-        step["step"]
-        for before, step in pairwise(steps)
-        if (number(step, "epoch") or 0) > (number(before, "epoch") or 0)
+        row["step"]
+        for previous, row in pairwise(steps)
+        if (number(row, "epoch") or 0) > (number(previous, "epoch") or 0)
     ]
 
 
-def _held_out(summary: Facts) -> Figure | None:
-    """The score of held-out prompts by policy version with its 95% interval, and labels at the ends."""
+def _plot_held_out(summary: Facts) -> Figure | None:
+    """Plot the held-out scores by policy version, with 95% intervals. The first and last version are labelled."""
     evaluations = summary.get("evaluations") or []
     if not evaluations:
         return None
     score = summary.get("held_out_score", "accuracy")
-    figure, (axes,) = panels_over_steps([f"{score.capitalize()} on held-out prompts, with 95% intervals"])
-    sampled, greedy = HELD_OUT.series
+    figure, (axes,) = make_step_figure([f"{score.capitalize()} on held-out prompts, with 95% intervals"])
     axes.set_xlabel("policy version (optimizer steps)")
+
+    sampled, greedy = HELD_OUT.series
     sampled = replace(sampled, label=f"{sampled.label}, mean@{evaluations[0].get('samples', 'k')}")
-    for series, kind, marker in ((sampled, "mean", "o"), (greedy, "greedy", "s")):
-        style = {"label": series.label, "color": series.color, "marker": marker, "linestyle": series.dash}
-        _draw_scores(axes, evaluations, series.key, kind, **style)
-    _label_ends(axes, evaluations, score_format(score))
+    for series, estimate, marker in ((sampled, "mean", "o"), (greedy, "greedy", "s")):
+        _draw_scores(
+            axes,
+            evaluations,
+            series.key,
+            estimate,
+            label=series.label,
+            color=series.color,
+            marker=marker,
+            linestyle=series.dash,
+        )
+
+    _label_first_and_last(axes, evaluations, choose_score_format(score))
     axes.margins(x=0.08, y=0.16)
     if score == "accuracy":
-        percent(axes)
-    legend_above(axes)
+        format_y_as_percent(axes)
+    place_legend_above(axes)
     return figure
 
 
-def _draw_scores(axes: Axes, evaluations: Sequence[Row], key: str, kind: str, **style: Any) -> None:
-    """Draw a line through the measured versions, and its interval as an area with whiskers where it was computed."""
+def _draw_scores(axes: Axes, evaluations: Sequence[Row], key: str, estimate: str, **style: Any) -> None:
+    """Draw the scores `key` of the measured versions, and their intervals where they were computed.
+
+    `estimate`: name of the estimate in `figures` with the interval of the score.
+    """
     points = [(row["version"], value) for row in evaluations if (value := number(row, key)) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), markersize=5 if len(points) <= 40 else 2, **style)
-    known = [(row["version"], (row.get("figures") or {}).get(kind)) for row in evaluations]
-    bands = [(version, found["low"], found["high"]) for version, found in known if found]
-    if bands:
-        xs, lows, highs = zip(*bands, strict=True)
-        axes.vlines(xs, lows, highs, color=style["color"], linewidth=2)
-        if style["linestyle"]:
-            axes.fill_between(xs, lows, highs, color=style["color"], alpha=0.2, linewidth=0)
+
+    intervals = []
+    for row in evaluations:
+        interval = (row.get("figures") or {}).get(estimate)
+        if interval:
+            intervals.append((row["version"], interval["low"], interval["high"]))
+    if not intervals:
+        return
+    versions, low, high = zip(*intervals, strict=True)
+    axes.vlines(versions, low, high, color=style["color"], linewidth=2)
+    if style["linestyle"]:
+        axes.fill_between(versions, low, high, color=style["color"], alpha=0.2, linewidth=0)
 
 
-def _label_ends(axes: Axes, evaluations: Sequence[Row], form: str) -> None:
-    """Label the first and the last version: the higher point above, the lower one below."""
-    for row in evaluations[:: max(1, len(evaluations) - 1)][:2]:
-        sampled, greedy = HELD_OUT.series
-        keys = ((sampled.key, sampled.color), (greedy.key, "#9a6a00"))  # darker than the line: it is text
-        found = [(value, color) for key, color in keys if (value := number(row, key)) is not None]
-        for rank, (value, color) in enumerate(sorted(found, reverse=True)):
-            style: dict[str, Any] = {"ha": "center", "color": color, "fontweight": "bold"}
-            place = (0, 11) if rank == 0 else (0, -20)
-            axes.annotate(format(value, form), (row["version"], value), place, textcoords="offset points", **style)
+def _label_first_and_last(axes: Axes, evaluations: Sequence[Row], form: str) -> None:
+    """Label the scores of the first and last version: the higher one above its point, the lower one below."""
+    sampled, greedy = HELD_OUT.series
+    ends = evaluations if len(evaluations) == 1 else [evaluations[0], evaluations[-1]]
+    for row in ends:
+        scores = []
+        for key, color in ((sampled.key, sampled.color), (greedy.key, _GREEDY_TEXT_COLOR)):
+            value = number(row, key)
+            if value is not None:
+                scores.append((value, color))
+
+        for rank, (value, color) in enumerate(sorted(scores, reverse=True)):
+            axes.annotate(
+                format(value, form),
+                (row["version"], value),
+                (0, 11) if rank == 0 else (0, -20),
+                textcoords="offset points",
+                ha="center",
+                color=color,
+                fontweight="bold",
+            )
 
 
-def _reward(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
-    """The training reward with the 95% interval over groups, and that of each function. Held-out scores, which are
-    those of the first function, stand beside the functions."""
-    names = sorted({name for row in steps for name in row.get("reward_by_function") or {}})
-    figure, panels = panels_over_steps([REWARD.heading, *([REWARD_BY_FUNCTION.heading] if len(names) > 1 else [])])
+def _plot_reward(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """Plot the training reward with its 95% interval over groups, and below it the score of each reward function.
+
+    Held-out scores are those of the first function, so they are drawn in the last panel.
+    """
+    functions = sorted({name for row in steps for name in row.get("reward_by_function") or {}})
+    titles = [REWARD.heading]
+    if len(functions) > 1:
+        titles.append(REWARD_BY_FUNCTION.heading)
+    figure, panels = make_step_figure(titles)
+
     (reward,) = REWARD.series
     if any(reward.error in row for row in steps):
         reward = replace(reward, label=f"{reward.label}, 95% interval over groups")
     if not draw_curve(panels[0], steps, reward):
         return None
-    evaluations = summary.get("evaluations") or []
+
     sampled = HELD_OUT.series[0]
-    held_out = f"held-out {summary.get('held_out_score')}, {sampled.label}"
-    _draw_scores(panels[-1], evaluations, sampled.key, "mean", color=RED, marker="D", linestyle="", label=held_out)
+    _draw_scores(
+        panels[-1],
+        summary.get("evaluations") or [],
+        sampled.key,
+        "mean",
+        color=RED,
+        marker="D",
+        linestyle="",
+        label=f"held-out {summary.get('held_out_score')}, {sampled.label}",
+    )
     for axes in panels[1:]:
-        for place, name in enumerate(names):
-            rows, color = entries_of(steps, REWARD_BY_FUNCTION.family, name), _NAMED_COLORS[place % len(_NAMED_COLORS)]
-            draw_series(axes, rows, "value", color=color, linestyle=DASHES[place % 4], label=name)
+        for index, name in enumerate(functions):
+            rows = extract_entry(steps, REWARD_BY_FUNCTION.family, name)
+            color = _FAMILY_COLORS[index % len(_FAMILY_COLORS)]
+            draw_series(axes, rows, "value", color=color, linestyle=DASHES[index % len(DASHES)], label=name)
+
     mark_events(panels, events)
     for axes in panels:
-        legend_above(axes, columns=2)
+        place_legend_above(axes, columns=2)
     return figure
 
 
-def _lengths(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
-    """Lengths of the completions, with the limit where it is near, and the truncated share."""
+def _plot_lengths(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """Plot the lengths of the completions, their limit if it is near, and the truncated share."""
     truncated = METRIC_CHARTS["truncated_fraction"]
     has_share = any(number(row, "truncated_fraction") is not None for row in steps)
-    figure, panels = panels_over_steps([LENGTHS.heading, *([truncated.heading] if has_share else [])])
+    titles = [LENGTHS.heading]
+    if has_share:
+        titles.append(truncated.heading)
+    figure, panels = make_step_figure(titles)
+
     mean, longest, limit = LENGTHS.series
-    if not draw_curve(panels[0], steps, mean):
+    lengths = panels[0]
+    if not draw_curve(lengths, steps, mean):
         return None
-    draw_curve(panels[0], steps, longest)
+    draw_curve(lengths, steps, longest)
     max_tokens = summary.get(limit.key)
-    if max_tokens and panels[0].get_ylim()[1] > max_tokens / 2:
-        draw_limit(panels[0], limit, max_tokens)
-    panels[0].set_ylim(0)
+    # A limit far above the curves would flatten them.
+    if max_tokens and lengths.get_ylim()[1] > max_tokens / 2:
+        draw_limit(lengths, limit, max_tokens)
+    lengths.set_ylim(0)
+
     if has_share:
         draw_series(panels[1], steps, "truncated_fraction", color=RED)
-        _share_axis(panels[1], steps, "truncated_fraction")
+        _scale_share_axis(panels[1], steps, "truncated_fraction")
     mark_events(panels, events)
-    legend_above(panels[0])
+    place_legend_above(lengths)
     return figure
 
 
-def _share_axis(axes: Axes, steps: Sequence[Row], key: str) -> None:
-    """Scale the axis from 0 to the largest share in percent, at least to 1%, so that shares of 0 lie on the axis."""
+def _scale_share_axis(axes: Axes, steps: Sequence[Row], key: str) -> None:
+    """Scale the y axis from 0 to the largest share, at least 1%, so that shares of 0 lie on the axis."""
     axes.set_ylim(0, max(0.01, 1.05 * max(numbers(steps, key))))
-    percent(axes)
+    format_y_as_percent(axes)
 
 
-def _optimization(steps: Sequence[Row], events: Events) -> Figure | None:
-    """Small panels of what the optimizer sees; the entropy is the estimate if only that was measured."""
+def _plot_optimization(steps: Sequence[Row], events: Events) -> Figure | None:
+    """Plot the optimizer's metrics in small panels. If only the entropy's estimate was measured, it is shown."""
     measured = {key for row in steps for key in row if number(row, key) is not None}
-    keys = ["entropy_estimate" if key == "entropy" and key not in measured else key for key in _OPTIMIZATION]
-    keys = [key for key in keys if key in measured]
+    keys = []
+    for key in _OPTIMIZATION_KEYS:
+        if key == "entropy" and key not in measured:
+            key = "entropy_estimate"
+        if key in measured:
+            keys.append(key)
     if not keys:
         return None
-    figure, panels = panels_over_steps([METRIC_CHARTS[key].heading for key in keys], columns=2)
+
+    figure, panels = make_step_figure([METRIC_CHARTS[key].heading for key in keys], columns=2)
     for axes, key in zip(panels, keys, strict=True):
         draw_series(axes, steps, key, color=BLUE, exact=key == "lr")
-        scale_by_unit(axes, METRIC_CHARTS[key])
+        format_y_by_unit(axes, METRIC_CHARTS[key])
         if key == "clip_fraction":
-            _share_axis(axes, steps, key)
+            _scale_share_axis(axes, steps, key)
     mark_events(panels, events)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
     return figure
 
 
-def _staleness(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
-    """Shares of the trained tokens by age, and ages by step, both with the age bound."""
-    tokens = {int(age): count for age, count in (summary.get("tokens_by_age") or {}).items()}
-    if not sum(tokens.values()):
+def _plot_staleness(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """Plot the shares of the trained tokens by age, and the ages by step, both with the age bound."""
+    tokens_by_age = {int(age): tokens for age, tokens in (summary.get("tokens_by_age") or {}).items()}
+    if not sum(tokens_by_age.values()):
         return None
-    bound = summary.get("age_bound", max(tokens))
-    figure, (shares, ages) = panels_over_steps([TOKENS_BY_AGE.heading, AGES.heading], shared=False)
+    bound = summary.get("age_bound", max(tokens_by_age))
+    figure, (shares, ages) = make_step_figure([TOKENS_BY_AGE.heading, AGES.heading], shared=False)
+    _draw_age_shares(shares, tokens_by_age, bound)
+
     mean, oldest, effective, limit = AGES.series
-    _draw_ages(shares, tokens, bound)
     draw_curve(ages, steps, mean)
     for series, width in ((oldest, 1.0), (effective, 1.2)):
         points = [(row["step"], value) for row in steps if (value := number(row, series.key)) is not None]
-        is_shown = len({value for _, value in points}) > 1 if series.only_if_varying else bool(points)
-        if is_shown:
-            style: dict[str, Any] = {"color": series.color, "linestyle": series.dash, "label": series.label}
-            ages.step(*zip(*points, strict=True), linewidth=width, where="mid", **style)
+        is_constant = len({value for _, value in points}) <= 1
+        if points and not (series.only_if_varying and is_constant):
+            ages.step(
+                *zip(*points, strict=True),
+                linewidth=width,
+                where="mid",
+                color=series.color,
+                linestyle=series.dash,
+                label=series.label,
+            )
     draw_limit(ages, limit, bound)
     ages.set_ylim(-0.05 * (bound + 1), (bound + 1) * 1.05)
     mark_events([ages], events)
-    legend_above(ages)
+    place_legend_above(ages)
     return figure
 
 
-def _draw_ages(axes: Axes, tokens: Mapping[int, int], bound: int) -> None:
-    """Bars: the share of the tokens of each age. Those beyond the bound are red and hatched."""
+def _draw_age_shares(axes: Axes, tokens_by_age: Mapping[int, int], bound: int) -> None:
+    """Draw the share of the tokens of each age as bars. Ages beyond the bound are red and hatched."""
     from matplotlib.ticker import MaxNLocator
 
-    total, ages = sum(tokens.values()), range(max(bound, *tokens, 0) + 2)
+    total = sum(tokens_by_age.values())
+    ages = range(max(bound, *tokens_by_age, 0) + 2)
     bars = axes.bar(
         ages,
-        [tokens.get(age, 0) / total for age in ages],
+        [tokens_by_age.get(age, 0) / total for age in ages],
         width=0.7,
         color=[GREEN if age <= bound else RED for age in ages],
         hatch=["" if age <= bound else "//" for age in ages],
     )
-    if len(ages) <= _MOST_LABELS:
-        axes.bar_label(bars, [f"{tokens[age] / total:.1%}" if tokens.get(age) else "" for age in ages], padding=2)
+    if len(ages) <= _MAX_BAR_LABELS:
+        labels = [f"{tokens_by_age[age] / total:.1%}" if tokens_by_age.get(age) else "" for age in ages]
+        axes.bar_label(bars, labels, padding=2)
     axes.axvline(bound + 0.5, color=GREY, linestyle="--", linewidth=1.2)
     axes.annotate(f" bound: {bound}", (bound + 0.5, 0.92), xycoords=("data", "axes fraction"), color="#555")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(y=0.15)
     axes.set_xlabel("age in optimizer steps")
     axes.set_ylabel("share of the tokens")
-    percent(axes)
+    format_y_as_percent(axes)
 
 
-def _buffer(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
-    """Groups in the buffer after each step, with its capacity; and groups released untrained so far, if there are any,
-    by reason."""
+def _plot_buffer(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """Plot the groups in the buffer after each step with its capacity, and the groups released untrained by reason.
+
+    The second panel has only the reasons that occurred, and is omitted without any.
+    """
     if not any(row.get(BUFFER.family) for row in steps):
         return None
-    reasons = [reason.value for reason in ReleaseReason if reason is not ReleaseReason.TRAINED]
-    untrained = {reason: entries_of(steps, UNTRAINED.family, reason) for reason in reasons}
-    untrained = {name: rows for name, rows in untrained.items() if any(number(row, "value") for row in rows)}
-    figure, panels = panels_over_steps([BUFFER.heading, *([UNTRAINED.heading] if untrained else [])])
+    untrained = {}
+    for reason in ReleaseReason:
+        rows = extract_entry(steps, UNTRAINED.family, reason.value)
+        if reason is not ReleaseReason.TRAINED and any(number(row, "value") for row in rows):
+            untrained[reason.value] = rows
+    titles = [BUFFER.heading]
+    if untrained:
+        titles.append(UNTRAINED.heading)
+    figure, panels = make_step_figure(titles)
+
     inflight, ready, limit = BUFFER.series
-    for series in (inflight, ready):
-        draw_curve(panels[0], steps, series)
-    if capacity := summary.get(limit.key):
+    draw_curve(panels[0], steps, inflight)
+    draw_curve(panels[0], steps, ready)
+    capacity = summary.get(limit.key)
+    if capacity:
         draw_limit(panels[0], limit, capacity)
-    for place, (name, rows) in enumerate(untrained.items()):
-        color = _NAMED_COLORS[place]
-        draw_series(panels[1], rows, "value", exact=True, color=color, linestyle=DASHES[place % 4], label=name)
+
+    for index, (reason_name, rows) in enumerate(untrained.items()):
+        color, dash = _FAMILY_COLORS[index], DASHES[index % len(DASHES)]
+        draw_series(panels[1], rows, "value", exact=True, color=color, linestyle=dash, label=reason_name)
+
     mark_events(panels, events)
     for axes in panels:
         axes.set_ylim(0)
-        legend_above(axes, columns=2)
+        place_legend_above(axes, columns=2)
     return figure
 
 
-def _time_split(steps: Sequence[Row], servers: Sequence[Sequence[Row]], events: Events) -> Figure | None:
-    """The parts of each step's wall time as stacked areas, and the idle shares of both sides."""
-    parts = [seconds_by_part(row) for row in steps]
-    shown = [series for series in STEP_TIME.series if any(part.get(series.label) for part in parts)]
-    if not shown:
+def _plot_time_split(steps: Sequence[Row], servers: Sequence[Sequence[Row]], events: Events) -> Figure | None:
+    """Plot the parts of each step's wall time as stacked areas, and the idle shares of both sides."""
+    seconds = [seconds_by_part(row) for row in steps]
+    parts = [series for series in STEP_TIME.series if any(row.get(series.label) for row in seconds)]
+    if not parts:
         return None
-    figure, (split, idle) = panels_over_steps([STEP_TIME.title.capitalize(), IDLE.heading])
+    figure, (split, idle) = make_step_figure([STEP_TIME.title.capitalize(), IDLE.heading])
+
     window = smoothing_window(len(steps))
     split.stackplot(
         [row["step"] for row in steps],
-        [smooth([part[series.label] for part in parts], window) for series in shown],
-        labels=[series.label for series in shown],
-        colors=[series.color for series in shown],
-        hatch=[series.hatch for series in shown],
+        [smooth([row[series.label] for row in seconds], window) for series in parts],
+        labels=[series.label for series in parts],
+        colors=[series.color for series in parts],
+        hatch=[series.hatch for series in parts],
         linewidth=0,
     )
     split.set_ylabel(f"seconds (mean of {window})" if window > 1 else "seconds")
     split.margins(x=0.02)
     split.set_ylim(0)
-    _draw_idle(idle, steps, servers, window)
+
+    _draw_idle_shares(idle, steps, servers, window)
     mark_events([split, idle], events)
-    legend_above(split, columns=5)
-    legend_above(idle)
+    place_legend_above(split, columns=5)
+    place_legend_above(idle)
     return figure
 
 
-def _draw_idle(axes: Axes, steps: Sequence[Row], servers: Sequence[Sequence[Row]], window: int) -> None:
+def _draw_idle_shares(axes: Axes, steps: Sequence[Row], servers: Sequence[Sequence[Row]], window: int) -> None:
     timed = [row for row in steps if number(row, "time_s") is not None and number(row, "step_s")]
-    idle_s = ([number(row, "wait_s") or 0.0 for row in timed], rollout_idle_s(timed, servers))
-    for series, seconds in zip(IDLE.series, idle_s, strict=True):
-        if seconds:
-            shares = _ratio(seconds, [row["step_s"] for row in timed], window)
-            style: dict[str, Any] = {"color": series.color, "linestyle": series.dash, "label": series.label}
-            axes.plot([row["step"] for row in timed], shares, linewidth=2, **style)
+    trainer_idle_s = [number(row, "wait_s") or 0.0 for row in timed]
+    servers_idle_s = rollout_idle_s(timed, servers)
+    for series, idle_s in zip(IDLE.series, (trainer_idle_s, servers_idle_s), strict=True):
+        if idle_s:
+            axes.plot(
+                [row["step"] for row in timed],
+                _windowed_ratio(idle_s, [row["step_s"] for row in timed], window),
+                linewidth=2,
+                color=series.color,
+                linestyle=series.dash,
+                label=series.label,
+            )
     axes.set_ylim(-0.02, 1.02)
-    scale_by_unit(axes, IDLE)
+    format_y_by_unit(axes, IDLE)
 
 
-def _ratio(above: Sequence[float], below: Sequence[float], window: int) -> list[float]:
-    """Ratio of the sums over the window: the rate over all its time, not a mean of rates."""
-    return [a / b for a, b in zip(smooth(above, window), smooth(below, window), strict=True)]
+def _windowed_ratio(numerators: Sequence[float], denominators: Sequence[float], window: int) -> list[float]:
+    """Return the ratio of the sums over a window around each step, which weights steps by their duration."""
+    ratios = []
+    for numerator, denominator in zip(smooth(numerators, window), smooth(denominators, window), strict=True):
+        ratios.append(numerator / denominator)
+    return ratios
 
 
-def _throughput(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
-    """Tokens trained per second of each step, and that of the run as in the report."""
+def _plot_throughput(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """Plot the tokens trained per second of each step, and the value for the whole run from the report."""
     timed = [row for row in steps if tokens_per_s([row]) is not None]
     if not timed:
         return None
-    figure, (axes,) = panels_over_steps([METRIC_CHARTS["tokens_per_s"].heading])
-    window, xs = smoothing_window(len(timed)), [row["step"] for row in timed]
+    figure, (axes,) = make_step_figure([METRIC_CHARTS["tokens_per_s"].heading])
+    step_numbers = [row["step"] for row in timed]
+    window = smoothing_window(len(timed))
     if window > 1:
-        axes.plot(xs, [tokens_per_s([row]) or 0.0 for row in timed], color=GREEN, alpha=0.3, linewidth=0.8)
-    rates = _ratio([row["trained_tokens"] for row in timed], [row["step_s"] for row in timed], window)
-    marker = "o" if len(xs) <= 20 else None
+        exact = [tokens_per_s([row]) or 0.0 for row in timed]
+        axes.plot(step_numbers, exact, color=GREEN, alpha=0.3, linewidth=0.8)
+
     axes.plot(
-        xs, rates, color=GREEN, linewidth=2, marker=marker, label=f"over {window} steps" if window > 1 else "step"
+        step_numbers,
+        _windowed_ratio([row["trained_tokens"] for row in timed], [row["step_s"] for row in timed], window),
+        color=GREEN,
+        linewidth=2,
+        marker="o" if len(timed) <= MAX_MARKED_POINTS else None,
+        label=f"over {window} steps" if window > 1 else "step",
     )
-    if (whole := summary.get("tokens_per_s")) is not None:
-        axes.axhline(whole, color=GREY, linestyle="--", linewidth=1.2, label=f"run: {whole:,.0f}/s")
+    run_tokens_per_s = summary.get("tokens_per_s")
+    if run_tokens_per_s is not None:
+        label = f"run: {run_tokens_per_s:,.0f}/s"
+        axes.axhline(run_tokens_per_s, color=GREY, linestyle="--", linewidth=1.2, label=label)
     axes.set_ylim(0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     mark_events([axes], events)
-    legend_above(axes, columns=4)
+    place_legend_above(axes, columns=4)
     return figure

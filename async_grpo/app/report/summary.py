@@ -1,4 +1,4 @@
-"""summary.json: the figures of a whole run in one dictionary. Pure; it reads and writes no files."""
+"""Content of summary.json: the metrics of a whole run in one dictionary. This module reads and writes no files."""
 
 from __future__ import annotations
 
@@ -52,40 +52,48 @@ def summarize(
     servers: Sequence[Sequence[Row]] = (),
     given_up: Mapping[str, str] = MappingProxyType({}),
 ) -> Facts:
-    """The figures of a run; None where something is not known.
+    """Return the metrics of a run; None for those that are not known.
 
-    `steps` and `probes` are rows of metrics.jsonl, `stats` the fields of the buffer's BufferStats, `counters` those of
-    the run board, `wall_s` the seconds of all invocations from the start of their processes to the report, `prepare_s`
-    those before, `servers` the rows of each timeline/rollout-*.jsonl, and `given_up` the servers without which the run
-    went on, with the reasons.
+    Args:
+        config: The run.
+        steps: Rows of metrics.jsonl of kind `step`.
+        probes: Rows of metrics.jsonl of kind `probe`.
+        evaluations: Evaluations on the board, in any order.
+        stats: Fields of the buffer's `BufferStats`.
+        counters: Counters of the run board.
+        wall_s: Seconds from the start of the processes to the report, summed over all invocations.
+        prepare_s: Seconds before, for the first policy.
+        servers: Rows of each timeline/rollout-*.jsonl.
+        given_up: Rollout server that the run continued without -> reason.
     """
     steps = latest_rows(steps, "step")
     generated_tokens = counters.get(GENERATED_TOKENS, 0)
     return {
         **_settings(config),
-        **_accuracy(evaluations),
+        **_held_out_scores(evaluations),
         "steps": len(steps),
-        **_reward(steps),
+        **_training_reward(steps),
         "generated_tokens": generated_tokens,
         "trained_tokens": int(sum(numbers(steps, "trained_tokens"))),
         "wall_s": wall_s,
         "prepare_s": prepare_s,
-        **_whole_run(steps, generated_tokens),
-        **_steady(steady_steps(steps, config.max_staleness), servers, config.buffer.selector.kind),
+        **_run_times(steps, generated_tokens),
+        **_steady_state(steady_steps(steps, config.max_staleness), servers, config.buffer.selector.kind),
         "weight_updates": update_seconds(row for rows in servers for row in rows),
         **_ages(steps),
         **_logprob_gap([*steps, *latest_rows(probes, "version")]),
-        **_groups(stats),
-        "restarts": _counters_of(counters, RESTARTS_PREFIX),
+        **_group_accounting(stats),
+        "restarts": _counters_with_prefix(counters, RESTARTS_PREFIX),
         "given_up": dict(given_up),
         "engine_notes": _engine_notes(row for rows in servers for row in rows),
-        "reward_failures": _counters_of(counters, REWARD_FAILURES_PREFIX),
-        "evaluations": [_facts(evaluation) for evaluation in _by_version(evaluations)],
+        "reward_failures": _counters_with_prefix(counters, REWARD_FAILURES_PREFIX),
+        "evaluations": [_evaluation_facts(evaluation) for evaluation in _sort_by_version(evaluations)],
     }
 
 
-def _facts(evaluation: Evaluation) -> Facts:
-    return {key: value for key, value in msgspec.to_builtins(evaluation).items() if key not in ("kind", "server")}
+def _evaluation_facts(evaluation: Evaluation) -> Facts:
+    facts: Facts = msgspec.to_builtins(evaluation)
+    return {key: value for key, value in facts.items() if key not in ("kind", "server")}
 
 
 def _settings(config: RunConfig) -> Facts:
@@ -101,8 +109,8 @@ def _settings(config: RunConfig) -> Facts:
     }
 
 
-def _whole_run(steps: Sequence[Row], generated_tokens: int) -> Facts:
-    """Parts of the wall time, and the throughput of generation per second of the steps."""
+def _run_times(steps: Sequence[Row], generated_tokens: int) -> Facts:
+    """Return the parts of the wall time, and the tokens generated per second of the steps."""
     steps_s = sum(numbers(steps, "step_s"))
     return {
         "start_s": sum(numbers(steps, "start_s")),
@@ -111,70 +119,74 @@ def _whole_run(steps: Sequence[Row], generated_tokens: int) -> Facts:
     }
 
 
-def _steady(steps: Sequence[Row], servers: Sequence[Sequence[Row]], selector: Selector) -> Facts:
-    """Throughput and where the time went, over the steps behind the head start."""
+def _steady_state(steps: Sequence[Row], servers: Sequence[Sequence[Row]], selector: Selector) -> Facts:
+    """Return throughput, idle shares and the time of each part over the steady-state steps."""
     return {
         "first_timed_step": steps[0]["step"] if steps else None,
         "tokens_per_s": tokens_per_s(steps),
         "trainer_idle": trainer_idle_share(steps),
         "rollout_idle": rollout_idle_share(steps, servers),
         "evaluating": evaluating_share(steps, servers) if servers else None,
-        "bottleneck": _verdict(steps, servers, selector),
+        "bottleneck": _describe_bottleneck(steps, servers, selector),
         "time_split_s": _time_split(steps),
     }
 
 
-def _verdict(steps: Sequence[Row], servers: Sequence[Sequence[Row]], selector: Selector) -> str:
-    """Which side was the bottleneck, from the steps in which no rollout server was started again."""
-    calm = undisturbed_steps(steps, servers)
+def _describe_bottleneck(steps: Sequence[Row], servers: Sequence[Sequence[Row]], selector: Selector) -> str:
+    """Return a sentence about the bottleneck, from the steps without a restart of a rollout server."""
+    undisturbed = undisturbed_steps(steps, servers)
     return describe_bottleneck(
-        trainer_idle_share(calm),
-        rollout_idle_share(calm, servers),
-        evaluating_share(calm, servers) if servers else None,
+        trainer_idle_share(undisturbed),
+        rollout_idle_share(undisturbed, servers),
+        evaluating_share(undisturbed, servers) if servers else None,
         selector=selector,
-        disturbed=len(steps) - len(calm),
+        disturbed=len(steps) - len(undisturbed),
     )
 
 
-def held_out_score(evaluations: Sequence[Row]) -> str:
-    """What the mean score of held-out prompts is: "accuracy" if every answer was right (1) or wrong (0), "reward" if
-    answers are graded. The mean of such scores is pass@1."""
+def name_held_out_score(evaluations: Sequence[Row]) -> str:
+    """Return "accuracy" if every answer was right (1) or wrong (0), "reward" if answers are graded.
+
+    For scores of 0 and 1, the mean equals pass@1.
+    """
     for row in evaluations:
-        figures = row.get("figures") or {}
-        mean, once = figures.get("mean"), (figures.get("pass_at") or {}).get("1")
-        if mean and once and abs(mean["value"] - once["value"]) > 1e-9:
+        metrics = row.get("figures") or {}
+        mean_score = metrics.get("mean")
+        pass_at_1 = (metrics.get("pass_at") or {}).get("1")
+        if mean_score and pass_at_1 and abs(mean_score["value"] - pass_at_1["value"]) > 1e-9:
             return "reward"
     return "accuracy"
 
 
-def learned(summary: Facts) -> str:
-    """One line with the held-out score (sampled) of the first and the last policy measured, or else the training
-    reward."""
-    if summary["accuracy_before"] is None:
-        first, last = (figure(summary[key], ".3f") for key in ("reward_first", "reward_last"))
-        return f"training reward {first} -> {last} (means of the first and the last tenth of the steps)"
-    form = score_format(summary["held_out_score"])
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
-    change = "" if after is None else f" -> {format(after, form)}"
-    return f"held-out {summary['held_out_score']} (sampled) {format(before, form)}{change}"
-
-
-def score_format(score: str) -> str:
-    """The format of a held-out score: percent for an accuracy, a number for a reward."""
+def choose_score_format(score: str) -> str:
+    """Return the format of a held-out score: percent for an accuracy, a number for a reward."""
     return ".1%" if score == "accuracy" else ".3f"
 
 
-def _by_version(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+def describe_learning(summary: Facts) -> str:
+    """Return one line with the sampled held-out score of the first and last measured policy, or the training reward if
+    none was measured."""
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if before is None:
+        first, last = (figure(summary[key], ".3f") for key in ("reward_first", "reward_last"))
+        return f"training reward {first} -> {last} (means of the first and the last tenth of the steps)"
+
+    form = choose_score_format(summary["held_out_score"])
+    text = f"held-out {summary['held_out_score']} (sampled) {format(before, form)}"
+    return text if after is None else f"{text} -> {format(after, form)}"
+
+
+def _sort_by_version(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     return sorted(evaluations, key=lambda evaluation: evaluation.version)
 
 
-def _accuracy(evaluations: Sequence[Evaluation]) -> Facts:
-    """Accuracies of the first and the last policy version measured; "after" needs a second one."""
-    ordered = _by_version(evaluations)
-    before = ordered[0] if ordered else None
-    after = ordered[-1] if len(ordered) > 1 else None
+def _held_out_scores(evaluations: Sequence[Evaluation]) -> Facts:
+    """Return the scores of the first and last measured version. One evaluation alone has no "after"."""
+    by_version = _sort_by_version(evaluations)
+    before = by_version[0] if by_version else None
+    after = by_version[-1] if len(by_version) > 1 else None
     return {
-        "held_out_score": held_out_score(msgspec.to_builtins(ordered)),
+        "held_out_score": name_held_out_score(msgspec.to_builtins(by_version)),
         "accuracy_before": before and before.sampled_accuracy,
         "accuracy_after": after and after.sampled_accuracy,
         "greedy_accuracy_before": before and before.greedy_accuracy,
@@ -182,75 +194,89 @@ def _accuracy(evaluations: Sequence[Evaluation]) -> Facts:
     }
 
 
-def _reward(steps: Sequence[Row]) -> Facts:
-    """Mean training reward over the first and over the last tenth of the steps."""
+def _training_reward(steps: Sequence[Row]) -> Facts:
+    """Return the mean training reward of the first and of the last tenth of the steps."""
     rewards = numbers(steps, "reward_mean")
     tenth = max(1, len(rewards) // 10)
     return {"reward_first": mean(rewards[:tenth]), "reward_last": mean(rewards[-tenth:])}
 
 
 def _ages(steps: Sequence[Row]) -> Facts:
-    """Age of the oldest token, token-weighted mean age, and trained tokens by age.
+    """Return the age of the oldest token, the token-weighted mean age, and the trained tokens by age.
 
-    Without histograms, the mean age is the token-weighted mean of the steps' means.
+    Without histograms, the mean age is computed from the means of the steps.
     """
     tokens_by_age: dict[int, float] = {}
     for row in steps:
         for age, tokens in (row.get("age_histogram") or {}).items():
             tokens_by_age[int(age)] = tokens_by_age.get(int(age), 0) + tokens
-    tokens = sum(tokens_by_age.values())
-    weighted = sum(age * count for age, count in tokens_by_age.items())
-    oldest = [*numbers(steps, "age_max"), *(age for age, count in tokens_by_age.items() if count)]
+
+    max_ages = [*numbers(steps, "age_max"), *(age for age, tokens in tokens_by_age.items() if tokens)]
+    total_tokens = sum(tokens_by_age.values())
+    mean_age: float | None
+    if total_tokens:
+        mean_age = sum(age * tokens for age, tokens in tokens_by_age.items()) / total_tokens
+    else:
+        mean_age = _weighted_mean(steps, "age_mean", "trained_tokens")
     return {
-        "max_age": int(max(oldest)) if oldest else None,
-        "mean_age": weighted / tokens if tokens else _weighted_mean(steps, "age_mean", "trained_tokens"),
+        "max_age": int(max(max_ages)) if max_ages else None,
+        "mean_age": mean_age,
         "tokens_by_age": {str(age): int(tokens_by_age[age]) for age in sorted(tokens_by_age)},
     }
 
 
 def _logprob_gap(rows: Sequence[Row]) -> Facts:
-    """The gap over all tokens that both sides computed with the same weights: age 0 in training, and probes."""
-    largest = numbers(rows, "logprob_gap_max")
+    """Return the gap over all tokens that both sides computed with the same weights: age 0 in training, and probes."""
     return {
         "logprob_gap_mean": _weighted_mean(rows, "logprob_gap_mean", "gap_tokens"),
-        "logprob_gap_max": max(largest, default=None),
+        "logprob_gap_max": max(numbers(rows, "logprob_gap_max"), default=None),
         "gap_tokens": int(sum(numbers(rows, "gap_tokens"))),
     }
 
 
-def _groups(stats: Mapping[str, Any]) -> Facts:
-    """The counters of groups, and whether admitted == released + active; `active` is counted from the sets."""
+def _group_accounting(stats: Mapping[str, Any]) -> Facts:
+    """Return the counters of groups, and True for `balanced` if admitted == released + active.
+
+    The active groups are counted in the sets that hold them, not derived from the other counters: the equation would
+    always hold then. `balanced` is None without groups.
+    """
     released = stats.get("released") or {}
-    ended = {reason.value: int(released.get(reason.value, 0)) for reason in ReleaseReason}
-    active = sum(int(stats.get(place) or 0) for place in ("inflight", "ready", "taken"))
+    released_by_reason = {reason.value: int(released.get(reason.value, 0)) for reason in ReleaseReason}
+    active = sum(int(stats.get(key) or 0) for key in ("inflight", "ready", "taken"))
     admitted = stats.get("admitted")
-    balanced = admitted == sum(released.values()) + active if admitted else None  # nothing to balance without groups
-    return {"groups": {"admitted": admitted, **ended, "active": active}, "balanced": balanced}
+    balanced = admitted == sum(released.values()) + active if admitted else None
+    return {"groups": {"admitted": admitted, **released_by_reason, "active": active}, "balanced": balanced}
 
 
 def _engine_notes(rows: Iterable[Row]) -> dict[str, str]:
-    """Rollout server -> why its engine did not run as configured."""
-    notes = [row for row in rows if (row.get("track"), row.get("name")) == (PROCESS_TRACK, ENGINE_NOTE)]
-    return {str(row.get("role")): str((row.get("args") or {}).get("note", "")) for row in notes}
+    """Return for each rollout server the reason why its engine did not run as configured."""
+    notes = {}
+    for row in rows:
+        if (row.get("track"), row.get("name")) == (PROCESS_TRACK, ENGINE_NOTE):
+            notes[str(row.get("role"))] = str((row.get("args") or {}).get("note", ""))
+    return notes
 
 
-def _counters_of(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
-    """The counters whose names begin with `prefix`, without it."""
-    found = {name.removeprefix(prefix): count for name, count in counters.items() if name.startswith(prefix)}
-    return dict(sorted(found.items()))
+def _counters_with_prefix(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
+    """Return the counters whose names start with `prefix`, sorted by the rest of their names."""
+    return {name.removeprefix(prefix): counters[name] for name in sorted(counters) if name.startswith(prefix)}
 
 
 def _time_split(steps: Sequence[Row]) -> dict[str, float]:
-    """Part of the trainer's step -> seconds over these steps."""
-    total: dict[str, float] = {}
+    """Return the seconds of each part of a step, summed over the steps."""
+    seconds: dict[str, float] = {}
     for row in steps:
-        for part, spent_s in seconds_by_part(row).items():
-            total[part] = total.get(part, 0.0) + spent_s
-    return total
+        for part, part_s in seconds_by_part(row).items():
+            seconds[part] = seconds.get(part, 0.0) + part_s
+    return seconds
 
 
 def _weighted_mean(rows: Sequence[Row], key: str, weight_key: str) -> float | None:
-    pairs = [(number(row, key), number(row, weight_key)) for row in rows]
-    known = [(value, weight) for value, weight in pairs if value is not None and weight is not None]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else None
+    """Return the mean of `key` over the rows that have both keys; None if their weights sum to 0."""
+    pairs = []
+    for row in rows:
+        value, weight = number(row, key), number(row, weight_key)
+        if value is not None and weight is not None:
+            pairs.append((value, weight))
+    total_weight = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total_weight if total_weight else None

@@ -86,14 +86,14 @@ def _number(summary: Facts, key: str) -> float | None:
 
 def plot_rewards(runs: Sequence[Run], file: Path) -> None:
     """Draw training reward and throughput of each run over the steps into `file` (PNG)."""
-    from async_grpo.app.report.drawing import draw_series, legend_above, panels_over_steps, save_figures
+    from async_grpo.app.report.drawing import draw_series, make_step_figure, place_legend_above, save_figures
 
     charts = {"reward_mean": REWARD, "tokens_per_s": METRIC_CHARTS["tokens_per_s"]}
-    figure, panels = panels_over_steps([chart.title for chart in charts.values()])
+    figure, panels = make_step_figure([chart.title for chart in charts.values()])
     names = _short_names([run.path for run in runs])
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         steps = run.steps()
         for axes, key in zip(panels, charts, strict=True):
             draw_series(axes, steps, key, label=name, color=f"C{number % 10}")
-    legend_above(panels[0])
+    place_legend_above(panels[0])
     save_figures(file.parent, {file.stem: figure})

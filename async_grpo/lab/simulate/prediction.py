@@ -13,7 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from async_grpo.app.launch.plan import plan_run
-from async_grpo.app.report.drawing import BLUE, GREEN, GREY, ORANGE, legend_above, new_figure, percent, save_figures
+from async_grpo.app.report.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    format_y_as_percent,
+    make_figure,
+    place_legend_above,
+    save_figures,
+)
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.lab.simulate.calibrate import calibrate, measure_run
@@ -340,7 +349,7 @@ def save_plot(predictions: Sequence[Prediction], folder: Path) -> list[Path]:
 
 
 def _plot_predictions(predictions: Sequence[Prediction]) -> Figure:
-    figure, (speed_axes, idle_axes, age_axes) = new_figure(3, 1, (8, 8))
+    figure, (speed_axes, idle_axes, age_axes) = make_figure(3, 1, (8, 8))
     metrics = [prediction.metrics for prediction in predictions]
     positions = range(len(predictions))
 
@@ -352,13 +361,13 @@ def _plot_predictions(predictions: Sequence[Prediction]) -> Figure:
     idle_axes.bar([position - 0.2 for position in positions], trainer_idle, 0.4, color=ORANGE, label="trainer")
     idle_axes.bar([position + 0.2 for position in positions], rollout_idle, 0.4, color=GREEN, label="servers")
     idle_axes.set_title("idle share", loc="left", fontweight="bold")
-    percent(idle_axes)
-    legend_above(idle_axes)
+    format_y_as_percent(idle_axes)
+    place_legend_above(idle_axes)
 
     age_axes.bar(positions, [point.age_mean for point in metrics], color=GREY, label="mean")
     age_axes.plot(positions, [point.age_max for point in metrics], "k_", markersize=14, label="largest")
     age_axes.set_title("age in optimizer steps", loc="left", fontweight="bold")
-    legend_above(age_axes)
+    place_legend_above(age_axes)
 
     for axes in (speed_axes, idle_axes):
         axes.set_xticks(list(positions), [""] * len(predictions))

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.app.report.drawing import DASHES, GREY, RED, legend_above, new_figure, save_figures, scale_by_unit
+from async_grpo.app.report.drawing import (
+    DASHES,
+    GREY,
+    RED,
+    format_y_by_unit,
+    make_figure,
+    place_legend_above,
+    save_figures,
+)
 from async_grpo.lab.sweep.recommend import Candidate, Recommendation
 from async_grpo.lab.sweep.settings import Band, GridSetting, reward_band
 from async_grpo.telemetry.charts import HELD_OUT, METRIC_CHARTS, REWARD, ROLLOUT_IDLE, TRAINER_IDLE, Chart
@@ -130,7 +138,7 @@ def _draw_tradeoff(
     key_columns = max(1, 80 // (longest + 8))
     key_rows = -(-len(values) // key_columns) if is_numbered else 0
 
-    figure, [axes] = new_figure(1, 1, (8, 4.4 + 0.22 * key_rows))
+    figure, [axes] = make_figure(1, 1, (8, 4.4 + 0.22 * key_rows))
     keys = _shorten(", ".join(key.split(".")[-1] for key in settings[0].values), 50)
     axes.set_title(f"Learning against throughput, by {keys}", loc="left", fontweight="bold")
     front = zip(*pareto_front(points), strict=True)
@@ -146,7 +154,7 @@ def _draw_tradeoff(
     axes.set_xlabel("trained samples per second")
     axes.set_ylabel(f"{choice.measure}\n(bars: one standard error)")
     axes.margins(x=0.15, y=0.15)
-    legend_above(axes)
+    place_legend_above(axes)
 
     labels = values
     if is_numbered:
@@ -306,7 +314,7 @@ def _draw_metrics(settings: Sequence[GridSetting], styles: dict[str, LineStyle])
         axes.set_xticks(range(len(firsts)), ticks, rotation=_tick_rotation(firsts))
         highest = max(value for setting in settings for value in setting.values_of(key))
         axes.set_ylim(0, 1.15 * highest or 1.0)
-        scale_by_unit(axes, chart)
+        format_y_by_unit(axes, chart)
         axes.margins(x=0.15)
 
     figure.supxlabel(next(iter(settings[0].values)), fontsize=9)
@@ -368,7 +376,7 @@ def _draw_panel(
 def _make_panels(count: int, columns: int) -> tuple[Figure, list[Axes]]:
     """Return a figure with `count` panels in `columns` columns."""
     rows = -(-count // columns)
-    figure, panels = new_figure(rows, columns, (8, 4.4) if columns == 1 else (10, 2.3 * rows + 0.7))
+    figure, panels = make_figure(rows, columns, (8, 4.4) if columns == 1 else (10, 2.3 * rows + 0.7))
     for axes in panels[count:]:
         axes.set_axis_off()
     return figure, panels[:count]

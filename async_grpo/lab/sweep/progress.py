@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.report.live_view import LiveFrame, clock, progress_bar
+from async_grpo.app.report.live_view import LiveFrame, format_duration, make_progress_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def eta_s(state: SweepState) -> float | None:
 def format_line(state: SweepState) -> str:
     """Return the state as one line for a log."""
     running = [f"{run.label} at step {run.step}/{run.steps}" for run in state.running]
-    return " | ".join([f"[{clock(state.elapsed_s)}] {_format_counts(state)}", *running])
+    return " | ".join([f"[{format_duration(state.elapsed_s)}] {_format_counts(state)}", *running])
 
 
 class SweepView(LiveFrame):
@@ -81,7 +81,7 @@ class SweepView(LiveFrame):
         self._state = state
         if self._is_line_due(state.elapsed_s):
             self._printed_s = state.elapsed_s
-            self.say(format_line(state))
+            self.print_message(format_line(state))
 
     def render(self) -> RenderableType:
         """Return the table of the newest state."""
@@ -93,13 +93,13 @@ def progress_table(state: SweepState) -> Table:
     rows = Table.grid(padding=(0, 2))
     ended = state.finished + state.failed
     counts = Text(_format_counts(state), style="bold")
-    rows.add_row(Text("points", style="bold"), progress_bar(ended, state.total), counts)
+    rows.add_row(Text("points", style="bold"), make_progress_bar(ended, state.total), counts)
     for run in state.running:
         status = "starting"
         if run.step:
             reward = "" if run.reward is None else f", reward {run.reward:.3f}"
-            status = f"step {run.step} of {run.steps}{reward}, {clock(run.elapsed_s)}"
-        rows.add_row(Text(run.label, style="cyan"), progress_bar(run.step, run.steps), Text(status))
+            status = f"step {run.step} of {run.steps}{reward}, {format_duration(run.elapsed_s)}"
+        rows.add_row(Text(run.label, style="cyan"), make_progress_bar(run.step, run.steps), Text(status))
     return rows
 
 
@@ -110,4 +110,4 @@ def _format_counts(state: SweepState) -> str:
     if state.stopping:
         return f"{text}, stopping (Ctrl-C again: immediately)"
     left_s = eta_s(state)
-    return text if left_s is None else f"{text}, {clock(left_s)} left"
+    return text if left_s is None else f"{text}, {format_duration(left_s)} left"

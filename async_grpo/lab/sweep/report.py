@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from async_grpo.app.report.summary import score_format
+from async_grpo.app.report.summary import choose_score_format
 from async_grpo.errors import ConfigError
 from async_grpo.lab.sweep.folder import SweepFolder, SweepRecord
 from async_grpo.lab.sweep.plots import write_plots
@@ -145,7 +145,7 @@ def _settings_table(settings: Sequence[GridSetting], comparison: SweepComparison
     candidates = {candidate.label: candidate for candidate in comparison.settings}
     chosen = comparison.choice.label
     score = "reward" if any(point.held_out_score == "reward" for point in comparison.points) else "accuracy"
-    score_spec = score_format(score)
+    score_spec = choose_score_format(score)
     columns: dict[str, Callable[[GridSetting], str]] = {
         "setting": lambda setting: _format_label(setting.label, bold=setting.label == chosen),
         "seeds": lambda setting: f"{len(setting.finished)} of {len(setting.points)}",
@@ -243,7 +243,7 @@ def _points_table(points: Sequence[PointMetrics]) -> str:
         "seed": lambda point: str(point.seed),
         "state": lambda point: point.state,
         "steps": lambda point: f"{point.steps_done} of {point.steps}",
-        "held-out, after": lambda point: figure(point.accuracy_after, score_format(point.held_out_score)),
+        "held-out, after": lambda point: figure(point.accuracy_after, choose_score_format(point.held_out_score)),
         "reward, last tenth": lambda point: figure(point.reward_last, ".3f"),
         "samples/s": lambda point: figure(point.samples_per_s, ",.3g"),
         "wall s": lambda point: figure(point.wall_s, ",.0f"),

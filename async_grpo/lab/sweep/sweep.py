@@ -123,11 +123,11 @@ async def run_sweep(
             at_once = max(record.at_once, options.at_once)
             records[record.name] = msgspec.structs.replace(record, error=result.error, at_once=at_once)
             write_records()
-            view.say(f"{result.point}: {result.error or result.outcome.value}")
+            view.print_message(f"{result.point}: {result.error or result.outcome.value}")
 
         # Write the points before the first run starts: if this process is killed, the same command finds them.
         write_records()
-        view.say(f"{len(plan.points)} points in {folder.path}, {len(to_run)} to run")
+        view.print_message(f"{len(plan.points)} points in {folder.path}, {len(to_run)} to run")
         runner = SweepRunner(
             to_run,
             folder,

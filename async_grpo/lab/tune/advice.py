@@ -13,7 +13,7 @@ import yaml
 from rich.box import SIMPLE
 from rich.table import Table
 
-from async_grpo.app.report.drawing import BLUE, GREEN, GREY, RED, legend_above, new_figure
+from async_grpo.app.report.drawing import BLUE, GREEN, GREY, RED, make_figure, place_legend_above
 from async_grpo.config.load import find_key_lines, read_raw_config
 from async_grpo.lab.simulate.calibrate import MeasuredMetrics
 from async_grpo.lab.sweep.plots import place_labels
@@ -109,7 +109,7 @@ class Advice:
 
     def figure(self) -> Figure:
         """Plot of value against mean age: all points, the front, and the present and the chosen point."""
-        figure, (axes,) = new_figure(1, 1, (8, 5))
+        figure, (axes,) = make_figure(1, 1, (8, 5))
         axes.set_title(f"{UNITS[self.goal.name]} against mean age", loc="left", fontweight="bold")
 
         def coordinates(points: Sequence[TunedPoint]) -> tuple[list[float], list[float]]:
@@ -131,7 +131,7 @@ class Advice:
 
         axes.set_xlabel("mean age of the trained tokens, optimizer steps")
         axes.set_ylim(bottom=0)
-        legend_above(axes)
+        place_legend_above(axes)
         labelled = [self.present] if self.chosen is self.present else [self.present, self.chosen]
         positions = list(zip(*coordinates(labelled), strict=True))
         place_labels(figure, axes, positions, [self.label(point)[:60] for point in labelled])

@@ -32,7 +32,7 @@ from async_grpo.app.launch.node_plan import check_reachable
 from async_grpo.app.launch.role_process import RoleSpec
 from async_grpo.app.launch.run_folder import open_run, write_config
 from async_grpo.app.launch.supervisor import TRAINER, RoleEnd, Supervisor
-from async_grpo.app.report.live_state import warn_by
+from async_grpo.app.report.live_state import warn_as_text
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, DependencyError, WaitTimeout
 from async_grpo.utils.addresses import is_loopback
@@ -259,7 +259,7 @@ class RayJob:
         self._supervisor = Supervisor(
             [*self._runners.values()],
             restarts={},
-            warn=warn_by(say),
+            warn=warn_as_text(say),
             stop_timeout_s=config.launch.stop_timeout_s + GRACE_S,  # the actors kill after launch.stop_timeout_s
             sees_whole_run=False,
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from async_grpo.app.launch.role_process import RoleSpec, supervise_processes
 from async_grpo.app.launch.supervisor import RunProgress
-from async_grpo.app.report.live_state import warn_by
+from async_grpo.app.report.live_state import warn_as_text
 from async_grpo.config.buffer import RedisConfig
 from buffer import RedisBuffer, connect
 from tests.support.buffer_cases import policy, tasks
@@ -48,7 +48,7 @@ async def test_a_killed_server_is_restarted_and_its_groups_are_free_at_once(
         RoleSpec("rollout-0", [sys.executable, "-c", program], log, restarts=1),
     ]
     keeper = supervise_processes(
-        run, specs, restarts={}, warn=warn_by(print), stop_timeout_s=5.0, progress=ExpiringProgress(buffer)
+        run, specs, restarts={}, warn=warn_as_text(print), stop_timeout_s=5.0, progress=ExpiringProgress(buffer)
     )
     watching = asyncio.create_task(keeper.watch())
     await printed(log, 1)

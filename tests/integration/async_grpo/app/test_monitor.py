@@ -19,7 +19,7 @@ import redis
 from async_grpo.app.launch.monitor import LocalProgress, Monitor
 from async_grpo.app.launch.role_process import RoleSpec, supervise_processes
 from async_grpo.app.launch.state_plane import StatePlane
-from async_grpo.app.report.live_state import LiveState, RoleState, warn_by
+from async_grpo.app.report.live_state import LiveState, RoleState, warn_as_text
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import RoleFailed, ServerLost
@@ -46,7 +46,7 @@ class Watched:
     def __init__(self, plane: StatePlane) -> None:
         self.shown: list[LiveState] = []
         self.said: list[str] = []
-        say, warn = self.said.append, warn_by(self.said.append)
+        say, warn = self.said.append, warn_as_text(self.said.append)
         no_roles = supervise_processes("watched", [], restarts={}, warn=warn, stop_timeout_s=1.0)
         self.monitor = Monitor(plane, no_roles, LocalProgress(plane, say), show=self.shown.append, say=say, warn=warn)
 
@@ -137,7 +137,7 @@ async def test_a_server_that_is_not_ready_in_time_leaves_the_run_to_the_others(t
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ready_timeout_s": limit_s})})
         sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
         specs = [RoleSpec(name, sleeps, tmp_path / f"{name}.log", 0) for name in ("trainer", "rollout-0", "rollout-1")]
-        warn = warn_by(said.append)
+        warn = warn_as_text(said.append)
         roles = supervise_processes("watched", specs, restarts={}, warn=warn, stop_timeout_s=5.0)
         keeping = asyncio.create_task(roles.watch())
         async with watching(config) as watched:
@@ -170,7 +170,7 @@ async def test_a_trainer_that_leaves_just_after_its_last_step_is_not_started_aga
     buffer, board = await open_run(config), await connect_board(config.redis, config.name)
     progress = LocalProgress(StatePlane(config, buffer, board, None), print)
     roles = supervise_processes(
-        "watched", specs, restarts={}, warn=warn_by(print), stop_timeout_s=5.0, progress=progress
+        "watched", specs, restarts={}, warn=warn_as_text(print), stop_timeout_s=5.0, progress=progress
     )
 
     progress.stats = await buffer.stats()  # the monitor's last look

@@ -15,7 +15,7 @@ import pytest
 from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, supervise_processes
 from async_grpo.app.launch.role_specs import trainer_argv
 from async_grpo.app.launch.supervisor import RunProgress, Supervisor
-from async_grpo.app.report.live_state import warn_by
+from async_grpo.app.report.live_state import warn_as_text
 from async_grpo.config import dump, validate
 from async_grpo.errors import RoleFailed
 from async_grpo.utils.child_process import adopt_orphans, child_argv
@@ -189,7 +189,7 @@ async def test_the_explanation_of_a_trainer_is_the_error_of_its_rank(tmp_path: P
 
 
 def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> Supervisor:
-    return supervise_processes("run", specs, restarts={}, warn=warn_by(said.append), stop_timeout_s=5.0)
+    return supervise_processes("run", specs, restarts={}, warn=warn_as_text(said.append), stop_timeout_s=5.0)
 
 
 async def test_a_role_that_dies_is_named_restarted_and_given_up_at_its_limit(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ async def test_servers_that_leave_while_the_trainer_is_restarted_after_the_end_a
             return True
 
     keeper = supervise_processes(
-        "run", specs, restarts={}, warn=warn_by(said.append), stop_timeout_s=5.0, progress=Generated()
+        "run", specs, restarts={}, warn=warn_as_text(said.append), stop_timeout_s=5.0, progress=Generated()
     )
     await asyncio.wait_for(keeper.watch(), 20)
     assert keeper.restarts == {"trainer": 1, "rollout-0": 0}
@@ -259,7 +259,7 @@ async def test_a_run_goes_on_with_the_servers_that_it_has(tmp_path: Path) -> Non
         [spec(tmp_path, SLEEPER, name=name) for name in ("trainer", "rollout-0", "rollout-1")],
         spares=[spec(tmp_path, "import sys; sys.exit(3)", name="rollout-2")],
         restarts={},
-        warn=warn_by(said.append),
+        warn=warn_as_text(said.append),
         stop_timeout_s=5.0,
     )
     watching = asyncio.create_task(keeper.watch())
@@ -343,7 +343,7 @@ async def test_what_roles_share_outlives_each_of_them_and_ends_with_the_last_als
 async def test_a_role_that_ignores_sigterm_is_killed_at_the_deadline(tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     keeper = supervise_processes(
-        "run", [spec(tmp_path, stubborn, name="trainer")], restarts={}, warn=warn_by(print), stop_timeout_s=0.5
+        "run", [spec(tmp_path, stubborn, name="trainer")], restarts={}, warn=warn_as_text(print), stop_timeout_s=0.5
     )
     watching = asyncio.create_task(keeper.watch())
     await first_line(tmp_path / "trainer.log")
@@ -376,7 +376,7 @@ async def test_spare_servers_start_leave_and_start_again_and_stop_with_the_other
         [spec(tmp_path, SLEEPER, name="trainer")],
         spares=[spec(tmp_path, program, name=name) for name, program in (("one", SLEEPER), ("two", stubborn))],
         restarts={},
-        warn=warn_by(said.append),
+        warn=warn_as_text(said.append),
         stop_timeout_s=0.5,
     )
     assert keeper.start_spare() is None  # nothing runs yet

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from async_grpo.app.launch.supervisor import TRAINER, RoleEnd, Supervisor
-from async_grpo.app.report.live_state import warn_by
+from async_grpo.app.report.live_state import warn_as_text
 from async_grpo.errors import EXIT_CONFIG, WaitTimeout
 
 OK, FAULT, LOST = RoleEnd(0, "left"), RoleEnd(EXIT_CONFIG, "refused"), RoleEnd(1, "was lost")
@@ -63,7 +63,7 @@ class WithoutRoom(ScriptedRunner):
 
 
 def supervisor(runners: Sequence[ScriptedRunner], said: list[str]) -> Supervisor:
-    return Supervisor(runners, restarts={}, warn=warn_by(said.append), stop_timeout_s=5.0, sees_whole_run=False)
+    return Supervisor(runners, restarts={}, warn=warn_as_text(said.append), stop_timeout_s=5.0, sees_whole_run=False)
 
 
 async def test_a_role_that_moves_is_started_elsewhere_and_costs_no_restart() -> None:

@@ -1,4 +1,4 @@
-"""The live view: what it says, where, and how often."""
+"""The live view: its panel, its log lines, and how often a line is printed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from async_grpo.app.report.live_state import LiveState, RoleState, who_waits
+from async_grpo.app.report.live_state import LiveState, RoleState, describe_current_wait
 from async_grpo.app.report.live_view import LiveView
 from async_grpo.config import RunConfig
 from async_grpo.utils.text import sparkline
@@ -60,28 +60,26 @@ def state(**changes: Any) -> LiveState:
 
 
 IDLE = {"running": 0, "waiting_for": "the staleness window"}
-
-
-GRADING = {"evaluation": EvaluationState(version=0, done=512, total=1280, left_s=3.2)}
+EVALUATING = {"evaluation": EvaluationState(version=0, done=512, total=1280, left_s=3.2)}
 LOADING = RoleState("rollout-0", "starting", stage="loading the model", since_s=8.2, usual_s=14.0)
 ROLLOUT_1 = server("rollout-1")
-FULL = {"taken": 16, "active": 48}
+FULL_WINDOW = {"taken": 16, "active": 48}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "sentence"),
     [
         ({}, "the trainer waits for rollout-0: 3 of 16 groups are ready"),
         ({"servers": [server(), ROLLOUT_1]}, "the trainer waits for rollout-0, rollout-1: 3 of 16 groups are ready"),
-        ({**FULL, "servers": [server(**IDLE)]}, "rollout-0 waits for the trainer: the staleness window is full"),
+        ({**FULL_WINDOW, "servers": [server(**IDLE)]}, "rollout-0 waits for the trainer: the staleness window is full"),
         (
-            {**FULL, "servers": [server(**IDLE), server("rollout-1", **IDLE)]},
+            {**FULL_WINDOW, "servers": [server(**IDLE), server("rollout-1", **IDLE)]},
             "rollout-0, rollout-1 wait for the trainer: the staleness window is full",
         ),
         ({"taken": 16, "servers": [server(waiting_for="tasks")]}, "rollout-0 waits for tasks"),
         ({"taken": 16}, "nobody: training and generation overlap"),
         (
-            {"taken": 16, "servers": [server(waiting_for="weights", **GRADING)]},
+            {"taken": 16, "servers": [server(waiting_for="weights", **EVALUATING)]},
             "nobody: training and generation overlap",
         ),
         ({"ready": 20}, "the trainer waits for the oldest groups; 20 newer ones are ready"),
@@ -89,7 +87,7 @@ FULL = {"taken": 16, "active": 48}
         ({"servers": []}, "the trainer waits for a rollout server; none has reported"),
         ({"servers": [server(running=0)]}, "the trainer waits for groups: 3 of 16 are ready, 28 are being made"),
         (
-            {"ready": 0, "servers": [server(running=0, **GRADING)]},
+            {"ready": 0, "servers": [server(running=0, **EVALUATING)]},
             "the trainer waits: rollout-0 evaluates version 0: 512 of 1,280 completions, 3 s left",
         ),
         (
@@ -103,16 +101,16 @@ FULL = {"taken": 16, "active": 48}
         ),
     ],
 )
-def test_who_waits_says_what_holds_the_run_up(changes: dict[str, Any], said: str) -> None:
-    assert who_waits(state(**changes), groups_per_step=16) == said
+def test_the_current_wait_is_described(changes: dict[str, Any], sentence: str) -> None:
+    assert describe_current_wait(state(**changes), groups_per_step=16) == sentence
 
 
-def terminal() -> Console:
+def make_terminal() -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=110, record=True)
 
 
 def test_a_terminal_shows_every_fact_of_the_run() -> None:
-    console = terminal()
+    console = make_terminal()
     with LiveView(CONFIG, console) as view:
         view.update(state())
     text = console.export_text()
@@ -134,9 +132,9 @@ def test_a_terminal_shows_every_fact_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_the_panel_takes_the_width_of_the_terminal_and_cuts_nothing(width: int) -> None:
+def test_the_panel_fills_the_terminal_and_cuts_nothing(width: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, record=True)
-    servers = [server(f"rollout-{index}", **GRADING) for index in range(4)]
+    servers = [server(f"rollout-{index}", **EVALUATING) for index in range(4)]
     with LiveView(CONFIG, console) as view:
         view.update(state(servers=servers, roles=[RoleState(name, "running") for name in ("trainer", "rollout-3")]))
     lines = console.export_text().splitlines()
@@ -145,60 +143,61 @@ def test_the_panel_takes_the_width_of_the_terminal_and_cuts_nothing(width: int) 
     assert "3 ready, 0 taken, 120 tasks left" in " ".join(" ".join(lines).replace("│", " ").split())
 
 
-def plain(view: LiveView) -> str:
-    console = terminal()
+def render_plain(view: LiveView) -> str:
+    """Return the panel without colours."""
+    console = make_terminal()
     console.print(view.render())
     return console.export_text()
 
 
-def drawn(view: LiveView) -> str:
-    """The panel, with its colours as escape sequences."""
-    console = terminal()
+def render_styled(view: LiveView) -> str:
+    """Return the panel with its colours as escape sequences."""
+    console = make_terminal()
     console.print(view.render())
     return console.export_text(styles=True)
 
 
-def test_a_phase_is_shown_before_the_first_state_and_until_the_next_step() -> None:
-    view = LiveView(CONFIG, terminal())
-    view.phase("preparing the model")
-    assert "preparing the model" in drawn(view)
+def test_a_phase_is_shown_until_the_next_step() -> None:
+    view = LiveView(CONFIG, make_terminal())
+    view.show_phase("preparing the model")
+    assert "preparing the model" in render_styled(view)
     view.update(state(step={"step": 1}))
-    view.phase("evaluating")
+    view.show_phase("evaluating")
     view.update(state(step={"step": 1}))
-    assert "evaluating" in drawn(view)
+    assert "evaluating" in render_styled(view)
     view.update(state(step={"step": 2}))
-    assert "evaluating" not in drawn(view)
+    assert "evaluating" not in render_styled(view)
 
 
-def test_every_role_that_starts_says_what_it_does_and_for_how_long() -> None:
-    view = LiveView(CONFIG, terminal())
+def test_a_starting_role_shows_its_stage_and_seconds() -> None:
+    view = LiveView(CONFIG, make_terminal())
     view.update(state(step=None, servers=[], roles=[RoleState("trainer", "running"), LOADING]))
-    lines = [" ".join(line.split()) for line in plain(view).splitlines()]
+    lines = [" ".join(line.split()) for line in render_plain(view).splitlines()]
     assert "│ roles ● trainer running │" in lines
     assert "│ ● rollout-0 starting: loading the model, 8 s, last time 14 s │" in lines
 
 
-def test_a_run_without_a_step_can_be_shown_and_a_broken_staleness_bound_is_red() -> None:
-    view = LiveView(CONFIG, terminal())
+def test_a_run_without_steps_is_shown_and_a_broken_bound_is_red() -> None:
+    view = LiveView(CONFIG, make_terminal())
     view.update(LiveState())
-    assert "0 of 120" in drawn(view) and "not measured yet" in drawn(view)
+    assert "0 of 120" in render_styled(view) and "not measured yet" in render_styled(view)
     view.update(state(step={"step": 1, "age_max": 3}))
-    assert "\x1b[31mmax 3 of S = 2" in drawn(view)
-    assert "no token of age 0 in the last step" in drawn(view)
+    assert "\x1b[31mmax 3 of S = 2" in render_styled(view)
+    assert "no token of age 0 in the last step" in render_styled(view)
 
 
-def test_what_is_said_stays_above_the_panel() -> None:
-    console = terminal()
+def test_a_message_stays_above_the_panel() -> None:
+    console = make_terminal()
     with LiveView(CONFIG, console) as view:
-        view.say("rollout-0 was killed; restart [1] of 3")
+        view.print_message("rollout-0 was killed; restart [1] of 3")
         view.update(state())
     assert "rollout-0 was killed; restart [1] of 3\n" in console.export_text()
 
 
-def test_a_pipe_gets_one_line_at_intervals_and_the_last_state() -> None:
+def test_a_pipe_gets_a_line_per_interval_and_the_last_state() -> None:
     file = io.StringIO()
     with LiveView(CONFIG, Console(file=file, width=80), every_s=10.0) as view:
-        view.phase("starting [rollout-0]")
+        view.show_phase("starting [rollout-0]")
         for second in range(26):
             view.update(state(elapsed_s=100.0 + second))
     lines = file.getvalue().splitlines()
@@ -211,7 +210,7 @@ def test_a_pipe_gets_one_line_at_intervals_and_the_last_state() -> None:
     )
 
 
-def test_graded_answers_are_a_held_out_reward_and_no_accuracy() -> None:
+def test_graded_answers_are_shown_as_held_out_reward() -> None:
     mean, once = Estimate(0.35, 0.3, 0.4), Estimate(0.2, 0.1, 0.3)
     figures = EvalMetrics(prompts=9, completions=36, mean=mean, pass_at={"1": once})
     graded = Evaluation(version=0, prompts=9, samples=4, sampled_accuracy=0.35, figures=figures)
@@ -221,12 +220,12 @@ def test_graded_answers_are_a_held_out_reward_and_no_accuracy() -> None:
     assert "| held-out reward 0.350 |" in file.getvalue()
 
 
-def test_a_pipe_gets_a_line_a_step_but_at_most_one_a_second_and_one_for_each_part_of_a_start() -> None:
+def test_a_pipe_gets_a_line_per_step_at_most_one_per_second() -> None:
     file = io.StringIO()
     with LiveView(CONFIG, Console(file=file, width=80)) as view:
         view.update(state(step=None, steps_done=0, elapsed_s=1.0, roles=[replace(LOADING, stage="importing")]))
         view.update(state(step=None, steps_done=0, elapsed_s=3.0, roles=[replace(LOADING, since_s=10.0)]))
-        for tenth in range(25):  # ten steps a second
+        for tenth in range(25):  # ten steps per second
             view.update(state(step={"step": 1 + tenth}, steps_done=1 + tenth, elapsed_s=4.0 + tenth / 10))
     assert [line.partition(" | ")[0] for line in file.getvalue().splitlines()] == [
         "[0:01] step 0/120",
@@ -253,23 +252,23 @@ def test_the_remaining_time_follows_the_recent_steps() -> None:
     [
         {"servers": []},
         {"roles": [RoleState("trainer", "restarting"), RoleState("rollout-0", "running")]},
-        {"steps_done": 120},  # the last evaluation goes on
+        {"steps_done": 120},  # the last evaluation is still running
     ],
 )
-def test_no_time_is_shown_as_left_while_no_step_can_end(changes: dict[str, Any]) -> None:
+def test_no_remaining_time_is_shown_while_no_step_can_end(changes: dict[str, Any]) -> None:
     file = io.StringIO()
     with LiveView(CONFIG, Console(file=file, width=80)) as view:
         view.update(state(**changes))
     assert " left" not in file.getvalue()
 
 
-def test_the_last_state_comes_before_what_is_said_of_the_report() -> None:
+def test_the_last_state_is_printed_before_the_report_message() -> None:
     file = io.StringIO()
     with LiveView(CONFIG, Console(file=file, width=80)) as view:
         view.update(state())
         view.update(state(elapsed_s=130.5))
         view.print_last_state()
-        view.say("report: report.md")
+        view.print_message("report: report.md")
     assert file.getvalue().splitlines()[-1] == "report: report.md"
 
 

@@ -1,4 +1,4 @@
-"""A fabricated run folder, from its rows to summary.json, plots, timeline.json and report.md."""
+"""summary.json, plots and report.md of a fabricated run folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def step_row(step: int, rng: random.Random) -> dict[str, Any]:
 def write_rows(run_dir: Path) -> None:
     rng = random.Random(1)
     with JsonLines(run_dir / "metrics.jsonl") as metrics:
-        for step in [*range(1, 61), *range(51, STEPS + 1)]:  # the trainer died at 60 and resumed at 50
+        for step in [*range(1, 61), *range(51, STEPS + 1)]:  # the trainer crashed at 60 and resumed from 50
             metrics.write(step_row(step, rng))
         metrics.write({"kind": "warning", "step": 60, "message": "all rewards of the step are equal"})
         gap = {"logprob_gap_mean": 3e-6, "logprob_gap_max": 2e-5, "gap_tokens": 5000}
@@ -129,12 +129,12 @@ def test_a_repeated_step_counts_once(summary: dict[str, Any]) -> None:
     assert sum(summary["tokens_by_age"].values()) == summary["trained_tokens"]
 
 
-def test_accuracy_is_that_of_the_first_and_the_last_version(summary: dict[str, Any]) -> None:
+def test_accuracies_are_those_of_the_first_and_last_version(summary: dict[str, Any]) -> None:
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.14, 0.83)
     assert (summary["greedy_accuracy_before"], summary["greedy_accuracy_after"]) == (0.13, 0.88)
 
 
-def test_an_outage_is_not_read_as_a_window_that_is_too_small() -> None:
+def test_a_server_outage_does_not_suggest_more_staleness() -> None:
     ends = [10.0, 20.0, 30.0, 70.0, 80.0, 90.0, 100.0, 110.0]  # a server was killed in the fourth step
     waits = [1.0, 1.0, 1.0, 38.0, 1.0, 1.0, 1.0, 1.0]
     steps = [
@@ -144,12 +144,12 @@ def test_an_outage_is_not_read_as_a_window_that_is_too_small() -> None:
     times = [(0.0, 32.0), (68.0, 110.0)]
     server = [{"track": "generation", "name": "group 1", "start_s": start, "end_s": end} for start, end in times]
     processes = [{"track": "process", "name": "started", "start_s": start} for start in (0.0, 50.0)]
-    made = summarize(config(), steps, [], [], {}, {}, 110.0, servers=[[*processes, *server]])
-    assert made["trainer_idle"] > 0.3 and made["rollout_idle"] > 0.3
-    assert "max_staleness" not in made["bottleneck"] and "started again" in made["bottleneck"]
+    summary = summarize(config(), steps, [], [], {}, {}, 110.0, servers=[[*processes, *server]])
+    assert summary["trainer_idle"] > 0.3 and summary["rollout_idle"] > 0.3
+    assert "max_staleness" not in summary["bottleneck"] and "started again" in summary["bottleneck"]
 
 
-def test_a_reason_is_not_cut_where_it_says_what_is_missing(run_dir: Path, summary: dict[str, Any]) -> None:
+def test_a_long_reason_is_shown_to_its_end(run_dir: Path, summary: dict[str, Any]) -> None:
     reason = (
         f"the reward function {'long_' * 12}name does not say which answer a completion gives (it has no `extract`)"
     )
@@ -157,9 +157,7 @@ def test_a_reason_is_not_cut_where_it_says_what_is_missing(run_dir: Path, summar
     assert "(it has no 'extract')`." in write_report(run_dir, summary).read_text()
 
 
-def test_the_report_has_the_figures_of_every_version_with_their_intervals(
-    run_dir: Path, summary: dict[str, Any]
-) -> None:
+def test_the_report_has_scores_and_intervals_of_every_version(run_dir: Path, summary: dict[str, Any]) -> None:
     report = write_report(run_dir, summary).read_text()
     section = report.partition("## Held-out prompts")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
@@ -174,14 +172,14 @@ def test_the_report_has_the_figures_of_every_version_with_their_intervals(
     assert not {"\x1b", "\u202e"} & set(source) and source.count("`") == 2
 
 
-def test_one_evaluation_of_an_older_release_is_a_before_without_an_after_and_without_figures(tmp_path: Path) -> None:
+def test_a_single_evaluation_of_an_older_release_has_no_after(tmp_path: Path) -> None:
     old = [Evaluation(version=0, prompts=8, samples=2, sampled_accuracy=0.5)]
     summary = summarize(config(), [], [], old, {}, {}, 1.0)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, None)
     assert "## Held-out" not in write_report(tmp_path, summary).read_text()
 
 
-def test_the_gap_covers_age_0_tokens_and_the_probe_and_the_mean_age_is_weighted(summary: dict[str, Any]) -> None:
+def test_the_gap_covers_age_0_and_probes_and_the_mean_age_is_weighted(summary: dict[str, Any]) -> None:
     tokens = {int(age): count for age, count in summary["tokens_by_age"].items()}
     assert summary["gap_tokens"] == tokens[0] + 5000
     assert summary["logprob_gap_max"] == 2e-5
@@ -190,13 +188,13 @@ def test_the_gap_covers_age_0_tokens_and_the_probe_and_the_mean_age_is_weighted(
     assert summary["max_age"] == 2
 
 
-def test_the_report_says_without_which_servers_the_run_went_on(tmp_path: Path) -> None:
-    why = "rollout-1 has not been ready for 300 s"
-    summary = summarize(config(), [], [], [], {}, {}, 1.0, given_up={"rollout-1": why})
-    assert why in write_report(tmp_path, summary).read_text()
+def test_the_report_names_the_servers_that_were_given_up(tmp_path: Path) -> None:
+    reason = "rollout-1 has not been ready for 300 s"
+    summary = summarize(config(), [], [], [], {}, {}, 1.0, given_up={"rollout-1": reason})
+    assert reason in write_report(tmp_path, summary).read_text()
 
 
-def test_the_report_says_which_engines_gave_captured_graphs_up_and_why(tmp_path: Path) -> None:
+def test_the_report_names_engines_without_captured_graphs(tmp_path: Path) -> None:
     logger = RolloutLogger(tmp_path, "rollout-1", samples_every=1)
     logger.record_engine_note("rollout-1 runs without captured graphs")
     logger.close()
@@ -207,7 +205,7 @@ def test_the_report_says_which_engines_gave_captured_graphs_up_and_why(tmp_path:
     assert "without captured graphs: rollout-1" in format_headline({**summary, "steps": 1}, RunFolder(tmp_path))
 
 
-def test_the_counters_balance_and_restarts_go_by_role(summary: dict[str, Any]) -> None:
+def test_the_counters_balance_and_restarts_are_per_role(summary: dict[str, Any]) -> None:
     assert summary["balanced"] is True
     assert summary["groups"]["active"] == 32
     assert summary["groups"]["expired"] == 0
@@ -216,7 +214,7 @@ def test_the_counters_balance_and_restarts_go_by_role(summary: dict[str, Any]) -
     assert summarize(config(), [], [], [], stats, {}, 1.0)["balanced"] is False
 
 
-def test_a_run_that_trained_nothing_says_so_and_claims_nothing(tmp_path: Path) -> None:
+def test_a_run_without_steps_reports_that_nothing_was_trained(tmp_path: Path) -> None:
     summary = summarize(config(), [], [], [], {}, {}, 0.0)
     assert summary["accuracy_before"] is None and summary["max_age"] is None and summary["balanced"] is None
     report = write_report(tmp_path, summary).read_text()
@@ -240,7 +238,7 @@ def test_rows_with_nulls_and_missing_keys_are_tolerated(tmp_path: Path) -> None:
     assert write_report(tmp_path, summary).exists()
 
 
-def test_the_report_splits_weight_updates_into_transfer_pause_and_load(tmp_path: Path) -> None:
+def test_weight_updates_are_split_into_transfer_pause_and_load(tmp_path: Path) -> None:
     parts = [(1.0, 0.2, 0.1), (3.0, 0.4, 0.3), (2.0, 9.0, 8.0)]
     servers = [
         [{"track": "weights", "name": "version 1", "args": {"transfer_s": transfer, "pause_s": pause, "load_s": load}}]
@@ -252,7 +250,7 @@ def test_the_report_splits_weight_updates_into_transfer_pause_and_load(tmp_path:
     assert "| transfer | 2.000 |" in text and "| pause | 0.400 |" in text and "| load | 0.300 |" in text
 
 
-def test_a_run_of_an_older_release_has_no_seconds_of_weight_updates(tmp_path: Path) -> None:
+def test_a_run_of_an_older_release_has_no_weight_update_times(tmp_path: Path) -> None:
     old = [{"track": "weights", "name": "version 1", "start_s": 1.0, "end_s": 2.0}]
     summary = summarize(config(), [], [], [], {}, {}, 1.0, servers=[old])
     assert summary["weight_updates"]["pause_s"] is None
@@ -274,7 +272,7 @@ def test_the_report_has_every_section_and_every_plot(run_dir: Path, summary: dic
     assert json.loads((run_dir / "summary.json").read_text()) == summary
 
 
-def test_the_report_divides_the_wall_time_and_gives_one_throughput_and_its_verdict(tmp_path: Path) -> None:
+def test_the_report_has_wall_time_parts_throughput_and_bottleneck(tmp_path: Path) -> None:
     spent = {"step_s": 10.0, "wait_s": 6.0, "train_s": 4.0, "trained_tokens": 500, "start_s": 0.0}
     rows = [{"kind": "step", "step": n, "time_s": 100.0 + 10 * n, **spent} for n in range(1, 9)]
     rows[0] |= {"start_s": 15.0, "trained_tokens": 9000}  # a head start of three steps does not count
@@ -301,20 +299,20 @@ def graded(version: int, mean: float, once: float) -> Evaluation:
     return Evaluation(version=version, prompts=9, samples=1, sampled_accuracy=mean, figures=figures)
 
 
-def test_the_first_line_is_the_reward_where_answers_are_graded_or_nothing_was_held_out(tmp_path: Path) -> None:
+def test_the_first_row_is_the_reward_for_graded_answers_or_without_evaluations(tmp_path: Path) -> None:
     rows = [{"step": 1, "reward_mean": 0.25}, {"step": 2, "reward_mean": 1.5}]
-    found = summarize(config(), rows, [], [graded(0, 0.4, 0.1), graded(2, 1.25, 0.5)], {}, {}, 1.0)
-    assert "| **held-out reward, sampled** | **0.400 → 1.250** |" in write_report(tmp_path, found).read_text()
-    assert "held-out reward (sampled) 0.400 -> 1.250" in format_headline(found, RunFolder(tmp_path))
-    found = summarize(config(), rows, [], [graded(0, 0.4, 0.4)], {}, {}, 1.0)
-    assert "held-out accuracy (sampled) 40.0%\n" in format_headline(found, RunFolder(tmp_path))
-    found = summarize(config(), rows, [], [], {}, {}, 1.0)
-    text = write_report(tmp_path, found).read_text()
+    summary = summarize(config(), rows, [], [graded(0, 0.4, 0.1), graded(2, 1.25, 0.5)], {}, {}, 1.0)
+    assert "| **held-out reward, sampled** | **0.400 → 1.250** |" in write_report(tmp_path, summary).read_text()
+    assert "held-out reward (sampled) 0.400 -> 1.250" in format_headline(summary, RunFolder(tmp_path))
+    summary = summarize(config(), rows, [], [graded(0, 0.4, 0.4)], {}, {}, 1.0)
+    assert "held-out accuracy (sampled) 40.0%\n" in format_headline(summary, RunFolder(tmp_path))
+    summary = summarize(config(), rows, [], [], {}, {}, 1.0)
+    text = write_report(tmp_path, summary).read_text()
     assert "| **training reward, first and last tenth** | **0.250 → 1.500** |" in text and "held-out" not in text
-    assert "training reward 0.250 -> 1.500" in format_headline(found, RunFolder(tmp_path))
+    assert "training reward 0.250 -> 1.500" in format_headline(summary, RunFolder(tmp_path))
 
 
-def test_model_output_stays_inside_its_block(run_dir: Path, summary: dict[str, Any]) -> None:
+def test_model_output_cannot_leave_its_code_block(run_dir: Path, summary: dict[str, Any]) -> None:
     lines = write_report(run_dir, summary).read_text().splitlines()
     opening = max(i for i, line in enumerate(lines) if line == "`````text")
     closing = lines.index("`````", opening)
@@ -326,5 +324,5 @@ def test_model_output_stays_inside_its_block(run_dir: Path, summary: dict[str, A
     assert any("[... 4400 more characters]" in line for line in lines)
 
 
-def test_samples_stand_beside_their_reference_answer(run_dir: Path) -> None:
+def test_samples_have_their_reference_answer(run_dir: Path) -> None:
     assert "Reference answer:\n\n```text\n12\n```" in samples_section(run_dir)
