@@ -46,8 +46,8 @@ def import_config(
 ) -> None:
     """Translate a configuration of MindSpeed-RL, MindRLHF, verl or TRL into one of this project.
 
-    Lists all keys without a counterpart, with the reason and the nearest key of this project. docs/coming-from.md has
-    the tables of keys.
+    Lists every key of the file as the same, approximated or not supported, with the reason and the key of this project.
+    docs/coming-from.md has the tables of keys.
     """
     from async_grpo.lab.importers import SOURCES
     from async_grpo.lab.importers.translation import import_file
@@ -60,8 +60,9 @@ def import_config(
         typer.echo(text, nl=False)
     else:
         out.write_text(text, encoding="utf-8")
-    Console(stderr=True).print(_left_out_table(imported))
     say(_closing(imported, out))
+    Console(stderr=True).print(_outcome_table(imported))
+    say(f"{len(imported.keys)} keys of the file: {imported.counts}.")
 
 
 def _parse_pairs(pairs: list[str]) -> dict[str, str]:
@@ -74,14 +75,16 @@ def _parse_pairs(pairs: list[str]) -> dict[str, str]:
     return values
 
 
-def _left_out_table(imported: Imported) -> Table:
-    table = Table(
-        "not imported", "why", "nearest key here", title=f"{len(imported.left_out)} keys without a counterpart"
-    )
-    for items in imported.reasons().values():
-        keys = "\n".join(f"{item.key}: {item.shown}" for item in items[:6])
-        more = f"\n... {len(items) - 6} more" if len(items) > 6 else ""
-        table.add_row(Text(keys + more), Text(items[0].reason), Text(items[0].near))
+def _outcome_table(imported: Imported) -> Table:
+    """One row per key of the file. The rows that need attention come last, next to the prompt."""
+    from async_grpo.lab.importers.reading import OUTCOMES
+
+    table = Table("what became of it", title=imported.counts)
+    table.add_column("key of the file", ratio=4, overflow="fold")
+    table.add_column("key here, and the reason", ratio=5, overflow="fold")
+    for item in sorted(imported.keys, key=lambda item: OUTCOMES.index(item.outcome)):
+        reason = ": ".join(filter(None, [item.ours, item.reason]))
+        table.add_row(*map(Text, (item.outcome, f"{item.key}: {item.shown}", reason)))
     return table
 
 

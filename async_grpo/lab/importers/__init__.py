@@ -40,8 +40,16 @@ def _tables(source: SourceSystem) -> Iterator[str]:
         if row.ours:
             ours = ", ".join(f"`{key}`" for key in row.ours)
             yield f"| `{row.theirs}` | {ours} | {row.note} |"
+    yield f"\n### {source.title}: always so here\n\n| {source.title} | here | nearest |\n|---|---|---|"
+    for row in source.rows:
+        if row.always:
+            yield f"| `{row.theirs}` | {row.always} | {_code(row.near)} |"
     yield f"\n### {source.title}: without a counterpart\n\n| {source.title} | reason | nearest |\n|---|---|---|"
     for row in source.rows:
-        if not row.ours:
-            yield f"| `{row.theirs}` | {row.dropped} | {f'`{row.near}`' if row.near else ''} |"
+        if row.dropped:
+            yield f"| `{row.theirs}` | {row.dropped} | {_code(row.near)} |"
     yield ""
+
+
+def _code(key: str) -> str:
+    return f"`{key}`" if key else ""

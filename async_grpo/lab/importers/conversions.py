@@ -7,15 +7,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
 from async_grpo.config.launch import TelemetryConfig
+from async_grpo.config.rollout import MAX_TOP_K
 from async_grpo.lab.importers.table import KeyRow
-from async_grpo.lab.importers.translation import Translation
+from async_grpo.lab.importers.translation import CHANGE_ME, Translation
 from async_grpo.models.hub import hub_repo
 from async_grpo.models.shapes import SHAPES
 
 _TRACKERS = get_args(get_args(TelemetryConfig.model_fields["trackers"].annotation)[0])
-_NO_TRUNCATION = (
-    "here the log-probabilities are of the whole distribution; a truncated one would make the weights wrong"
-)
+_LARGEST_VOCABULARY = 1_000_000
+"""A top_k of at least this keeps all tokens: AReaL's default is 1e8."""
+_UNTRUNCATED = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Settings of the sampled distribution that need top_k, with the values at which they have no effect."""
 _KL_ESTIMATORS = {
     "kl": "k1",
     "k1": "k1",
@@ -92,7 +94,7 @@ def _convert_bf16(t: Translation, row: KeyRow) -> None:
 def _convert_group_size(t: Translation, row: KeyRow) -> None:
     """Advantages compare the samples of a group, so it has at least 2."""
     size = t.integer(row.theirs)
-    t.set("group_size", max(2, size), "" if size >= 2 else f"CHANGE ME: {size} there; a group has at least 2 samples")
+    t.set("group_size", max(2, size), "" if size >= 2 else f"{CHANGE_ME}: {size} there; a group has at least 2 samples")
 
 
 def _convert_recompute(t: Translation, row: KeyRow) -> None:
@@ -112,16 +114,6 @@ def _convert_temperature(t: Translation, row: KeyRow) -> None:
         t.set("sampling.temperature", t.number(row.theirs))
     else:
         t.drop(row.theirs, "completions for training are sampled, and greedy ones have no log-probability", "sampling")
-
-
-def _refuse(truncates: Callable[[float], bool], reason: str) -> Callable[[Translation, KeyRow], None]:
-    """A conversion that lists values which truncate the distribution, because they have no counterpart."""
-
-    def convert(t: Translation, row: KeyRow) -> None:
-        if t.has(row.theirs) and truncates(t.number(row.theirs)):
-            t.drop(row.theirs, reason, row.ours[0])
-
-    return convert
 
 
 def _convert_trackers(t: Translation, row: KeyRow) -> None:
@@ -145,12 +137,44 @@ CONVERSIONS: Mapping[str, Callable[[Translation, KeyRow], None]] = {
     "recompute": _convert_recompute,
     "eager": _convert_eager,
     "temperature": _convert_temperature,
-    "top_p": _refuse(lambda share: share != 1, _NO_TRUNCATION),
-    "top_k": _refuse(lambda tokens: tokens >= 1, _NO_TRUNCATION),
-    "min_p": _refuse(lambda share: share != 0, "the distribution is never truncated"),
     "trackers": _convert_trackers,
 }
 """Name in a table -> conversion of one key."""
+
+
+def set_sampling(t: Translation, prefix: str) -> None:
+    """Set top_k, top_p, min_p and repetition_penalty from the keys of these names below `prefix`.
+
+    Here top_k is at most MAX_TOP_K, and the others need it. Where the file has none, the largest one is set.
+    """
+    top_k = t.integer(f"{prefix}top_k")
+    if not 0 < top_k < _LARGEST_VOCABULARY:
+        top_k = 0
+    limit = f"engines report at most {MAX_TOP_K} tokens per position to the trainer"
+    if top_k > MAX_TOP_K:
+        t.approximate(f"{prefix}top_k", f"{limit}: the {MAX_TOP_K} most likely of {top_k}", "sampling.top_k")
+        top_k = MAX_TOP_K
+
+    changed: dict[str, float] = {}
+    for name, neutral in _UNTRUNCATED.items():
+        row = t.source.find_row(f"{prefix}{name}")
+        if row is None or not row.ours or t.get(row.theirs) is None:
+            continue
+        value = t.number(row.theirs)
+        if value != neutral:
+            changed[name] = value
+    comment = ""
+    if changed and top_k == 0:
+        top_k = MAX_TOP_K
+        comment = f"not in the file: {limit}"
+        for name in changed:
+            reason = f"with top_k {MAX_TOP_K}, which the file lacks: {limit}"
+            t.approximate(f"{prefix}{name}", reason, f"sampling.{name}, sampling.top_k")
+
+    if top_k:
+        t.set("sampling.top_k", top_k, comment)
+    for name, value in changed.items():
+        t.set(f"sampling.{name}", value)
 
 
 def set_precision(t: Translation, key: str, kind: str) -> None:

@@ -6,6 +6,8 @@ trains them in updates of `batch_size * data_parallel * micro_batch_num` packed 
 
 from __future__ import annotations
 
+import math
+
 from async_grpo.lab.importers.conversions import (
     ON_POLICY,
     convert_keys,
@@ -14,6 +16,7 @@ from async_grpo.lab.importers.conversions import (
     set_lengths,
     set_precision,
     set_rewards,
+    set_sampling,
     set_schedule,
     set_steps,
     set_trackers,
@@ -39,15 +42,14 @@ def translate(t: Translation) -> None:
     t.set("max_staleness", 0, ON_POLICY)
     set_steps(t, f"{_RL}epochs", groups)
     convert_keys(t)
+    set_sampling(t, f"{_GENERATE}sampling_config.")
     _updates(t, groups)
 
     prompt = t.settings["data.max_prompt_tokens"].value
     described = f"what {t.get(f'{_RL}dataset_file')} was made of"
     set_data(t, described, f"FILE.json --max-prompt-tokens {prompt} --model MODEL")
     set_lengths(t, micro_tokens=t.integer(f"{_RL}seq_length"))
-    schedule = f"{_ACTOR}lr_schedule."
-    style, warmup = f"{schedule}lr_decay_style", t.steps(f"{schedule}warmup_step")
-    set_schedule(t, style, str(t.get(style)), warmup, t.number(f"{schedule}min_lr"))
+    _schedule(t)
     _objective(t)
     _rewards(t)
     _devices(t, replicas)
@@ -61,10 +63,26 @@ def _updates(t: Translation, groups: int) -> None:
     updates = max(1, groups * t.settings["group_size"].value // samples)
     t.updates_per_step = updates * t.integer(f"{_RL}num_iterations")
     if updates > 1:
-        fewer = (
-            f"; there {updates} of {samples} samples, here no update has less than a group" if updates > groups else ""
-        )
-        t.set("trainer.mini_batches", min(updates, groups), f"updates of a step{fewer}")
+        t.set("trainer.mini_batches", min(updates, groups), "updates of a step")
+    if updates > groups:
+        fewer = f"{updates} updates of {samples} samples there, {groups} here: no update has less than a group"
+        t.approximate(f"{_RL}batch_size", fewer, "trainer.mini_batches")
+
+
+def _schedule(t: Translation) -> None:
+    """Set the learning-rate schedule. There the rate falls over `decay_steps` updates, whatever the length of the run;
+    here it falls over the run, to the value that it would have at this point there."""
+    section = f"{_ACTOR}lr_schedule."
+    style = str(t.get(f"{section}lr_decay_style"))
+    lr, lowest = t.number(f"{section}lr"), t.number(f"{section}min_lr")
+    decay, updates = t.integer(f"{section}decay_steps"), t.settings["steps"].value * t.updates_per_step
+    fallen = min(1.0, updates / decay) if decay else 1.0
+    if fallen < 1 and style in ("linear", "cosine"):
+        remaining = 1 - fallen if style == "linear" else (1 + math.cos(math.pi * fallen)) / 2
+        lowest += (lr - lowest) * remaining
+        reason = f"{updates} updates of the run are {fallen:.2%} of the decay; the rate falls to {lowest:.3g}"
+        t.approximate(f"{section}decay_steps", reason, "trainer.optimizer.min_lr")
+    set_schedule(t, f"{section}lr_decay_style", style, t.steps(f"{section}warmup_step"), lowest)
 
 
 def _objective(t: Translation) -> None:

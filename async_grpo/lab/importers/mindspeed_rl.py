@@ -13,6 +13,7 @@ from async_grpo.lab.importers.conversions import (
     set_lengths,
     set_overlong,
     set_rewards,
+    set_sampling,
     set_schedule,
     set_trackers,
 )
@@ -28,6 +29,7 @@ _OBJECTIVE = "trainer.objective."
 def translate(t: Translation) -> None:
     """Translate a whole MindSpeed-RL configuration."""
     convert_keys(t)
+    set_sampling(t, f"{_GENERATE}sampling_config.")
     _batches(t)
     _optimizer(t)
     _objective(t)

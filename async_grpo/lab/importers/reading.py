@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -20,19 +20,32 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 70
 
 
+Outcome = Literal["same", "approximated", "not supported"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A key of the file that did not become a setting."""
+class ImportedKey:
+    """A key of the file and what became of it."""
 
     key: str
     value: Any
     reason: str
-    near: str = ""
+    ours: str = ""
+    """The keys that it became, or the nearest one if it is not supported."""
+    outcome: Outcome = "not supported"
 
     @property
     def shown(self) -> str:
         """The value in at most 70 characters; secrets are hidden."""
         return "(hidden)" if _SECRET.search(self.key) else _short.repr(self.value)
+
+    def merge(self, other: ImportedKey) -> ImportedKey:
+        """Return both outcomes of one key as one: the worse outcome, with the reasons of both."""
+        if other.outcome != self.outcome:
+            return max(self, other, key=lambda item: OUTCOMES.index(item.outcome))
+        reasons = dict.fromkeys([self.reason, other.reason])
+        return replace(self, reason="; ".join(reasons))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +53,7 @@ class GivenKeys:
     """Keys and values of a file."""
 
     values: Mapping[str, Any]
-    left_out: Sequence[LeftOut] = ()
+    left_out: Sequence[ImportedKey] = ()
     program: str = ""
     """The program that a launch script starts."""
     file_name: str = ""
@@ -73,11 +86,13 @@ def read_file(source: SourceSystem, file: Path, given: Mapping[str, str]) -> Giv
         key = source.script.names.get(name, name)
         if reason := script.reason(key, text):
             if key not in override:
-                left_out.append(LeftOut(key, "$...", reason))
+                left_out.append(ImportedKey(key, "$...", reason))
         else:
             values[key] = parse_value(text)
     doubts = [
-        LeftOut(name, script.variables[name], "an if, a case or a loop may change it; --set says what holds for you")
+        ImportedKey(
+            name, script.variables[name], "an if, a case or a loop may change it; --set says what holds for you"
+        )
         for name in script.doubtful()
     ]
     return GivenKeys({**values, **_parsed(override)}, left_out + doubts, program, file.name)

@@ -5,12 +5,14 @@
     mini_batch_size = { ours = "trainer.mini_batches", default = 1, note = "prompts of an update" }
     max_prompt_length = { ours = "data.max_prompt_tokens", default = 512, convert = "integer" }
     "tool_*" = { dropped = "conversations with tools are a workflow", near = "rollout.multi_turn.tools" }
+    use_remove_padding = { always = "sequences are always packed" }
 
     [script]                              launch scripts: `LaunchStyle`
     [choices.losses]                      names of theirs -> names of ours, for conversions of several keys
 
 A row with `convert` is translated by that function of conversions.py. A row with `ours` and no `convert` depends on
-other keys: the system's module reads it.
+other keys: the system's module reads it. A row with `always` names what every run here does, a row with `dropped` what
+no run does.
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ class KeyRow:
     """The keys that it becomes; empty if there is no counterpart."""
     dropped: str = ""
     """Reason why there is no counterpart."""
+    always: str = ""
+    """What every run here does, so that no key is needed."""
+    same: Any = None
+    """Value with which runs there do the same as here, for a key without a counterpart. So does a value that switches
+    the key off."""
     near: str = ""
     """The nearest key of ours, for a key without a counterpart."""
     note: str = ""

@@ -1,10 +1,10 @@
 """Translates the configuration of another system into this project's YAML.
 
     file --read_file--> keys and values --translate--> settings, each with a comment  --finish--> Imported
-                                                 \\--> keys that are left out, each with its reason
+                                                 \\--> keys that are approximated or not supported, with the reason
 
-Nothing is dropped silently: a key of the file becomes a setting or is listed, and a value that the translation needs
-and the file lacks is the other system's default.
+Nothing is dropped silently: every key of the file is listed as the same, approximated or not supported. A value that
+the translation needs and the file lacks is the other system's default.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import yaml
 from async_grpo.config import RunConfig
 from async_grpo.config.load import dotted_keys, validate
 from async_grpo.errors import ConfigError
-from async_grpo.lab.importers.reading import GivenKeys, LeftOut, read_file
-from async_grpo.lab.importers.table import SourceSystem
+from async_grpo.lab.importers.reading import OUTCOMES, GivenKeys, ImportedKey, Outcome, read_file
+from async_grpo.lab.importers.table import KeyRow, SourceSystem
 from buffer import plan_buffer_memory
 
 _GIB = 1 << 30
+_OFF_WORDS = ("false", "off", "no", "none", "disabled", "")
+CHANGE_ME = "CHANGE ME"
+"""Marks a value that the user has to check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +44,42 @@ class Imported:
     """A translated configuration that validates."""
 
     settings: Sequence[Setting]
-    left_out: Sequence[LeftOut]
+    keys: Sequence[ImportedKey]
+    """Every key that the file sets."""
     config: RunConfig
-    defaults: Sequence[LeftOut] = ()
-    """Keys of the file that have a counterpart, and whose values need no setting: runs here do the same by default."""
+
+    @property
+    def left_out(self) -> list[ImportedKey]:
+        """The keys that are not supported."""
+        return [item for item in self.keys if item.outcome == "not supported"]
+
+    @property
+    def approximated(self) -> list[ImportedKey]:
+        """The keys that are imported with a difference."""
+        return [item for item in self.keys if item.outcome == "approximated"]
+
+    @property
+    def defaults(self) -> list[ImportedKey]:
+        """The keys that need no setting, because runs here do the same without one."""
+        written = [setting.key for setting in self.settings]
+        same = [item for item in self.keys if item.outcome == "same"]
+        return [item for item in same if not any(_is_below(key, item.ours.split(", ")) for key in written)]
+
+    @property
+    def counts(self) -> str:
+        """Number of keys of the file by what became of them."""
+        outcomes = [item.outcome for item in self.keys]
+        return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in OUTCOMES)
 
     def text(self, title: str) -> str:
-        """The YAML file: the settings with their comments, then what was left out as comments."""
+        """The YAML file: the settings with their comments, then as comments what was left out or approximated."""
         settings = sorted(self.settings, key=lambda setting: _position(setting.key))
         nested = _nest({setting.key: setting for setting in settings})
-        head = [f"# {title}", "# Check it: async-grpo run THIS_FILE --dry-run", ""]
-        tail = ["", "# Not imported, with the reason and the nearest key here:"] if self.left_out else []
-        for reason, items in self.reasons().items():
-            tail += [f"# - {reason}", *(f"#     {item.key}: {item.shown}" for item in items)]
-        if self.defaults:
-            tail += ["", "# Not written, because runs here do the same without a setting:"]
-            tail += [f"#     {item.key}: {item.shown} ({item.near})" for item in self.defaults]
-        return "\n".join([*head, *_yaml_lines(nested, ""), *tail, ""])
-
-    def reasons(self) -> dict[str, list[LeftOut]]:
-        """The keys that were left out, by reason and nearest key."""
-        groups: dict[str, list[LeftOut]] = {}
-        for item in self.left_out:
-            groups.setdefault(f"{item.reason} ({item.near})" if item.near else item.reason, []).append(item)
-        return groups
+        lines = [f"# {title}", "# Check it: async-grpo run THIS_FILE --dry-run", "", *_yaml_lines(nested, "")]
+        lines += _comments("Not supported, with the reason and the nearest key here", self.left_out)
+        lines += _comments("Approximated, with the difference", self.approximated)
+        lines += _comments("Not written, because runs here do the same without a setting", self.defaults)
+        return "\n".join([*lines, ""])
 
 
 @dataclass(slots=True)
@@ -78,7 +93,8 @@ class Translation:
     updates_per_step: int = 1
     """Optimizer updates of one of our steps, where the other system counts its schedules in updates."""
     settings: dict[str, Setting] = field(default_factory=dict)
-    left_out: list[LeftOut] = field(default_factory=list)
+    outcomes: dict[str, ImportedKey] = field(default_factory=dict)
+    """Keys that are approximated or not supported."""
     _read: set[str] = field(default_factory=set)
 
     def has(self, key: str) -> bool:
@@ -130,43 +146,64 @@ class Translation:
         self.settings[key] = Setting(key, value, comment)
 
     def drop(self, key: str, reason: str, near: str = "") -> None:
-        """List a key of the file as left out; a key that the file lacks is not listed."""
-        if self.has(key):
-            self.left_out.append(LeftOut(key, self.given.values[key], reason, near))
+        """List a key of the file as not supported; a key that the file lacks is not listed."""
+        self._list(key, "not supported", reason, near)
+
+    def approximate(self, key: str, reason: str, ours: str = "") -> None:
+        """List a key of the file as imported with a difference; a key that the file lacks is not listed."""
+        self._list(key, "approximated", reason, ours)
+
+    def _list(self, key: str, outcome: Outcome, reason: str, ours: str) -> None:
+        if not self.has(key):
+            return
+        item = ImportedKey(key, self.given.values[key], reason, ours, outcome)
+        earlier = self.outcomes.get(key)
+        self.outcomes[key] = item if earlier is None else earlier.merge(item)
 
     def finish(self) -> Imported:
-        """List all remaining keys as left out and validate the result. Raises ConfigError."""
-        listed = {item.key for item in self.left_out}
-        rest = [key for key, value in self.given.values.items() if value is not None and key not in listed]
-        left_out = [*self.left_out, *filter(None, map(self._explain, rest)), *self.given.left_out]
-        defaults = [item for key in rest if (item := self._find_default(key)) is not None]
+        """List what became of every key and validate the result. Raises ConfigError."""
         config = self._validated()
         need = plan_buffer_memory(config).needed_bytes
         if need > config.redis.max_memory_bytes:
             self.set("redis.max_memory_bytes", -(-need // _GIB) * _GIB, "what this many samples in flight need")
             config = self._validated()
-        return Imported(tuple(self.settings.values()), tuple(left_out), config, defaults)
 
-    def _find_default(self, key: str) -> LeftOut | None:
-        """The key, if it was translated and none of its counterparts had to be set; else None."""
+        keys = [self._explain(key, value) for key, value in self.given.values.items() if value is not None]
+        return Imported(tuple(self.settings.values()), (*keys, *self.given.left_out), config)
+
+    def _explain(self, key: str, value: Any) -> ImportedKey:
+        """Return what became of a key."""
+        if key in self.outcomes:
+            return self.outcomes[key]
         row = self.source.find_row(key)
-        if row is None or not row.ours or key not in self._read or any(ours in self.settings for ours in row.ours):
-            return None
-        return LeftOut(key, self.given.values[key], "the same by default", ", ".join(row.ours))
-
-    def _explain(self, key: str) -> LeftOut | None:
-        """The reason why the key is left out; None if it was translated."""
-        row, value = self.source.find_row(key), self.given.values[key]
         if row is None:
-            return LeftOut(key, value, f"this importer does not know it; see {self.source.link}", nearest_key(key))
-        if not row.ours:
-            return LeftOut(key, value, row.dropped, row.near)
-        if key in self._read:
-            return None
-        unused = "without effect in this file"
-        if row.note:
-            unused += f"; {row.note}"
-        return LeftOut(key, value, unused, ", ".join(row.ours))
+            return ImportedKey(key, value, f"this importer does not know it; see {self.source.link}", nearest_key(key))
+        if row.ours:
+            return self._explain_translated(key, value, row)
+        if row.always:
+            return ImportedKey(key, value, row.always, row.near, "approximated" if value is False else "same")
+        is_off = value is False or (isinstance(value, str) and value.lower() in _OFF_WORDS)
+        if is_off or (row.same is not None and value == row.same):
+            return ImportedKey(
+                key, value, f"off in the file; {row.dropped}" if is_off else row.dropped, row.near, "same"
+            )
+        return ImportedKey(key, value, row.dropped, row.near)
+
+    def _explain_translated(self, key: str, value: Any, row: KeyRow) -> ImportedKey:
+        ours = ", ".join(row.ours)
+        if key not in self._read:
+            unused = "without effect in this file"
+            if row.note:
+                unused += f"; {row.note}"
+            return ImportedKey(key, value, unused, ours, "same")
+
+        settings = [setting for name, setting in self.settings.items() if _is_below(name, row.ours)]
+        if not settings:
+            return ImportedKey(key, value, "the same by default", ours, "same")
+        marked = [setting.comment for setting in settings if CHANGE_ME in setting.comment]
+        if marked:
+            return ImportedKey(key, value, marked[0], ours, "approximated")
+        return ImportedKey(key, value, row.note, ours, "same")
 
     def _validated(self) -> RunConfig:
         raw = _nest({setting.key: setting.value for setting in self.settings.values()})
@@ -193,6 +230,11 @@ def nearest_key(theirs: str) -> str:
     return leaves[near[0]] if near else ""
 
 
+def _is_below(key: str, sections: Sequence[str]) -> bool:
+    """True if the key is one of these or in one of these sections."""
+    return any(f"{key}.".startswith(f"{section}.") for section in sections if section)
+
+
 def _position(key: str) -> int:
     """The place of a key in the schema; keys below a free mapping have that of the mapping."""
     return max(at for at, known in enumerate(_KEYS) if f"{key}.".startswith(f"{known}."))
@@ -208,6 +250,22 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
             target = target.setdefault(section, {})
         target[leaf] = value
     return nested
+
+
+def _comments(title: str, items: Sequence[ImportedKey]) -> Iterator[str]:
+    """The keys as comments of the YAML file, by reason."""
+    if not items:
+        return
+    groups: dict[str, list[ImportedKey]] = {}
+    for item in items:
+        reason = f"{item.reason} ({item.ours})" if item.ours else item.reason
+        groups.setdefault(reason, []).append(item)
+    yield ""
+    yield f"# {title}:"
+    for reason, members in groups.items():
+        yield f"# - {reason}"
+        for item in members:
+            yield f"#     {item.key}: {item.shown}"
 
 
 def _yaml_lines(nested: Mapping[str, Any], indent: str) -> Iterator[str]:

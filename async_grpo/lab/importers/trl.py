@@ -19,6 +19,7 @@ from async_grpo.lab.importers.conversions import (
     set_kl,
     set_lengths,
     set_rewards,
+    set_sampling,
     set_schedule,
     set_steps,
 )
@@ -34,6 +35,7 @@ def translate(t: Translation) -> None:
     """Translate a whole TRL configuration."""
     _batches(t)
     convert_keys(t)
+    set_sampling(t, "")
     _data(t)
     set_lengths(t, longest=t.integer("vllm_max_model_length"))
     _optimizer(t)

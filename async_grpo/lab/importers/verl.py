@@ -16,6 +16,7 @@ from async_grpo.lab.importers.conversions import (
     set_data,
     set_lengths,
     set_overlong,
+    set_sampling,
     set_schedule,
     set_steps,
 )
@@ -32,6 +33,7 @@ _OBJECTIVE = "trainer.objective."
 def translate(t: Translation) -> None:
     """Translate a whole verl configuration."""
     convert_keys(t)
+    set_sampling(t, _ROLLOUT)
     _batches(t)
     _data_and_lengths(t)
     _optimizer(t)
