@@ -49,7 +49,7 @@ def accept(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to this file, as JSON.")
     ] = None,
 ) -> int:
-    """Test all parts of the system on this machine's devices, with a small random model, before the first run.
+    """Test all parts of the system on this machine's devices, before the first run.
 
     The stages: `doctor`; `collectives` over all devices; `numbers` (attention, log-probabilities and gradients compared
     with the CPU in float64); `graphs` (captured graphs use updated weights, or the engine runs without graphs);

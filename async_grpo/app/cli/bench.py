@@ -19,7 +19,8 @@ MODULES = {
 """Bench -> module whose `measure` returns its results. It is imported when the command runs."""
 
 app = typer.Typer(
-    help="Measure this installation. Every result comes with a baseline from the same run.", no_args_is_help=True
+    help="Measure the speed of this machine. Every result comes with a baseline from the same run.",
+    no_args_is_help=True,
 )
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to this file.")]
@@ -32,8 +33,9 @@ Quick = Annotated[
 @app.command()
 @exit_with_code()
 def rollout(json_file: JsonFile = None, quick: Quick = False) -> None:
-    """Measure a rollout server: tokens per second compared with bare vLLM on the same engine and dispatch in waves.
+    """Measure how many tokens per second a rollout server generates.
 
+    The baselines are bare vLLM on the same engine, and dispatch in waves.
     Uses random models of 56 and of 0.4 million parameters. Takes about seven minutes.
     """
     _measure("rollout", json_file, quick=quick)
@@ -49,9 +51,10 @@ def trainer(
         typer.Option(metavar="FILE", help="JSON lines with the fields of GSM8K (default: random prompts)."),
     ] = None,
 ) -> None:
-    """Measure a training step: tokens per second compared with padded batches in plain PyTorch, upper bounds, and
-    streaming compared with waiting for the whole batch.
+    """Measure how many tokens per second a training step processes.
 
+    The baselines are padded batches in plain PyTorch and upper bounds. Streaming is compared with waiting for the whole
+    batch.
     Uses a random model of 8 million parameters and the lengths of GSM8K. Takes about ten minutes.
     """
     _measure("trainer", json_file, quick=quick, data=data)
@@ -91,7 +94,7 @@ def pipeline(
         Path | None, typer.Option(metavar="FILE", help="Plot speed and idle shares over max_staleness (PNG).")
     ] = None,
 ) -> None:
-    """Measure the whole loop: the same work at every max_staleness, compared with the synchronous loop.
+    """Measure the whole loop at several values of max_staleness, compared with the synchronous loop.
 
     Runs a random model of 3 million parameters, with one core per side. Reports tokens per second, idle shares, ages,
     and the reached fraction of the maximum speedup by overlap. Takes about 25 minutes for five values of max_staleness

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from buffer.inspector import Inspector, Overview
 
 app = typer.Typer(
-    help="Inspect the buffer of a live run. Select the run by the CONFIG and -o of its start, or by --run-dir.",
+    help="Inspect the groups of a live run in its buffer, drain it, or export them.\n\n"
+    "Select the run by the CONFIG and -o of its start, or by --run-dir.",
     no_args_is_help=True,
 )
 
@@ -45,9 +46,10 @@ def stats(
         float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Seconds between refreshes with --watch.")
     ] = 1.0,
 ) -> int:
-    """Show counters, window fill, head version, releases by reason, ages, the oldest lease and the server's memory.
+    """Show how full the buffer is, how old its groups are, and why groups were released.
 
-    Read-only. With --watch --json, every refresh prints one line of JSON.
+    Also shows the head version, the oldest lease and the server's memory. Read-only. With --watch --json, every refresh
+    prints one line of JSON.
     """
     refresh_s = every_s if watch else None
     return _run_attached(config, override, run_dir, lambda inspector: _show_overview(inspector, as_json, refresh_s))
@@ -70,7 +72,7 @@ def inspect(
     ] = 400,
     as_json: AsJson = False,
 ) -> int:
-    """List the groups by state, or show all records of the group or waiting task ID.
+    """List the groups by state, or show everything stored about the group or waiting task ID.
 
     Records are decoded without a schema, so records of newer releases are readable too. Text is escaped, so model
     output cannot control the terminal. Read-only.

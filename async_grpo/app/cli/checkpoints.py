@@ -91,8 +91,10 @@ def pull(
     to: Annotated[Path, typer.Option("--to", metavar="RUNS", help="Folder of runs to download it to.")] = Path("runs"),
     checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Also download its newest checkpoint.")] = False,
 ) -> None:
-    """Download the copy of a run from its runs_store, to inspect it. To continue a run, start it again instead: that
-    downloads what it needs."""
+    """Download the copy of a run from its runs_store, to inspect it.
+
+    To continue a run, start it again instead: that downloads what it needs.
+    """
     from async_grpo.app.launch.run_copy import pull_run
 
     folder = pull_run(url, to, print_line, checkpoint=checkpoint)

@@ -33,8 +33,9 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> int:
-    """Check the installation, and report what is missing and how to install it. The exit code is 1 if a requirement is
-    missing.
+    """Check this machine, and list what is missing and how to install it.
+
+    The exit code is 1 if a requirement is missing.
 
     With CONFIG, also check whether that run can start on this machine: model, data and its first row, reward functions,
     memory, disk, ports, devices, Redis, and keys without effect.

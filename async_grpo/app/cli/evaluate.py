@@ -75,7 +75,9 @@ def evaluate(
     json_file: JsonFile = None,
     patience_s: Patience = None,
 ) -> None:
-    """Evaluate a policy on the held-out prompts of its run: mean@k, pass@k, maj@k and greedy, with 95% intervals.
+    """Measure how often a policy solves the held-out prompts of its run, with 95% intervals.
+
+    The scores are mean@k, pass@k, maj@k and greedy.
 
     Prompts, seeds, rewards and engine settings are those of the run, so the last checkpoint reproduces the accuracy in
     the run's report. With --live, the weights may change during the evaluation. The output then lists the policy

@@ -9,7 +9,7 @@ import typer
 
 from async_grpo.app.cli.common import ConfigFile, Override, Steps, exit_with_code, print_line
 
-app = typer.Typer(help="Submit a run to the scheduler of a cluster.", no_args_is_help=True)
+app = typer.Typer(help="Submit a run to Slurm, Ray or Kubernetes.", no_args_is_help=True)
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the jobs or objects without submitting or writing anything.")
 ]
@@ -66,11 +66,11 @@ def ray(
     ] = None,
     dry_run: DryRun = False,
 ) -> int:
-    """Run the roles as actors of a Ray cluster (launch.ray.address or RAY_ADDRESS), and wait until the run ends.
+    """Start a run on a Ray cluster, and wait until it ends.
 
-    Needs redis.url, and a runs_dir on a file system that all nodes share. Roles of lost nodes are restarted on other
-    nodes; roles of drained nodes save their work first. The same command resumes. Ctrl-C stops the roles that this
-    command started.
+    The roles are actors of the cluster at launch.ray.address or RAY_ADDRESS. Needs redis.url, and a runs_dir on a file
+    system that all nodes share. Roles of lost nodes are restarted on other nodes; roles of drained nodes save their
+    work first. The same command resumes. Ctrl-C stops the roles that this command started.
     """
     from async_grpo.app.launch.clusters.ray import launch_run, plan_bundles, remove_server
     from async_grpo.app.launch.plan import plan_run
@@ -89,9 +89,9 @@ def ray(
 @app.command()
 @exit_with_code()
 def kubernetes(config: ConfigFile, override: Override = None, steps: Steps = None, dry_run: DryRun = False) -> None:
-    """Create the objects of a run in kubectl's current cluster: JobSet, Deployment, Redis, report, disruption budgets,
-    network policies, autoscaler.
+    """Create the objects of a run in kubectl's current cluster.
 
+    They are a JobSet, a Deployment, Redis, the report, disruption budgets, network policies and an autoscaler.
     Addresses and runs_dir are set for the cluster. Models, data and the Secret with the passwords must already exist.
     """
     from async_grpo.app.launch.clusters.kubernetes import apply_objects, dump_objects, resolve_for_cluster

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+import typer.core
 from rich.console import Console
+from rich.table import Table
 
 from async_grpo.app.cli import AT_IMPORT, bench, buffer, checkpoints, launch, runs
 from async_grpo.app.cli.accept import accept
@@ -38,9 +40,19 @@ from async_grpo.errors import ConfigError
 INSTALLER = Path(__file__).parents[2] / "deploy" / "install"
 """A script that needs only Python and pip. In a checkout, async_grpo/deploy is a symbolic link."""
 
+
+class OrderedGroup(typer.core.TyperGroup):
+    """Lists commands in the order of PANELS. Typer alone would list `runs` and `bench` after all plain commands."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands, panel by panel."""
+        return [name for names in PANELS.values() for name in names]
+
+
 app = typer.Typer(
-    help="Asynchronous GRPO: rollout servers generate continuously, and the trainer takes the groups that are ready.",
-    no_args_is_help=True,
+    cls=OrderedGroup,
+    help="Train language models with asynchronous GRPO: sampling and training run at the same time.",
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # paragraphs of a docstring flow
 )
@@ -48,6 +60,7 @@ app = typer.Typer(
 
 @app.callback()
 def common(
+    ctx: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -55,7 +68,39 @@ def common(
         ),
     ] = False,
 ) -> None:
-    """Options that precede the command."""
+    """Options that precede the command. Without a command, the everyday commands are printed."""
+    if ctx.invoked_subcommand is None:
+        _print_everyday_commands(ctx)
+
+
+FIRST_RUN = """\
+  async-grpo run quickstart --dry-run     show the plan of a first run on two CPU cores; without --dry-run, train
+  async-grpo view                         open the page of all runs in a browser
+  async-grpo configs quickstart --to .    copy its configuration, and make it your own
+"""
+
+
+def _print_everyday_commands(ctx: typer.Context) -> None:
+    """Print the first panel of the help and how to start. Newcomers need these nine commands; --help lists all."""
+    console = Console()
+    console.print("\nTrain language models with asynchronous GRPO.\n\n[bold]A first run[/]\n", highlight=False)
+    console.print(FIRST_RUN, highlight=False, soft_wrap=True)
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column()
+    group = ctx.command
+    assert isinstance(group, OrderedGroup)
+    for name in PANELS[EVERYDAY]:
+        table.add_row(f"  {name}", first_paragraph(group.commands[name].help or ""))
+    console.print("[bold]Everyday commands[/]\n", highlight=False)
+    console.print(table)
+    console.print("\n`async-grpo COMMAND --help` explains one; `async-grpo --help` lists all.\n", highlight=False)
+
+
+def first_paragraph(help_text: str) -> str:
+    """Return the first paragraph of a command's help as one line."""
+    return " ".join(help_text.split("\n\n")[0].split())
 
 
 @exit_with_code()
@@ -74,7 +119,9 @@ def run(
         ),
     ] = False,
 ) -> int:
-    """Run everything on this machine: buffer server, trainer, rollout servers, report.
+    """Train a policy on this machine, with a report at the end.
+
+    Starts the buffer server, the trainer and the rollout servers.
 
     Ctrl-C stops cleanly, and the same command resumes. Overrides become part of the run's name, so every experiment has
     its own folder under runs/. --steps does not: it continues the run of the same name.
@@ -98,7 +145,7 @@ def resume(
         str | None, typer.Option("--from", metavar="VERSION", help="Resume from this checkpoint instead of the newest.")
     ] = None,
 ) -> int:
-    """Resume a run that was stopped or killed or that failed, with the settings in its folder.
+    """Continue a run that was stopped or killed or that failed, with the same settings.
 
     --steps N sets the total number of steps. It extends a finished run: training continues from the last checkpoint,
     and the report covers all steps. A linear or cosine learning rate then decays towards the new end, so it jumps up at
@@ -125,7 +172,7 @@ def resume(
 
 @exit_with_code()
 def fetch(config: ConfigFile, override: Override = None) -> int:
-    """Check a run, and download or create its model and data before its roles start.
+    """Check a run, and download or make its model and data before its roles start.
 
     Containers do this before they start a role. After a broken connection, repeat the command: it continues the
     download.
@@ -145,7 +192,9 @@ def rollout(
     ] = None,
     name: Annotated[str, typer.Option(help="Name of this server, unique in the run.")] = "rollout-0",
 ) -> int:
-    """Run one rollout server, in a container or cluster (CONFIG with redis.url), or to join a live run (--run-dir).
+    """Start one rollout server: for a run on a cluster, or in addition to those of a live run.
+
+    On a cluster, CONFIG needs a redis.url. To join a live run on this machine, use --run-dir.
 
     Servers can be started and stopped at any time. A server fetches the newest weights before its first token. Ctrl-C
     saves its unfinished groups to the buffer, where other servers continue them.
@@ -170,9 +219,10 @@ def trainer(
         typer.Option(envvar="ASYNC_GRPO_NODE_RANK", help="Rank of this machine among trainer.nodes, from 0."),
     ] = None,
 ) -> int:
-    """Run the trainer, in a container or cluster (needs redis.url).
+    """Start only the trainer of a run, on a cluster or in a container.
 
-    With trainer.nodes above 1, run the same command on each machine. Training starts when all have joined.
+    CONFIG needs a redis.url. With trainer.nodes above 1, run the same command on each machine. Training starts when
+    all have joined.
     """
     from async_grpo.app.launch.single_role import run_trainer
 
@@ -244,20 +294,44 @@ def _confirm_without_asking(question: str) -> bool:
     return True
 
 
-PANELS: dict[str, list[Callable[..., None]]] = {
-    "Every day": [run, resume, view, why, evaluate, chat, configs, doctor],
-    "Models, data and machines": [install, accept, prepare, import_config, checkpoints.convert, checkpoints.export],
-    "Measure and improve": [sweep, simulate, tune],
-    "Roles and clusters": [fetch, rollout, trainer],
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run,
+    "resume": resume,
+    "view": view,
+    "sweep": sweep,
+    "prepare": prepare,
+    "eval": evaluate,
+    "doctor": doctor,
+    "configs": configs,
+    "import-config": import_config,
+    "convert": checkpoints.convert,
+    "export": checkpoints.export,
+    "why": why,
+    "simulate": simulate,
+    "tune": tune,
+    "chat": chat,
+    "install": install,
+    "accept": accept,
+    "fetch": fetch,
+    "rollout": rollout,
+    "trainer": trainer,
+}
+GROUPS = {"runs": runs.app, "bench": bench.app, "buffer": buffer.app, "launch": launch.app}
+
+EVERYDAY = "Everyday"
+PANELS = {
+    EVERYDAY: ["run", "resume", "view", "sweep", "runs", "prepare", "eval", "bench", "doctor"],
+    "Data and checkpoints": ["configs", "import-config", "convert", "export"],
+    "Understand and tune": ["why", "simulate", "tune", "chat", "buffer"],
+    "Clusters and containers": ["install", "accept", "launch", "fetch", "rollout", "trainer"],
 }
 """Commands per panel of the help, the most used first."""
-for panel, commands in PANELS.items():
-    for command in commands:
-        app.command("eval" if command is evaluate else None, rich_help_panel=panel)(command)
-app.add_typer(runs.app, name="runs", rich_help_panel="Every day")
-app.add_typer(bench.app, name="bench", rich_help_panel="Measure and improve")
-app.add_typer(buffer.app, name="buffer", rich_help_panel="Measure and improve")
-app.add_typer(launch.app, name="launch", rich_help_panel="Roles and clusters")
+for panel, names in PANELS.items():
+    for command_name in names:
+        if command_name in GROUPS:
+            app.add_typer(GROUPS[command_name], name=command_name, rich_help_panel=panel)
+        else:
+            app.command(command_name, rich_help_panel=panel)(COMMANDS[command_name])
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and AT_IMPORT is signal.default_int_handler:
     signal.signal(signal.SIGINT, AT_IMPORT)  # the imports are done: from here on, Ctrl-C is an exception again

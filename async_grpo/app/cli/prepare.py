@@ -74,7 +74,7 @@ def prepare(
     shuffle: Annotated[bool, typer.Option(help="Shuffle the rows; otherwise keep the order of the files.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the shuffling.")] = 1,
 ) -> None:
-    """Tokenize, filter, deduplicate and split a data set into a folder for `data.path`.
+    """Turn a data set into a folder that runs read (data.path): tokenized, filtered and split.
 
     FOLDER/rejected.jsonl lists the rejected rows, with line and reason. The folder is created only when it is complete.
     Runs read it in constant memory. docs/data.md describes the formats.

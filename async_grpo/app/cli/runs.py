@@ -67,7 +67,10 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs: different settings, and metrics. The ratio is the last run's metric divided by the first run's."""
+    """Compare the settings and metrics of runs.
+
+    The ratio is the last run's metric divided by the first run's.
+    """
     from async_grpo.app.runs.compare import compare_runs, plot_rewards
     from async_grpo.app.runs.format import comparison_facts, comparison_table, table_console
     from async_grpo.app.runs.run import Run
@@ -108,9 +111,9 @@ def samples(
         int, typer.Option("--characters", min=1, help="Maximum number of characters to show per text.")
     ] = 600,
 ) -> None:
-    """Print groups of samples: prompt, answer, and every completion with its reward, the latest groups first.
+    """Print samples: a prompt, its reference answer, and every completion with its reward.
 
-    Text is escaped, so model output cannot control the terminal.
+    The latest groups come first. Text is escaped, so model output cannot control the terminal.
     """
     from async_grpo.app.runs.format import group_lines
     from async_grpo.app.runs.run import Run
@@ -167,8 +170,10 @@ def stop(
         float, typer.Option(min=1, metavar="SECONDS", help="Maximum seconds to wait for its end.")
     ] = 300.0,
 ) -> None:
-    """Stop a live run on this machine, like Ctrl-C in its terminal: it writes a checkpoint and its report and exits.
-    `async-grpo resume` continues it."""
+    """Stop a live run on this machine, like Ctrl-C in its terminal.
+
+    It writes a checkpoint and its report and exits. `async-grpo resume` continues it.
+    """
     from async_grpo.app.runs.format import NEXT_COMMANDS
     from async_grpo.app.runs.run import Run
     from async_grpo.app.runs.stop import stop_run

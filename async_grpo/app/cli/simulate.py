@@ -61,7 +61,7 @@ def simulate(
     plots: Plots = None,
     write_timings: WriteTimings = None,
 ) -> None:
-    """Predict throughput, idle shares and ages of a run, without starting it.
+    """Predict the speed of a run and the age of its trained tokens, without starting it.
 
     A discrete-event simulation with this project's own admission, selection and staleness code. Timings come from a
     run (--from), from rooflines of a device (--device), or from a file (--timings).

@@ -48,7 +48,7 @@ def sweep(
     dry_run: DryRun = False,
     report: ReportOnly = None,
 ) -> int:
-    """Run a grid of settings, compare learning, throughput and staleness of the runs, and recommend one.
+    """Train with several values of a setting, compare the runs, and recommend a value.
 
     Ctrl-C stops cleanly. The same command resumes: it keeps finished runs and retries failed ones. More values or seeds
     extend the sweep.

@@ -85,7 +85,7 @@ def tune(
     out: OutFolder = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Find the best settings of a run for a goal by simulation and, with --real, by short real runs.
+    """Find faster settings for a run, by simulation and, with --real, by short real runs.
 
     Varies max_staleness, concurrency, the selector and, on accelerators, the split of the devices. Settings that change
     the batch or prefer short completions are varied only with --vary. Timings come from a run (--from), from rooflines

@@ -47,7 +47,7 @@ def why(
     last: Last = None,
     follow: Follow = False,
 ) -> None:
-    """Show where the time of a run went, what its trainer waited for, and what would make it faster.
+    """Show where the time of a run went, and what would make it faster.
 
     Reads the run's files; the run may be live. The effect of changes is simulated with timings fitted to these files.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.common import complete_config, complete_key, exit_with_code
-from async_grpo.app.cli.main import app, reproducing_command
+from async_grpo.app.cli.main import PANELS, app, first_paragraph, reproducing_command
 from async_grpo.config import dump, load
 from async_grpo.errors import AsyncGrpoError, ConfigError, DependencyError, RoleFailed
 
@@ -35,6 +36,33 @@ def test_every_command_prints_its_help() -> None:
         result = type_in(*words, "--help")
         assert result.exit_code == 0, result.output
         assert "Usage:" in result.output
+
+
+def test_without_a_command_the_everyday_commands_and_a_first_run_are_shown() -> None:
+    result = type_in()
+    assert result.exit_code == 0
+    assert "async-grpo run quickstart" in result.output
+    shown = [words[0] for line in result.output.splitlines() if line.startswith("  ") and (words := line.split())]
+    assert shown[3:] == PANELS["Everyday"]
+
+
+def test_the_help_lists_every_command_once_by_panel() -> None:
+    output = type_in("--help").output
+    positions = [output.index(f"─ {panel} ─") for panel in PANELS]
+    assert positions == sorted(positions)
+    group = typer.main.get_command(app)
+    names = sorted(name for names in PANELS.values() for name in names)
+    assert sorted(getattr(group, "commands", {})) == names
+
+
+def test_the_first_help_line_of_a_command_is_one_short_sentence() -> None:
+    pending: list[tuple[str, Any]] = [("async-grpo", typer.main.get_command(app))]
+    while pending:
+        name, command = pending.pop()
+        children = getattr(command, "commands", {})
+        pending += [(f"{name} {child}", children[child]) for child in children]
+        line = first_paragraph(command.help)
+        assert re.fullmatch(r"[A-Z][^\n]{10,105}\.", line), f"{name}: {line}"
 
 
 def test_tools_are_imported_by_the_commands_that_use_them() -> None:
