@@ -101,6 +101,10 @@ class Translation:
         """True if the file gives the key a value."""
         return self.given.values.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """True if the file switches the key off with null. A null that means the default is `not has(key)`."""
+        return key in self.given.values and self.given.values[key] is None
+
     def get(self, key: str) -> Any:
         """The value in the file, or else the other system's default. Marks the key as translated."""
         self._read.add(key)

@@ -116,6 +116,11 @@ def _objective(t: Translation) -> None:
     scale = {"true": "group", "false": "none"}.get(text := str(t.get("scale_rewards")).lower(), text)
     t.set(f"{_OBJECTIVE}preset", "grpo")
     t.set(f"{_OBJECTIVE}advantage", {"none": "dr_grpo", "batch": "lite_ppo"}.get(scale, "grpo"))
+    if t.get("multi_objective_aggregation") == "normalize_then_sum":
+        t.set(f"{_OBJECTIVE}advantage", "gdpo")
+        t.set(f"{_OBJECTIVE}advantage_norm", "batch")
+        reason = "normalised over the samples of the batch there, over its tokens here"
+        t.approximate("multi_objective_aggregation", reason, f"{_OBJECTIVE}advantage_norm")
     t.set(f"{_OBJECTIVE}loss", loss)
     t.set(f"{_OBJECTIVE}aggregation", "seq_mean_token_mean" if by_sequence else aggregation)
     t.set(f"{_OBJECTIVE}prox", "recompute", "TRL's old_per_token_logps")
@@ -137,17 +142,19 @@ def _objective(t: Translation) -> None:
         else:
             reason = "the reference is replaced, not mixed; it stays frozen"
             t.drop("sync_ref_model", reason, "trainer.reference.sync_every")
-    set_kl(t, t.number("beta"), "k3")
+    set_kl(t, t.number("beta"), "unbiased_k3" if t.flag("use_bias_correction_kl") else "k3")
 
 
 def _corrections(t: Translation) -> None:
     corrections: list[dict[str, Any]] = []
     mode, high = str(t.get(f"{_IS}mode")), t.number(f"{_IS}clip_max")
-    low = t.number(f"{_IS}clip_min") or 1e-9
-    if t.flag(f"{_IS}correction") and high > 0:
-        for kind in t.source.choices["corrections"].get(mode, []):
-            bounds = {"cap": high} if kind.endswith("_tis") else {"low": low, "high": high}
-            corrections.append({"kind": kind, **bounds})
+    rule = t.source.choices["corrections"].get(mode)
+    is_on = t.flag(f"{_IS}correction") and high > 0
+    if is_on and rule is None:
+        t.drop(f"{_IS}mode", "weights are clamped or masked, per token or sequence", f"{_OBJECTIVE}corrections")
+    elif is_on and rule is not None:
+        low = {"low": t.number(f"{_IS}clip_min")} if t.number(f"{_IS}clip_min") > 0 else {}
+        corrections.append({"kind": "weight", **rule, **low, "high": high})
     if t.has("off_policy_mask_threshold"):
         corrections.append({"kind": "opsm", "limit": t.number("off_policy_mask_threshold")})
     if corrections:

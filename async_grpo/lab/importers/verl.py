@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from async_grpo.config.presets import LEVELS
 from async_grpo.config.rollout import RESERVED_ENGINE_ARGUMENTS
 from async_grpo.lab.importers.conversions import (
     ON_POLICY,
@@ -107,6 +108,11 @@ def _objective(t: Translation) -> None:
     loss = t.choose(f"{_ACTOR}policy_loss.loss_mode", "losses", "ppo_clip", reason, f"{_OBJECTIVE}loss")
     t.set(f"{_OBJECTIVE}preset", "grpo")
     t.set(f"{_OBJECTIVE}advantage", advantage)
+    if advantage in ("reinforce_pp", "gdpo"):
+        t.set(f"{_OBJECTIVE}advantage_norm", "batch")
+    if advantage == "gdpo":
+        reason = "each function of rewards.functions is normalised by itself: name those of gdpo_reward_keys"
+        t.approximate("algorithm.adv_estimator", reason, f"{_OBJECTIVE}advantage, rewards.functions")
     t.set(f"{_OBJECTIVE}loss", loss)
     _aggregation(t, loss)
     _clip(t, loss)
@@ -145,7 +151,7 @@ def _clip(t: Translation, loss: str) -> None:
 
 
 def _corrections(t: Translation) -> None:
-    key, ours = f"{_CORRECTION}rollout_is", f"{_OBJECTIVE}corrections"
+    ours = f"{_OBJECTIVE}corrections"
     loss = t.settings[f"{_OBJECTIVE}loss"].value
     bypass = t.flag(f"{_CORRECTION}bypass_mode") if t.has(f"{_CORRECTION}bypass_mode") else is_fully_async(t)
     if bypass and t.get(f"{_CORRECTION}loss_type") == "reinforce":
@@ -154,25 +160,74 @@ def _corrections(t: Translation) -> None:
     comment = "bypass_mode" if bypass else "verl's old_log_prob"
     t.set(f"{_OBJECTIVE}prox", "behaviour" if is_weighted else "recompute", comment)
 
-    corrections: list[dict[str, object]] = []
-    level, threshold = t.get(key), str(t.get(f"{key}_threshold"))
-    if level and is_weighted:
-        t.drop(key, "the ratio already is the importance weight", ours)
-    elif level == "token" and "_" in threshold:
-        low, high = map(float, threshold.split("_"))
-        corrections.append({"kind": "icepop", "low": low, "high": high})
-    elif level:
-        kind = "token_tis" if level == "token" else "seq_tis"
-        corrections.append({"kind": kind, "cap": float(threshold.split("_")[-1])})
-
-    key = f"{_CORRECTION}rollout_rs"
-    reason = "sequences are rejected by seq_sum_k1 (seq_mis) or seq_mean_k1 (geo_rs)"
-    if rejection := t.choose(key, "rejections", None, reason, ours):
-        low_text, _, high_text = str(t.get(f"{key}_threshold")).rpartition("_")
-        high = float(high_text)
-        corrections.append({"kind": rejection, "low": float(low_text) if low_text else 1 / high, "high": high})
+    corrections = [*_weights(t, is_included=is_weighted), *_rejections(t)]
     if corrections:
         t.set(ours, corrections)
+
+
+def _weights(t: Translation, *, is_included: bool) -> list[dict[str, object]]:
+    """The correction of `rollout_is`. `is_included`: the loss already contains the importance weight.
+
+    One threshold is an upper bound to which weights are clamped; LOW_HIGH are bounds outside of which they are 0.
+    """
+    key = f"{_CORRECTION}rollout_is"
+    level = t.get(key)
+    if not level or t.is_null(f"{key}_threshold"):
+        return []
+    if level not in ("token", "sequence"):
+        t.drop(key, "weights are per token or per sequence", f"{_OBJECTIVE}corrections")
+        return []
+    if is_included:
+        t.drop(key, "the ratio already is the importance weight", f"{_OBJECTIVE}corrections")
+        return []
+
+    low, _, high = str(t.get(f"{key}_threshold")).rpartition("_")
+    if not low:
+        return [{"kind": "token_tis" if level == "token" else "seq_tis", "cap": float(high)}]
+    bounds = {"low": float(low), "high": float(high)}
+    if level == "token":
+        return [{"kind": "icepop", **bounds}]
+    return [{"kind": "weight", "level": "seq", "action": "mask", **bounds}]
+
+
+def _rejections(t: Translation) -> list[dict[str, object]]:
+    """The corrections of `rollout_rs`, a list such as "token_k1,seq_mean_k3" with a threshold for each, or one for all.
+
+    verl's k1 is -log rho (compute_rollout_rejection_mask), so its bounds LOW_HIGH are those of 1 / rho. Here the bounds
+    are those of rho: 1 / HIGH and 1 / LOW. A single threshold is HIGH, and LOW is 1 / HIGH.
+    """
+    key, ours = f"{_CORRECTION}rollout_rs", f"{_OBJECTIVE}corrections"
+    options = dict.fromkeys(filter(None, str(t.get(key) or "").replace(" ", "").split(",")))
+    if not options:
+        return []
+    thresholds = str(t.get(f"{key}_threshold") or "").replace(" ", "").split(",")
+    if len(thresholds) == 1:
+        thresholds *= len(options)
+    if len(thresholds) != len(options) or not all(thresholds):
+        t.drop(key, "verl needs a rollout_rs_threshold for each, or one for all", ours)
+        return []
+
+    corrections: list[dict[str, object]] = []
+    unknown = []
+    for option, threshold in zip(options, thresholds, strict=True):
+        level, _, estimator = option.rpartition("_")
+        if level not in LEVELS["reject"] or estimator not in ("k1", "k2", "k3"):
+            unknown.append(option)
+        elif estimator == "k1":
+            low, _, high = threshold.rpartition("_")
+            lowest = 1 / float(high)
+            highest = 1 / float(low) if low else float(high)
+            kind = {"seq_sum": "seq_mis", "seq_mean": "geo_rs"}.get(level)
+            rule = {"kind": kind} if kind else {"kind": "reject", "level": level, "estimator": "k1"}
+            corrections.append({**rule, "low": float(f"{lowest:.10g}"), "high": float(f"{highest:.10g}")})
+        else:
+            corrections.append({"kind": "reject", "level": level, "estimator": estimator, "high": float(threshold)})
+
+    if unknown:
+        t.drop(key, f"rejections are LEVEL_ESTIMATOR, such as seq_mean_k3, not {', '.join(unknown)}", ours)
+    if corrections:
+        t.approximate(key, "rejected tokens stay in the denominator of the loss here, and leave it there", ours)
+    return corrections
 
 
 def _devices(t: Translation) -> None:

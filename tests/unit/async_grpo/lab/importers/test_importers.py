@@ -324,6 +324,8 @@ def test_arguments_of_mindrlhfs_main_join_its_yaml(tmp_path: Path) -> None:
         ("loss_type: grpo\nimportance_sampling_level: sequence\nepsilon: 3.0e-4", {"loss": "gspo", "clip_low": 3e-4}),
         ("delta: 2.0", {"dual_clip": 2.0}),
         ("scale_rewards: batch", {"advantage": "lite_ppo"}),
+        ("multi_objective_aggregation: normalize_then_sum", {"advantage": "gdpo", "advantage_norm": "batch"}),
+        ("beta: 0.04\nuse_bias_correction_kl: true", {"kl_beta": 0.04, "kl_estimator": "unbiased_k3"}),
     ],
 )
 def test_the_objectives_of_trl(tmp_path: Path, given: str, found: dict[str, Any]) -> None:
