@@ -126,7 +126,7 @@ def measure_rank(case: Case, rank: int, loads: bool, precision: str, layers: int
     if not loads:
         for buffer in policy.wrapped.buffers:
             buffer.grad_data.normal_()
-        policy.update(1e-6)  # the optimizer allocates its moments in its first step
+        policy.update_weights(1e-6)  # the optimizer allocates its moments in its first step
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
 
     gc.collect()
@@ -202,11 +202,11 @@ def use_megatron(policy: Any, folder: Path, loads: bool) -> None:
     from megatron.core import dist_checkpointing
 
     from trainer.checkpoint.state import metadata
-    from trainer.model.optimizer import distributed_parts, make_storable
+    from trainer.model.optimizer import distributed_optimizers, prepare_for_checkpoint
 
     # Megatron expects moments, but torch's AdamW has none before its first step.
-    make_storable(policy.optimizer)
-    for part in distributed_parts(policy.optimizer):
+    prepare_for_checkpoint(policy.optimizer)
+    for part in distributed_optimizers(policy.optimizer):
         del part.sharded_param_state_fully_reshardable  # removes our override, so that Megatron's method is called
     model = policy.sharded_state(metadata())
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loads, metadata=metadata())

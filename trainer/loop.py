@@ -132,7 +132,7 @@ def train_next_version(run: TrainerRun) -> TrainedStep | None:
         dump_note = run.skipped_steps.record_skip(incoming.batch, fault)
         run.logger.warn(run.version + 1, f"step skipped: {fault}. {dump_note}")
     if run.reference is not None:
-        run.reference.after_step(run.policy, run.version + 1)
+        run.reference.sync_after_step(run.policy, run.version + 1)
     return TrainedStep(incoming.batch, values, lr)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo.errors import NodeLost
-from trainer.model.host_copy import BUFFER_BYTES, HostCopy, pieces
+from trainer.model.host_copy import BUFFER_BYTES, HostCopy, split_into_pieces
 
 
 class ShardStream:
@@ -36,7 +36,7 @@ class ShardStream:
             # The buffer of this piece is free again once the piece before the previous one is sent.
             if len(in_flight) == 2:
                 self._wait(in_flight.popleft(), 0)
-            copy.run([(buffer.view(piece.dtype).view(piece.shape), piece)])
+            copy.copy_to_host([(buffer.view(piece.dtype).view(piece.shape), piece)])
             in_flight.append(dist.isend(buffer, 0, group=self._group))
         for work in in_flight:
             self._wait(work, 0)
@@ -61,7 +61,7 @@ class ShardStream:
         """Yield every piece with a part of equal size of one of the two buffers, alternating."""
         if not self._buffers:
             self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8) for _ in range(2)]
-        all_pieces = (piece for tensor in tensors for piece, _ in pieces(tensor, tensor, BUFFER_BYTES))
+        all_pieces = (piece for tensor in tensors for piece, _ in split_into_pieces(tensor, tensor, BUFFER_BYTES))
         for number, piece in enumerate(all_pieces):
             yield piece, self._buffers[number % 2][: piece.nbytes]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from async_grpo.weights.sender import WeightSender
 from async_grpo.weights.store import WeightStore
-from trainer.model.hf_weights import find_positions
+from trainer.model.hf_weights import gather_positions
 from trainer.model.host_copy import HostCopy
 from trainer.model.policy import Policy
 from trainer.model.shards import assign_shards
@@ -38,7 +38,7 @@ class SharedSlots:
         self._sender = sender
         store = Path(broadcast_bytes(bytes(sender.store) if sender else None).decode())
         self._local_ranks, self._link = connect_local_ranks(store.parent, timeout_s)
-        self._shards = assign_shards(policy.hf, find_positions(), self._local_ranks)
+        self._shards = assign_shards(policy.hf, gather_positions(), self._local_ranks)
         self._own_shards = self._shards[dist.get_rank()]
         self._remote_ranks = [
             rank for rank, shards in enumerate(self._shards) if shards and rank not in self._local_ranks
@@ -52,7 +52,7 @@ class SharedSlots:
 
     def record_update(self) -> None:
         """Make the next copy wait for the device work queued so far, which includes the weight update."""
-        self._copy.allow()
+        self._copy.record_update()
 
     def copy_version(self, version: int) -> None:
         """Copy this rank's shards of `version`; on rank 0 also open the slot, and commit it when it is complete.
@@ -105,7 +105,7 @@ class SharedSlots:
 
     def _copy_own_shards(self, slot: int) -> None:
         tensors = self._slots[slot]
-        self._copy.run(
+        self._copy.copy_to_host(
             pair
             for shard in self._own_shards
             for pair in zip(

@@ -80,7 +80,7 @@ class WeightExporter:
     def close(self) -> None:
         """Wait for the copy in progress and close the sender."""
         try:
-            self._policy.reading.wait()
+            self._policy.reading.wait_until_read()
         finally:
             if self._shards is not None:
                 self._shards.close()
@@ -98,10 +98,10 @@ class WeightExporter:
             pass  # take part in the collective gather of each adapter
 
     def _publish_shards(self, shards: SharedSlots, version: int) -> None:
-        self._policy.reading.wait()
+        self._policy.reading.wait_until_read()
         shards.record_update()
         if self._announced:
-            self._policy.reading.start(lambda: shards.copy_version(version))
+            self._policy.reading.start_reading(lambda: shards.copy_version(version))
         else:
             # The address is announced after this call, and servers fetch immediately: copy the first version now.
             shards.copy_version(version)

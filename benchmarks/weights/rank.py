@@ -55,7 +55,7 @@ class TrainerRank:
         from transformers import Qwen2Config
 
         from trainer.model.builder import build_model
-        from trainer.model.hf_weights import find_positions
+        from trainer.model.hf_weights import gather_positions
         from trainer.model.policy import Policy
         from trainer.model.shards import assign_shards
         from trainer.ranks.distributed import lay_out
@@ -85,7 +85,7 @@ class TrainerRank:
         parameters = dict(model.named_parameters())
         shape = shape_of(hf)
         self._shard_bytes = 0
-        for shard in assign_shards(hf, find_positions(), range(ranks))[rank]:
+        for shard in assign_shards(hf, gather_positions(), range(ranks))[rank]:
             for view in shard.parameter_views(parameters, shape):
                 self._shard_bytes += view.nbytes
         piece_bytes = min(self._shard_bytes, PIECE_BYTES)
@@ -112,7 +112,7 @@ class TrainerRank:
         started_s = time.monotonic()
         self._exporter.publish_weights(version)
         stall_s = time.monotonic() - started_s
-        self._policy.reading.wait()
+        self._policy.reading.wait_until_read()
         copied_s = time.monotonic() - started_s
 
         address = None  # only rank zero has a publisher

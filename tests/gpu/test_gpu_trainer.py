@@ -109,10 +109,10 @@ def test_weights_come_to_the_host_while_the_stream_of_the_training_is_busy() -> 
     copy = HostCopy(weights.device, torch.cuda.Stream(), buffer_bytes=1 << 20)
     target = torch.zeros(4096, 1024, dtype=torch.bfloat16)
     weights.mul_(2)
-    copy.allow()
+    copy.record_update()
     for _ in range(200):
         matrix = matrix @ matrix
     end = torch.cuda.current_stream().record_event()
-    copy.run([(target, weights.t())])
+    copy.copy_to_host([(target, weights.t())])
     assert not end.query(), "the copy has waited for the kernels behind it"
     assert torch.equal(target, weights.t().cpu())

@@ -49,14 +49,14 @@ def to_megatron(source: Path, target: Path, progress: Progress) -> None:
     with _single_rank() as platform:
         from trainer.model.checks import check_architecture
         from trainer.model.hf_folder import SafetensorsFolder, copy_settings, read_config
-        from trainer.model.hf_weights import load_hf
+        from trainer.model.hf_weights import load_hf_tensors
         from trainer.model.weight_map import model_tensors
 
         hf = read_config(source)
         check_architecture(hf, TrainerConfig())
         tensors = SafetensorsFolder(source, _counting(progress, sum(1 for _ in model_tensors(hf, 1))))
-        model, dtype = _build(hf, platform, _tensor_precision(source, tensors.kinds()))
-        load_hf(model, hf, tensors)
+        model, dtype = _build(hf, platform, _tensor_precision(source, tensors.read_dtypes()))
+        load_hf_tensors(model, hf, tensors)
         with whole_folder(target) as draft:
             copy_settings(source, draft)
             _write_checkpoint(draft, model, hf, dtype)
@@ -80,14 +80,14 @@ def to_hugging_face(
     _check_free(target)
     with _single_rank() as platform:
         from async_grpo.weights.lora import make_peft_config, write_peft_folder
-        from trainer.model.hf_folder import write_folder
-        from trainer.model.lora import export_trained, export_whole, stage_adapters
+        from trainer.model.hf_folder import write_hf_folder
+        from trainer.model.lora import export_merged, export_trained, stage_adapters
         from trainer.model.weight_map import model_tensors
 
         model, hf, adapters = _load_checkpoint(checkpoint, settings, platform, lora)
         if adapters is None or merge:
             count = _counting(progress, sum(1 for _ in model_tensors(hf, 1)))
-            write_folder(target, settings, _counted(export_whole(model, hf, adapters), count))
+            write_hf_folder(target, settings, _counted(export_merged(model, hf, adapters), count))
         else:
             count = _counting(progress, sum(1 for _ in stage_adapters(hf, adapters.config, 0, 1)))
             trained = _counted(export_trained(model, hf, adapters), count)
@@ -103,18 +103,18 @@ def _load_checkpoint(
     from trainer.checkpoint.manifest import check_fits, damaged_checkpoint, find_changed_files, read_manifest
     from trainer.checkpoint.state import metadata, traits_of
     from trainer.model.hf_folder import SafetensorsFolder, read_config
-    from trainer.model.hf_weights import load_hf
+    from trainer.model.hf_weights import load_hf_tensors
     from trainer.model.lora import Adapters, attach_adapters, sharded_state
 
     manifest, hf = read_manifest(checkpoint), read_config(settings)
     model, dtype = _build(hf, platform, str(manifest.model["precision"]))
-    adapters = Adapters.of(lora, settings)
+    adapters = Adapters.from_config(lora, settings)
     check_fits(checkpoint, manifest, version=manifest.version, model=traits_of(hf, dtype, adapters))
     damaged = find_changed_files(checkpoint, manifest, manifest.files)
     if damaged:
         raise damaged_checkpoint(checkpoint, f"{', '.join(damaged)} does not hold what was written")
     if adapters is not None:
-        load_hf(model, hf, SafetensorsFolder(settings))
+        load_hf_tensors(model, hf, SafetensorsFolder(settings))
         attach_adapters(model, hf, adapters.config, seed=0)
     wanted = {"model": sharded_state(model, hf, adapters, metadata())}
     model.load_state_dict(dist_checkpointing.load(wanted, str(checkpoint))["model"], strict=adapters is None)

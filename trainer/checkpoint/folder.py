@@ -52,7 +52,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.snapshot import BackgroundJob, RankSnapshot, draft_path, list_drafts, read_part, write_part
 from trainer.checkpoint.state import layout_of_ranks, live_tensors, load_into_policy, metadata, state_of, traits_of
 from trainer.checkpoint.store import CHOSEN, RunStore, StoredCheckpoint
-from trainer.model.hf_folder import write_folder
+from trainer.model.hf_folder import write_hf_folder
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.ranks.distributed import broadcast_bytes, broadcast_ints, is_rank_zero, max_over_ranks
@@ -175,7 +175,7 @@ class CheckpointFolder:
         # Optimizer state that is offloaded to the host is lent instead of copied; updates wait for `written`.
         state = state_of(policy) | self._reference_state()
         written = threading.Event()
-        lent = [] if policy.offload is None else policy.offload.lend_homes(written, self.config.timeout_s)
+        lent = [] if policy.offload is None else policy.offload.lend_host_tensors(written, self.config.timeout_s)
         snapshot = RankSnapshot(state, draft, live_tensors(policy), lent)
         manifest = CheckpointManifest(
             version=version,
@@ -370,7 +370,7 @@ class CheckpointFolder:
         tensors = _gather_weights(policy)
         target = self.path / "hf"
         if is_rank_zero():
-            write_folder(target, source, tensors.items())
+            write_hf_folder(target, source, tensors.items())
         return target
 
     def start_export(self, policy: Policy, source: Path, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
@@ -380,7 +380,7 @@ class CheckpointFolder:
 
         def write() -> None:
             if tensors:
-                write_folder(self._export_folder(version), source, tensors.items())
+                write_hf_folder(self._export_folder(version), source, tensors.items())
                 span = self.config.export_every_steps
                 for old in self._versions_to_delete(self._versions("hf-"), version, span, _accuracies(evaluations)):
                     self._remove(self._export_folder(old))
@@ -533,7 +533,7 @@ def _accuracies(evaluations: Sequence[Evaluation]) -> dict[int, float]:
 
 def _gather_weights(policy: Policy) -> dict[str, Tensor]:
     """Return copies of the current weights on rank 0, {} on the others."""
-    return {name: tensor.clone() for name, tensor in policy.export() if is_rank_zero()}
+    return {name: tensor.clone() for name, tensor in policy.export_merged() if is_rank_zero()}
 
 
 def _epoch_of(folder: Path) -> int:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from trainer.checkpoint.manifest import RankLayout
 from trainer.model.lora import Adapters
-from trainer.model.optimizer import load_state, make_storable, parameter_states
+from trainer.model.optimizer import load_optimizer_state, parameter_states, prepare_for_checkpoint
 from trainer.model.policy import Policy
 
 _TRAITS = (
@@ -45,7 +45,7 @@ def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[st
     The random state belongs to a (pipeline, tensor) rank. It is not loaded into another layout of these; no step draws
     from it, so the steps are the same.
     """
-    make_storable(policy.optimizer)
+    prepare_for_checkpoint(policy.optimizer)
     is_loading = written_by is not None
     model = policy.sharded_state(metadata())
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata())
@@ -59,9 +59,9 @@ def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[st
 def load_into_policy(policy: Policy, loaded: dict[str, Any]) -> None:
     """Copy a loaded state into the policy."""
     policy.load_sharded_state(loaded["model"])
-    load_state(policy.optimizer, loaded["optimizer"])
+    load_optimizer_state(policy.optimizer, loaded["optimizer"])
     if policy.offload is not None:
-        policy.offload.store()
+        policy.offload.move_to_host()
     if "random" in loaded:
         torch.cuda.set_rng_state(loaded["random"]["device"])
         torch.set_rng_state(loaded["random"]["torch"])
@@ -86,7 +86,7 @@ def traits_of(
     traits = {name: getattr(hf, name) for name in _TRAITS if hasattr(hf, name)}
     traits["precision"] = str(dtype).removeprefix("torch.")
     if adapters is not None:
-        traits |= adapters.traits()
+        traits |= adapters.traits
     return traits
 
 

@@ -1,8 +1,8 @@
 """A Megatron GPTModel with the architecture of a Hugging Face configuration.
 
-Its output layer reads only the trained positions. Predictions of tokens of the prompt and of the environment have no
-loss; for math problems they are a third of all, and the output layer is the widest matrix of the model. What is left
-out would be multiplied by 0, so the result is the same.
+Its output layer computes only the trained positions. Predictions of prompt and environment tokens have no loss; for
+math problems they are a third of all, and the output layer is the widest matrix of the model. The omitted logits would
+be multiplied by 0, so the result is the same.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from transformers import PretrainedConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.models.shapes import shape_of
 from trainer.batch.layout import PackedSequences, Rotation
-from trainer.model.families import rope_of
-from trainer.model.layers import block_spec
+from trainer.model.families import read_rope
+from trainer.model.layers import build_block_spec
 from trainer.platform import Platform
 from trainer.platform.base import LayerRole
 from trainer.platform.grouped_experts import permute_without_waiting
@@ -52,22 +52,22 @@ class TrainedPositionsModel(GPTModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process and self.config.sequence_parallel:
-            # The output layer would join the positions that the ranks share, and in its backward pass sum and scatter
-            # their gradients. `_postprocess` does both around the selection instead.
+            # The output layer would gather all positions, and scatter the summed gradients in its backward pass.
+            # `_postprocess` does both instead, so that the selection comes between gather and output layer.
             self.output_layer.sequence_parallel = False
             self.output_layer.disable_grad_reduce = True
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any
     ) -> Any:
-        """input_ids, position_ids: [1, T]"""
+        """Compute the logits from input_ids and position_ids, both [1, T]."""
         if self.rotation is not None:
             rotation = self.rotation.of(position_ids[0], self.rotary_pos_emb.inv_freq, self.config.params_dtype)
             packed_seq_params = replace(packed_seq_params, rotation=rotation)
         return super().forward(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any) -> Any:
-        """hidden_states: [T, 1, H]. With sequence parallelism T is split over the ranks, and gathered here."""
+        """Select the trained positions of hidden_states [T, 1, H], after gathering T from sequence-parallel ranks."""
         if self.post_process:
             if self.config.sequence_parallel:
                 hidden_states = gather_from_sequence_parallel_region(hidden_states)
@@ -146,12 +146,12 @@ def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, la
     """Build this rank's part of the model on its device, without loading weights."""
     _name_missing_kernel()
     config = transformer_config(hf, dtype, layout, platform.model_options(experts=shape_of(hf).experts > 0))
-    rope, layers = rope_of(hf), platform.layer_replacements(config)
+    rope, layers = read_rope(hf), platform.layer_replacements(config)
     if LayerRole.experts in layers:
         token_dispatcher.permute = permute_without_waiting
     model = TrainedPositionsModel(
         config,
-        block_spec(config, layers),
+        build_block_spec(config, layers),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -166,7 +166,7 @@ def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, la
     if not config.apply_rope_fusion:
         model.rotation = layers.get(LayerRole.rotation, Rotation)
         model.position_embedding_type = "none"  # our attention applies the rotation instead of Megatron's layers
-    _set_experts_apart(model)
+    _mark_expert_parameters(model)
     return model.to(platform.device)
 
 
@@ -179,11 +179,11 @@ def _name_missing_kernel() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _set_experts_apart(model: GPTModel) -> None:
-    """Sum the gradients of experts over all ranks that have a copy of them.
+def _mark_expert_parameters(model: GPTModel) -> None:
+    """Make Megatron sum the gradients of experts over all ranks that have a copy of them.
 
     Megatron does so only with expert_parallel above 1. Otherwise it assumes that tensor-parallel ranks have different
-    experts, although they have the same experts and different tokens. Checkpoints also have one format this way.
+    experts, although they have the same experts and different tokens. It also gives all checkpoints one format.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

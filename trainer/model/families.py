@@ -1,6 +1,7 @@
 """Model families that the trainer builds, and the options of config.json that it accepts. Pure: no torch, no Megatron.
 
-A family is a row of the table below. An option that a row does not name is refused by name, never ignored.
+A family is a row of the table below. An option with another value than its row allows is rejected by name, never
+ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from async_grpo.models.shapes import shape_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_ALWAYS: Mapping[str, Any] = {"hidden_act": "silu", "use_sliding_window": False}
+_REQUIRED_OF_ALL: Mapping[str, Any] = {"hidden_act": "silu", "use_sliding_window": False}
 _NO_BIAS: Mapping[str, Any] = {"attention_bias": False}
 
 _LLAMA3: Mapping[str, Any] = {
@@ -23,18 +24,19 @@ _LLAMA3: Mapping[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Megatron-core has these constants of Llama 3.1 and 3.2 built in; only the factor is free."""
+"""RoPE constants of Llama 3.1 and 3.2, which are fixed in Megatron-core; only the factor is configurable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What all models of one `model_type` have in common."""
+    """Properties common to all models of one `model_type`."""
 
     models: str
-    """The common names of the models."""
+    """Common names of the models."""
     rope_types: tuple[str, ...] = ("default",)
+    """Supported values of `rope_type`."""
     required: Mapping[str, Any] = field(default_factory=dict)
-    """Options of config.json that must have this one value; absent counts as having it."""
+    """Options of config.json with the only supported value. An absent option is accepted."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -43,7 +45,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama 2, 3", rope_types=("default", "llama3"), required={**_NO_BIAS, "mlp_bias": False}),
     "qwen3_moe": Family("Qwen3-MoE", required={**_NO_BIAS, "decoder_sparse_step": 1, "mlp_only_layers": []}),
 }
-"""The families by `model_type`."""
+"""Families by `model_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,40 +57,40 @@ class Rope:
     """Scaling factor of Llama 3; None without scaling."""
 
 
-def known_families() -> str:
-    """Every `model_type` with the names of its models, for error messages."""
+def describe_families() -> str:
+    """Return every `model_type` with the names of its models, for error messages."""
     return ", ".join(f"{kind} ({family.models})" for kind, family in FAMILIES.items())
 
 
-def family_of(hf: PretrainedConfig, key: str = "model.path") -> Family:
-    """The row of this model, which `key` names. Raises ConfigError for a `model_type` that is not in the table."""
+def find_family(hf: PretrainedConfig, key: str = "model.path") -> Family:
+    """Return the row of the model that `key` configures. Raises ConfigError for an unknown `model_type`."""
     if hf.model_type not in FAMILIES:
         raise ConfigError(
             f"model_type {hf.model_type!r} is not an architecture that the trainer builds. It builds "
-            f"{known_families()}. Choose a checkpoint of one of them as {key}"
+            f"{describe_families()}. Choose a checkpoint of one of them as {key}"
         )
     return FAMILIES[hf.model_type]
 
 
 def check_options(hf: PretrainedConfig, key: str = "model.path") -> None:
-    """Raise ConfigError for an option in the config.json of `key` that the trainer would have to ignore."""
-    family = family_of(hf, key)
-    for name, expected in {**_ALWAYS, **family.required}.items():
+    """Raise ConfigError for an option in the config.json of `key` that the trainer does not implement."""
+    family = find_family(hf, key)
+    for name, expected in {**_REQUIRED_OF_ALL, **family.required}.items():
         if getattr(hf, name, expected) != expected:
-            raise _refused(hf, name, getattr(hf, name), expected, key)
+            raise _unsupported(hf, name, getattr(hf, name), expected, key)
     for kind in getattr(hf, "layer_types", None) or ():
         if kind != "full_attention":
-            raise _refused(hf, "layer_types", kind, "full_attention", key)
+            raise _unsupported(hf, "layer_types", kind, "full_attention", key)
     _check_rope(hf, family, key)
     if shape_of(hf).experts and hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
         raise ConfigError(
-            "the checkpoint has num_experts_per_tok 1 with norm_topk_prob true, so that every token has weight 1 at "
-            f"its expert and the router gets no gradient. Choose another {key}"
+            "the checkpoint has num_experts_per_tok 1 with norm_topk_prob true: every token has weight 1 at its "
+            f"expert, so the router gets no gradient. Choose another {key}"
         )
 
 
-def sizes_of(hf: PretrainedConfig) -> dict[str, Any]:
-    """What decides the shapes of the weights and the memory that they take, by its name in config.json."""
+def read_sizes(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return the values that determine the shapes and memory of the weights, by their names in config.json."""
     shape = shape_of(hf)
     sizes = {
         "model_type": hf.model_type,
@@ -104,13 +106,13 @@ def sizes_of(hf: PretrainedConfig) -> dict[str, Any]:
     return sizes | {"intermediate_size": hf.intermediate_size}
 
 
-def options_of(hf: PretrainedConfig) -> dict[str, Any]:
-    """What else decides which function the network computes, by its name in config.json.
+def read_options(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return the other values that determine the function of the network, by their names in config.json.
 
-    Together with `sizes_of` this is everything that the trainer reads to build a model: two models that agree in both
-    compute the same with the same weights.
+    The trainer builds a model from these and `read_sizes` alone. So two models with equal values and equal weights
+    compute the same outputs.
     """
-    rope = rope_of(hf)
+    rope = read_rope(hf)
     options = {
         "rope_theta": rope.theta,
         "rope factor": rope.factor,
@@ -122,31 +124,34 @@ def options_of(hf: PretrainedConfig) -> dict[str, Any]:
     return options
 
 
-def rope_of(hf: PretrainedConfig) -> Rope:
-    """The position embeddings of a configuration that `check_options` accepts."""
-    found = _rope_fields(hf)
-    factor = float(found["factor"]) if found.get("rope_type") == "llama3" else None
-    return Rope(float(found.get("rope_theta") or hf.rope_theta), factor)
+def read_rope(hf: PretrainedConfig) -> Rope:
+    """Return the position embeddings of a configuration that `check_options` accepts."""
+    fields = _rope_fields(hf)
+    factor = float(fields["factor"]) if fields.get("rope_type") == "llama3" else None
+    return Rope(float(fields.get("rope_theta") or hf.rope_theta), factor)
 
 
 def _rope_fields(hf: PretrainedConfig) -> Mapping[str, Any]:
-    """Newer transformers keep all of it in `rope_parameters`, older ones only the scaling, in `rope_scaling`."""
+    # New releases of transformers have all fields in `rope_parameters`, old ones only the scaling in `rope_scaling`.
     return getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
 
 
 def _check_rope(hf: PretrainedConfig, family: Family, key: str) -> None:
-    found = _rope_fields(hf)
-    kind = found.get("rope_type", "default")
+    fields = _rope_fields(hf)
+    kind = fields.get("rope_type", "default")
     if kind not in family.rope_types:
-        raise _refused(hf, "rope_type", kind, " or ".join(family.rope_types), key)
-    expected = {"partial_rotary_factor": 1.0, **(_LLAMA3 if kind == "llama3" else {})}
-    for name, value in expected.items():
-        if found.get(name, value) != value:
-            raise _refused(hf, name, found[name], value, key)
+        raise _unsupported(hf, "rope_type", kind, " or ".join(family.rope_types), key)
+
+    required: dict[str, Any] = {"partial_rotary_factor": 1.0}
+    if kind == "llama3":
+        required |= _LLAMA3
+    for name, value in required.items():
+        if fields.get(name, value) != value:
+            raise _unsupported(hf, name, fields[name], value, key)
 
 
-def _refused(hf: PretrainedConfig, name: str, value: Any, expected: Any, key: str) -> ConfigError:
+def _unsupported(hf: PretrainedConfig, name: str, value: Any, expected: Any, key: str) -> ConfigError:
     return ConfigError(
-        f"the checkpoint has {name} {value!r}, but the trainer builds {hf.model_type} with {name} {expected!r} only: "
+        f"the checkpoint has {name} {value!r}, but the trainer builds {hf.model_type} only with {name} {expected!r}: "
         f"it would compute another network than the one that was saved. Choose another {key}"
     )

@@ -1,13 +1,13 @@
-"""The layer spec for packed sequences in plain PyTorch, and the replacement of its classes by those of a platform.
+"""The layer spec for packed sequences in plain PyTorch, with replacement of its classes by those of a platform.
 
-The sequences of a micro-batch lie end to end (Megatron's `thd` format, no padding). Attention works on them in
-buckets: sequences whose lengths round up to the same multiple of 8 form one rectangle and one SDPA call. Rows are
-padded at their end only, and attention is causal, so no real token ever sees a padded one, and the padded outputs are
-dropped. With hundreds of short sequences this costs a few calls a layer instead of hundreds. Where several ranks share
-sequences, every platform has another attention (trainer/platform/fused_layers.py).
+The sequences of a micro-batch are concatenated without padding (Megatron's `thd` format). Attention groups them into
+buckets: sequences whose lengths round up to the same multiple of 8 form one rectangle, computed by one SDPA call. Rows
+are padded only at their end, and attention is causal, so no real token attends to a padded one, and the padded outputs
+are dropped. With hundreds of short sequences this takes a few calls per layer instead of hundreds. With context
+parallelism every platform has another attention (trainer/platform/fused_layers.py).
 
 A platform may replace classes of the spec (`LayerRole`). Parameters keep their names, because the names come from the
-places in the spec and not from the classes: which parameter holds which tensor is the same on every platform.
+fields of the spec and not from the classes, so one weight map is valid for all platforms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.platform.base import LayerRole
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm; unlike Megatron's local one it may be sequence-parallel."""
+    """Root-mean-square norm. Unlike Megatron's local one it supports sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]"""
+        """Normalise x [..., hidden]; same shape."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -75,13 +75,15 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None, "the trainer packs every micro-batch"
         query, key = packed_seq_params.rotate(query, key)
         cells, buckets = packed_seq_params.cells, packed_seq_params.buckets
-        assert cells is not None, "attention over sequences that ranks share is the platform's"
-        queries, keys, values = (_rectangles(part, cells, buckets) for part in (query, key, value))
-        outputs = [self._attend(*each) for each in zip(queries, keys, values, buckets, strict=True)]
+        assert cells is not None, "with context parallelism the platform must replace this attention"
+        queries = _to_rectangles(query, cells, buckets)
+        keys = _to_rectangles(key, cells, buckets)
+        values = _to_rectangles(value, cells, buckets)
+        outputs = [self._attend(*rectangle) for rectangle in zip(queries, keys, values, buckets, strict=True)]
         return _ToTokens.apply(torch.cat(outputs), cells)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bucket: LengthBucket) -> Tensor:
-        """One rectangle, as its cells: [cells, heads * d]."""
+        """Compute attention of one rectangle; returns [cells, heads * d]."""
         out = F.scaled_dot_product_attention(
             query,
             key,
@@ -94,8 +96,11 @@ class PackedAttention(MegatronModule):
 
 
 class _ToCells(torch.autograd.Function):
-    """Packed tokens -> cells. Nothing comes back from padded ones (no token sees them), so that the gradient is a
-    selection as well: of each token's own cell. That of `index_select` adds cell by cell, on one core."""
+    """Copies packed tokens to cells.
+
+    Padded cells have no gradient, because no token attends to them. So the gradient of a token is that of its own cell,
+    also a selection. The backward pass of `index_select` would instead add cell by cell, on one core.
+    """
 
     @staticmethod
     def forward(context: Any, packed: Tensor, cells: PaddedCells) -> Tensor:
@@ -108,7 +113,7 @@ class _ToCells(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Cells -> packed tokens; padded cells are dropped, and get the gradient 0."""
+    """Copies cells to packed tokens. Padded cells are dropped; their gradient is 0."""
 
     @staticmethod
     def forward(context: Any, outputs: Tensor, cells: PaddedCells) -> Tensor:
@@ -117,22 +122,20 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_select(0, context.cells.token_of_cell).index_fill_(
-            0, context.cells.padding_cells, 0
-        ), None
+        of_cells = gradient.index_select(0, context.cells.token_of_cell)
+        return of_cells.index_fill_(0, context.cells.padding_cells, 0), None
 
 
-def _rectangles(packed: Tensor, cells: PaddedCells, buckets: Sequence[LengthBucket]) -> list[Tensor]:
-    """[T, heads, d] -> a [rows, heads, width, d] for every bucket."""
-    parts = _ToCells.apply(packed, cells).split([bucket.rows * bucket.width for bucket in buckets])
-    return [_rectangle(part, bucket.width) for part, bucket in zip(parts, buckets, strict=True)]
+def _to_rectangles(packed: Tensor, cells: PaddedCells, buckets: Sequence[LengthBucket]) -> list[Tensor]:
+    """Return [rows, heads, width, d] for every bucket, from packed [T, heads, d]."""
+    cells_of_buckets = _ToCells.apply(packed, cells).split([bucket.rows * bucket.width for bucket in buckets])
+    return [
+        bucket_cells.view(-1, bucket.width, *bucket_cells.shape[1:]).transpose(1, 2)
+        for bucket_cells, bucket in zip(cells_of_buckets, buckets, strict=True)
+    ]
 
 
-def _rectangle(cells: Tensor, width: int) -> Tensor:
-    return cells.view(-1, width, *cells.shape[1:]).transpose(1, 2)
-
-
-OWN_LAYERS: Mapping[LayerRole, type] = {
+DEFAULT_LAYERS: Mapping[LayerRole, type] = {
     LayerRole.norm: RMSNorm,
     LayerRole.rotation: Rotation,
     LayerRole.attention: PackedAttention,
@@ -140,13 +143,13 @@ OWN_LAYERS: Mapping[LayerRole, type] = {
     LayerRole.row_linear: RowParallelLinear,
     LayerRole.experts: SequentialMLP,
 }
-"""The classes that stand where a platform has none of its own."""
+"""Classes of the spec without replacements."""
 
 
-def block_spec(
+def build_block_spec(
     config: TransformerConfig, replacements: Mapping[LayerRole, type] | None = None
 ) -> TransformerBlockSubmodules:
-    """Megatron's local layer with the norms and the attention of this module, or with a platform's `replacements`."""
+    """Build Megatron's local spec with this module's norms and attention, or with a platform's `replacements`."""
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
@@ -154,22 +157,22 @@ def block_spec(
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
-    return replace_modules(spec, {OWN_LAYERS[role]: layer for role, layer in (replacements or {}).items()})
+    return replace_modules(
+        spec, {DEFAULT_LAYERS[role]: replacement for role, replacement in (replacements or {}).items()}
+    )
 
 
-def replace_modules(node: Any, by: Mapping[type, type]) -> Any:
-    """A copy of `node` (a spec, its submodules, a list of specs) with the classes of `by` swapped, at any depth."""
+def replace_modules(node: Any, replacements: Mapping[type, type]) -> Any:
+    """Return a copy of `node` (a spec, its submodules, a list of specs) with classes replaced, at any depth."""
     if isinstance(node, type):
-        return by.get(node, node)
+        return replacements.get(node, node)
     if isinstance(node, list | tuple):
-        return type(node)(replace_modules(child, by) for child in node)
+        return type(node)(replace_modules(child, replacements) for child in node)
     if dataclasses.is_dataclass(node):
-        return dataclasses.replace(  # type: ignore[type-var]  # classes have been dealt with
-            node,
-            **{
-                field.name: replace_modules(getattr(node, field.name), by)
-                for field in dataclasses.fields(node)
-                if field.init
-            },
-        )
+        fields = {
+            field.name: replace_modules(getattr(node, field.name), replacements)
+            for field in dataclasses.fields(node)
+            if field.init
+        }
+        return dataclasses.replace(node, **fields)  # type: ignore[type-var]  # classes have been handled above
     return node

@@ -1,11 +1,12 @@
-"""Log-probabilities under truncated sampling: of the tokens that the engine kept, on slices of the vocabulary.
+"""Log-probabilities under truncated sampling, normalised over the tokens that the engine kept.
 
-    logits_NV (this rank's slice) --gather_kept--> z_NW, on every tensor-parallel rank --penalty, / T--> log-softmax
-                                                                                                   over W kept tokens
+    logits_NV (this rank's slice of the vocabulary)
+        --gather_kept--> z_NW, on every tensor-parallel rank
+        --repetition penalty, / T--> log-softmax over the W kept tokens
 
-W, the largest number of kept tokens at a position, is some tens, so nothing here has the size of the vocabulary but the
-gradient of the logits, which exists anyway. The order is that of vLLM's sampler: repetition penalty on the raw logits,
-then the temperature, then truncation.
+W, the maximum number of kept tokens at a position, is a few tens. So no tensor here has the size of the vocabulary
+except the gradient of the logits, which is needed anyway. The order is that of vLLM's sampler: repetition penalty on
+the raw logits, then the temperature, then truncation.
 
     log pi(y) = z_y - log sum_{v kept} exp(z_v)           H = -sum_{v kept} pi(v) log pi(v)
 """
@@ -27,7 +28,7 @@ from trainer.batch.sequences import KeptTokens
 def masked_logprobs(
     logits_NV: Tensor, labels_N: Tensor, kept: KeptTokens, *, temperature: float, repetition_penalty: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the labels and entropies, both float [N] with gradient, over the kept tokens.
+    """Return log-probabilities of the labels and entropies over the kept tokens, both float [N] with gradient.
 
     Args:
         logits_NV: Raw logits of this rank's slice of the vocabulary.
@@ -43,8 +44,8 @@ def masked_logprobs(
 
     is_padding_NW = kept.ids_NW == PADDING
     logprobs_NW = (logits_NW / temperature).masked_fill(is_padding_NW, -math.inf).log_softmax(-1)
-    # Padding has log-probability -inf, and 0 * inf is NaN in the entropy and in its gradient. So it becomes a finite
-    # number again, with weight 0.
+    # Padding has log-probability -inf, and 0 * inf would be NaN in the entropy and its gradient. So replace it by a
+    # finite number with weight 0.
     logprobs_NW = logprobs_NW.masked_fill(is_padding_NW, 0.0)
     probabilities_NW = logprobs_NW.exp().masked_fill(is_padding_NW, 0.0)
     entropy_N = -(probabilities_NW * logprobs_NW).sum(-1)
@@ -54,7 +55,7 @@ def masked_logprobs(
 
 
 def gather_kept(logits_NV: Tensor, ids_NW: Tensor) -> Tensor:
-    """Logits of the tokens `ids_NW` [N, W], from all slices of the vocabulary; 0 at PADDING."""
+    """Return the logits of the tokens `ids_NW` from all slices of the vocabulary, [N, W]; 0 at PADDING."""
     gathered_NW: Tensor = _GatherKept.apply(logits_NV, ids_NW)
     return gathered_NW
 
@@ -64,7 +65,7 @@ class _GatherKept(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, ids_NW: Tensor) -> Tensor:
         size = logits_NV.shape[-1]
         local_NW = ids_NW - parallel_state.get_tensor_model_parallel_rank() * size
-        # PADDING is below every slice, also below the first one, so no rank adds anything for it.
+        # PADDING is negative, so it is outside every slice and no rank adds a logit for it.
         is_local_NW = (local_NW >= 0) & (local_NW < size) & (ids_NW != PADDING)
         local_NW = local_NW.clamp(0, size - 1)
         ctx.save_for_backward(local_NW, is_local_NW)

@@ -1,17 +1,18 @@
-"""The masters and moments of this rank as shards of whole tensors, for checkpoints that any layout of ranks can read.
+"""This rank's masters and moments as shards of whole tensors, for checkpoints that any layout of ranks can load.
 
-ZeRO-1 gives a rank a range of the elements of a parameter. A checkpoint stores boxes (a start and a size per axis),
-and a range of a matrix is at most three of them:
+ZeRO-1 assigns a rank a range of the elements of a parameter. A checkpoint stores boxes (a start and a size per axis),
+and a range of a matrix consists of at most three boxes:
 
     . . . X X    end of a row
     X X X X X    whole rows
     X X . . .    start of a row
 
-A parameter that lies on this rank as a whole is one box. So every rank writes and reads its own 12 bytes per parameter
-in place: nothing is gathered, and no rank allocates the state of another one.
+A parameter whose elements are all on this rank is one box. So every rank saves and loads its own 12 bytes per parameter
+in place: nothing is gathered, and no rank allocates the state of another rank.
 
-Megatron's own `fully_reshardable` form has the same keys and shapes, so each can read what the other has written. It
-gathers the whole state on one rank to save it, and to load it allocates the whole state on every rank.
+Megatron's own `fully_reshardable` format has the same keys and shapes, so each implementation can load the checkpoints
+of the other. Megatron gathers the whole state on one rank to save it, and allocates the whole state on every rank to
+load it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from torch import Tensor
 
 STORED = ("param", "exp_avg", "exp_avg_sq")
-"""Tensors stored per parameter. The step count is equal for all parameters, and is stored with their groups."""
+"""Tensors saved per parameter. The step count is the same for all parameters, and is saved with their groups."""
 
 _KEY = "optimizer.state"
 
@@ -37,7 +38,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes that make up the elements `start` to `stop` of a row-major tensor, in the order of elements.
+    """Yield the boxes that cover the elements `start` to `stop` of a row-major tensor, in the order of elements.
 
     >>> list(boxes_of_range((4, 5), 3, 17))
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
@@ -50,19 +51,22 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
 
-    row = prod(shape[1:])
-    first_whole, end_of_whole = -(-start // row), stop // row
+    row_shape = shape[1:]
+    row_size = prod(row_shape)
+    first_whole, end_of_whole = -(-start // row_size), stop // row_size
     if first_whole > end_of_whole:
-        yield from _boxes_of_row(shape, end_of_whole, start - end_of_whole * row, stop - end_of_whole * row)
+        # The range is inside one row.
+        row_start = end_of_whole * row_size
+        yield from _boxes_of_row(shape, end_of_whole, start - row_start, stop - row_start)
         return
 
-    if start < first_whole * row:
-        yield from _boxes_of_row(shape, first_whole - 1, start - (first_whole - 1) * row, row)
+    if start < first_whole * row_size:
+        row = first_whole - 1
+        yield from _boxes_of_row(shape, row, start - row * row_size, row_size)
     if first_whole < end_of_whole:
-        rest = shape[1:]
-        yield (first_whole, *(0 for _ in rest)), (end_of_whole - first_whole, *rest)
-    if end_of_whole * row < stop:
-        yield from _boxes_of_row(shape, end_of_whole, 0, stop - end_of_whole * row)
+        yield (first_whole, *(0 for _ in row_shape)), (end_of_whole - first_whole, *row_shape)
+    if end_of_whole * row_size < stop:
+        yield from _boxes_of_row(shape, end_of_whole, 0, stop - end_of_whole * row_size)
 
 
 def _boxes_of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
@@ -73,24 +77,24 @@ def _boxes_of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> It
 def sharded_optimizer_state(
     part: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """The state of this rank as {parameter: {name of the tensor: its boxes}}, sharing the optimizer's memory.
+    """Return this rank's state as {parameter: {name of the tensor: its boxes}}, sharing the optimizer's memory.
 
-    Replaces Megatron's `sharded_param_state_fully_reshardable` of the distributed optimizer `part`, and has its
-    arguments.
+    Replaces the method `sharded_param_state_fully_reshardable` of Megatron's distributed optimizer `part`, with the
+    same arguments.
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
-    of_parameters = {id(entry.data): entry for entry in nested_values(sharded)}
+    sharded_of_parameter = {id(entry.data): entry for entry in nested_values(sharded)}
 
     state = {}
     for index, (parameter, start, tensors) in enumerate(_own_ranges(part)):
-        whole = of_parameters[id(parameter)]
-        state[index] = {name: _boxes(whole, name, tensor, start) for name, tensor in tensors.items()}
+        whole = sharded_of_parameter[id(parameter)]
+        state[index] = {name: _make_boxes(whole, name, tensor, start) for name, tensor in tensors.items()}
     return state
 
 
 @torch.no_grad()
 def restore_optimizer_state(part: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Put loaded boxes where the optimizer `part` has its state, unless they were read into that memory."""
+    """Copy loaded boxes into the state of the optimizer `part`, unless they were read into that memory directly."""
     for index, (_parameter, _start, tensors) in enumerate(_own_ranges(part)):
         for name, tensor in tensors.items():
             position = 0
@@ -102,57 +106,59 @@ def restore_optimizer_state(part: Any, loaded: dict[int, dict[str, list[Tensor]]
 
 
 def _own_ranges(part: Any) -> Iterator[tuple[Tensor, int, dict[str, Tensor]]]:
-    """Yield (parameter of the model, first of its elements on this rank, those elements of each stored tensor)."""
-    for of_buffer in part.gbuf_ranges:
-        for buckets in of_buffer.values():
+    """Yield (parameter of the model, start of its range on this rank, this range of each saved tensor)."""
+    for buckets_of_dtype in part.gbuf_ranges:
+        for buckets in buckets_of_dtype.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
                     tensors = part._get_main_param_and_optimizer_states(parameter)
                     yield parameter, ranges["param"].start, {name: tensors[name] for name in STORED}
 
 
-def _boxes(whole: ShardedTensor | ShardedTensorFactory, name: str, tensor: Tensor, start: int) -> list[ShardedTensor]:
-    """The boxes of a rank that has the elements of `whole` from `start` on in `tensor`."""
+def _make_boxes(
+    whole: ShardedTensor | ShardedTensorFactory, name: str, tensor: Tensor, start: int
+) -> list[ShardedTensor]:
+    """Return the boxes of `tensor`, which contains the elements of `whole` from `start` on."""
     boxes = []
-    for piece in _pieces(whole, f"{_KEY}.{name}.{whole.key}", tensor.dtype):
+    for piece in _saved_pieces(whole, f"{_KEY}.{name}.{whole.key}", tensor.dtype):
         first = piece.data.storage_offset()
         begin, end = max(start, first), min(start + tensor.numel(), first + piece.data.numel())
         position = begin - start
         for offset, size in boxes_of_range(tuple(piece.local_shape), begin - first, end - first):
             data = tensor[position : position + prod(size)]
-            boxes.append(_box(piece, offset, size, data))
+            boxes.append(_make_box(piece, offset, size, data))
             position += prod(size)
     return boxes
 
 
-def _pieces(whole: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype) -> list[ShardedTensor]:
-    """What `whole` is stored as, in the order of its elements: gate and up of an MLP, for example, are apart.
+def _saved_pieces(whole: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype) -> list[ShardedTensor]:
+    """Return the tensors that `whole` is saved as, in the order of elements: gate and up of an MLP, for example.
 
-    The tensors have no memory; their storage offsets are the places of the pieces in `whole`.
+    The tensors have no memory. Their storage offsets are the positions of the pieces in `whole`.
     """
     assert whole.data is not None
     empty = torch.empty(whole.data.shape, dtype=dtype, device="meta")
     if isinstance(whole, ShardedTensor):
         return [replace(whole, key=key, data=empty, dtype=dtype)]
     pieces = list(nested_values({"built": replace(whole, key=key, data=empty).build()}))
-    assert all(piece.data.is_contiguous() for piece in pieces), f"{key} is stored as pieces that are not contiguous"
+    assert all(piece.data.is_contiguous() for piece in pieces), f"the pieces of {key} are not contiguous"
     return sorted(pieces, key=lambda piece: int(piece.data.storage_offset()))
 
 
-def _box(piece: ShardedTensor, offset: tuple[int, ...], size: tuple[int, ...], data: Tensor) -> ShardedTensor:
-    """One box of a piece. Its offsets are no multiples of its size, so it is not part of a regular grid."""
-    count = piece.prepend_axis_num
-    before, inside = piece.global_offset[:count], piece.global_offset[count:]
-    shape = (1,) * count + size
+def _make_box(piece: ShardedTensor, offset: tuple[int, ...], size: tuple[int, ...], data: Tensor) -> ShardedTensor:
+    added_axes = piece.prepend_axis_num
+    outer_offset, inner_offset = piece.global_offset[:added_axes], piece.global_offset[added_axes:]
+    shape = (1,) * added_axes + size
     return ShardedTensor(
         key=piece.key,
         data=data.view(shape),
         dtype=data.dtype,
         local_shape=shape,
         global_shape=piece.global_shape,
-        global_offset=(*before, *(base + step for base, step in zip(inside, offset, strict=True))),
+        global_offset=(*outer_offset, *(base + step for base, step in zip(inner_offset, offset, strict=True))),
+        # The offsets are not multiples of the size, so the box is not a cell of a regular grid.
         axis_fragmentations=None,
-        # Data-parallel ranks have different boxes, so each writes its own. The other replicas remain replicas.
+        # Data-parallel ranks have different boxes, so each saves its own. The other two replica numbers stay.
         replica_id=(*piece.replica_id[:2], 0),
         allow_shape_mismatch=piece.allow_shape_mismatch,
     )

@@ -48,16 +48,17 @@ from trainer.batch.sequences import KeptTokens, MicroBatch
 from trainer.model.builder import DTYPES, build_model
 from trainer.model.checks import check_architecture, check_lora
 from trainer.model.hf_folder import SafetensorsFolder, read_config
-from trainer.model.hf_weights import load_hf
-from trainer.model.lora import Adapters, attach_adapters, export_trained, export_whole, sharded_state
+from trainer.model.hf_weights import load_hf_tensors
+from trainer.model.lora import Adapters, attach_adapters, export_merged, export_trained, sharded_state
 from trainer.model.masked_logprobs import masked_logprobs
-from trainer.model.optimizer import StateOffload, optimizer_settings, update
+from trainer.model.optimizer import optimizer_settings, update_weights
+from trainer.model.optimizer_offload import StateOffload
 from trainer.platform import Platform
 
 T = TypeVar("T")
 
 LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Any]]
-"""(logprobs_N, entropy_N if requested, micro-batch) -> (loss to differentiate, result that `run` returns)."""
+"""(logprobs_N, entropy_N if requested, micro-batch) -> (loss to differentiate, result for `run_micro_batches`)."""
 
 
 def divide_in_place(tensor: Tensor, divisor: float) -> Tensor:
@@ -117,17 +118,17 @@ def to_device(value: T, device: torch.device | str) -> T:
     copy. The host waits only for copies to the CPU. Copies to a device are queued from pinned memory, in the order of
     the device's work.
     """
-    placed: Any = value
+    result: Any = value
     if isinstance(value, Tensor):
-        leaves = value.device.type == "cpu" and torch.device(device).type != "cpu"
-        pinned = value.pin_memory() if leaves and not value.requires_grad else value
-        placed = pinned.to(device, non_blocking=leaves)
+        from_host = value.device.type == "cpu" and torch.device(device).type != "cpu"
+        source = value.pin_memory() if from_host and not value.requires_grad else value
+        result = source.to(device, non_blocking=from_host)
     elif isinstance(value, tuple | list):
-        placed = type(value)(to_device(part, device) for part in value)
+        result = type(value)(to_device(item, device) for item in value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        placed = dataclasses.replace(value, **{name: to_device(part, device) for name, part in parts.items()})
-    return placed
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        result = dataclasses.replace(value, **{name: to_device(item, device) for name, item in fields.items()})
+    return result
 
 
 class BackgroundReading:
@@ -137,13 +138,13 @@ class BackgroundReading:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def start(self, read: Callable[[], None]) -> None:
-        """Start `read` in a thread. Call `wait` for the previous one first."""
+    def start_reading(self, read: Callable[[], None]) -> None:
+        """Start `read` in a thread. Call `wait_until_read` for the previous one first."""
         assert self._thread is None
         self._thread = threading.Thread(target=self._run, args=(read,), name="reads the weights", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
+    def wait_until_read(self) -> None:
         """Wait until the thread has ended, and raise its error if it failed. Call before changing the weights."""
         if self._thread is not None:
             self._thread.join()
@@ -199,28 +200,29 @@ class Policy:
         """Device of the weights."""
         return next(self.model.parameters()).device
 
-    def run(
+    def run_micro_batches(
         self,
         batches: Sequence[MicroBatch],
         loss: LossFunction,
         *,
         train: bool,
         entropy: bool = False,
-        total: bool = True,
+        sum_over_ranks: bool = True,
     ) -> list[Any]:
         """Run the forward pass (with `train` also the backward pass) of the micro-batches through Megatron's schedule.
 
         Returns the results of `loss`, one per micro-batch, on the last pipeline stage; [] on the others.
         Gradients are summed over micro-batches and over the ranks with different tokens, without other scaling. `loss`
         receives the complete micro-batch even if context-parallel ranks split its sequences.
-        Without `total`, each rank accumulates its own gradients until `total_gradients`.
+        Without `sum_over_ranks`, each rank accumulates its own gradients until `sum_gradients`.
         """
         config = self.model.config
-        config.finalize_model_grads_func = _finalize if total else None
+        config.finalize_model_grads_func = _finalize if sum_over_ranks else None
         # Within `no_sync` no sum over ranks starts. The schedule leaves `no_sync` for its last backward pass. If that
         # is not the last pass of the step, later gradients are added to a bucket whose sum has already started.
-        config.no_sync_func = self.wrapped.no_sync if train and total else None
-        with torch.set_grad_enabled(train), self.wrapped.no_sync() if train and not total else nullcontext():
+        config.no_sync_func = self.wrapped.no_sync if train and sum_over_ranks else None
+        without_sync = self.wrapped.no_sync() if train and not sum_over_ranks else nullcontext()
+        with torch.set_grad_enabled(train), without_sync:
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=lambda iterator, model: self._forward(iterator, model, loss, entropy),
                 data_iterator=iter(batches),
@@ -232,7 +234,7 @@ class Policy:
             )
         return results
 
-    def total_gradients(self, scale: float) -> None:
+    def sum_gradients(self, scale: float) -> None:
         """Sum the gradients over the ranks and multiply them by `scale`. Call once, after the last backward pass."""
         if self.wrapped.ddp_config.overlap_grad_reduce:
             self.wrapped.start_grad_sync()  # no backward pass has started it: none was known to be the last
@@ -244,14 +246,14 @@ class Policy:
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def update(self, lr: float) -> float:
-        """Make one optimizer update; see `trainer.model.optimizer.update`."""
-        self.reading.wait()
-        return update(self.optimizer, lr, self.weight_decay, self.offload)
+    def update_weights(self, lr: float) -> float:
+        """Make one optimizer update; see `trainer.model.optimizer.update_weights`."""
+        self.reading.wait_until_read()
+        return update_weights(self.optimizer, lr, self.weight_decay, self.offload)
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors on rank 0, on the CPU, one at a time, with adapters added; see `gathered`."""
-        yield from export_whole(self.model, self.hf, self.adapters)
+    def export_merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full tensors on rank 0, on the CPU, one at a time, with adapters added; see `gather_tensors`."""
+        yield from export_merged(self.model, self.hf, self.adapters)
 
     def export_trained(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained tensors on rank 0, on the CPU: only the adapters, if there are any."""
@@ -263,28 +265,27 @@ class Policy:
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Load the trained parameters from a filled `sharded_state`."""
-        self.reading.wait()
+        self.reading.wait_until_read()
         self.model.load_state_dict(state, strict=self.adapters is None)
 
     def _forward(
         self, iterator: Iterator[MicroBatch], model: DistributedDataParallel, loss: LossFunction, entropy: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
         batch = next(iterator)
-        part = to_device(
-            select_rank_tokens(batch, current_context_rank(self.model.config.sequence_parallel)), self.device
-        )
-        packing = replace(part.packing, trained=part.trained_M)
-        output = model(part.tokens_1T, part.positions_1T, None, packed_seq_params=packing)
+        context_rank = current_context_rank(self.model.config.sequence_parallel)
+        own_tokens = to_device(select_rank_tokens(batch, context_rank), self.device)
+        packing = replace(own_tokens.packing, trained=own_tokens.trained_M)
+        output = model(own_tokens.tokens_1T, own_tokens.positions_1T, None, packed_seq_params=packing)
 
-        def finish(logits_1MV: Tensor) -> tuple[Tensor, Tensor, Any]:
-            labels_M = part.select_own(to_device(batch.labels_N, self.device))
+        def compute_loss(logits_1MV: Tensor) -> tuple[Tensor, Tensor, Any]:
+            labels_M = own_tokens.select_own(to_device(batch.labels_N, self.device))
             entropy_M: Tensor | None
             if batch.kept is None:
-                logprobs_M, entropy_M = self._logprobs(logits_1MV, labels_M, entropy)
+                logprobs_M, entropy_M = self._full_logprobs(logits_1MV, labels_M, entropy)
             else:
                 kept = KeptTokens(
-                    part.select_own(to_device(batch.kept.ids_NW, self.device)),
-                    part.select_own(to_device(batch.kept.repeated_NW, self.device)),
+                    own_tokens.select_own(to_device(batch.kept.ids_NW, self.device)),
+                    own_tokens.select_own(to_device(batch.kept.repeated_NW, self.device)),
                 )
                 logprobs_M, entropy_M = masked_logprobs(
                     logits_1MV.flatten(0, 1),
@@ -293,23 +294,24 @@ class Policy:
                     temperature=self.temperature,
                     repetition_penalty=self.repetition_penalty,
                 )
+
             count = len(batch.labels_N)
-            entropy_N = part.merge(entropy_M, count) if entropy and entropy_M is not None else None
-            logprobs_N, entropy_N = to_device((part.merge(logprobs_M, count), entropy_N), "cpu")
+            entropy_N = own_tokens.merge(entropy_M, count) if entropy and entropy_M is not None else None
+            logprobs_N, entropy_N = to_device((own_tokens.merge(logprobs_M, count), entropy_N), "cpu")
             value, result = loss(logprobs_N, entropy_N, batch)
             return to_device(value, self.device), torch.ones((), dtype=torch.int, device=self.device), result
 
-        return output, finish
+        return output, compute_loss
 
-    def _logprobs(self, logits_1MV: Tensor, labels_M: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _full_logprobs(self, logits_1MV: Tensor, labels_M: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the labels and, if wanted, entropies, over the whole vocabulary; [M]."""
-        # float32 [M, V / tensor-parallel ranks], which may be overwritten. Float16Module has made a float32 copy of
-        # bfloat16 logits, and the division needs no other. Those of float32 are the output layer's own.
+        # float32 [M, V / tensor-parallel ranks]. Float16Module has already made a float32 copy of bfloat16 logits, so
+        # the division may overwrite that. float32 logits are the output layer's own and must be copied first.
         # (`flatten` is a view in both directions; the gradient of an index would be a copy.)
-        copied = logits_1MV if self.dtype == torch.bfloat16 else logits_1MV.clone()
-        logits_MV = divide_in_place(copied, self.temperature).flatten(0, 1)
+        writable = logits_1MV if self.dtype == torch.bfloat16 else logits_1MV.clone()
+        logits_MV = divide_in_place(writable, self.temperature).flatten(0, 1)
         entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
-        # Last, because it overwrites the logits.
+        # Compute the cross-entropy last, because it overwrites the logits.
         return -vocab_parallel_cross_entropy(logits_MV, labels_M), entropy_M
 
 
@@ -369,7 +371,7 @@ def load_policy(config: RunConfig, folder: Path, platform: Platform) -> Policy:
     if config.model.lora is not None:
         check_lora(hf, config.model.lora)
     dtype = DTYPES[config.model.precision]
-    adapters = Adapters.of(config.model.lora, folder)
+    adapters = Adapters.from_config(config.model.lora, folder)
     policy = build_policy(
         hf,
         platform,
@@ -380,7 +382,7 @@ def load_policy(config: RunConfig, folder: Path, platform: Platform) -> Policy:
         config.seed,
         config.sampling.repetition_penalty,
     )
-    load_hf(policy.model, hf, SafetensorsFolder(folder))
-    # The distributed optimizer copied its fp32 masters from the random weights when it was built: copy them again.
+    load_hf_tensors(policy.model, hf, SafetensorsFolder(folder))
+    # The distributed optimizer copied its fp32 masters from the random weights when it was built, so copy them again.
     policy.optimizer.reload_model_params()
     return policy

@@ -71,7 +71,7 @@ def prepare_sequences(
     tokens = sum(sequence.trained_tokens for sequence in sequences)
     logprobs_N = reference_N = None
     if reference is not None:
-        with phases.span("reference"), reference.active() as weights:
+        with phases.span("reference"), reference.activate_weights() as weights:
             reference_N = batch_logprobs(weights, packed, tokens)
     if needs_policy:
         with phases.span("prox"):
@@ -120,7 +120,7 @@ def needs_policy_pass(trainer: TrainerConfig) -> bool:
 
 def batch_logprobs(policy: Policy, packed: PackedBatch, tokens: int) -> Tensor:
     """Return log pi of all `tokens` trained tokens of the batch, in order, on every rank."""
-    results = policy.run(
+    results = policy.run_micro_batches(
         packed.micro_batches, lambda values_N, _entropy, _batch: (values_N.sum(), values_N), train=False
     )
     logprobs_N = torch.zeros(tokens)

@@ -82,7 +82,7 @@ def train_step(
         check_loss(sums["loss"], batch.version)
         set_lr_scale(totals, sums, objective, lr_scale)
         with phases.span("optimizer"):
-            totals.norms.append(policy.update(lr * totals.lr_scale))
+            totals.norms.append(policy.update_weights(lr * totals.lr_scale))
         totals.add(sums, maxima)
     return totals.values()
 
@@ -128,7 +128,7 @@ def train_step_streamed(
             scale=loss_denominator(part_sequences, objective),
         )
         with phases.span("train", groups=len(part.groups)):
-            statistics += forward_backward(policy, packed, loss, totals, total=False)
+            statistics += forward_backward(policy, packed, loss, totals, sum_over_ranks=False)
         sequences += part_sequences
         is_complete = part.missing == 0
     if not is_complete:
@@ -136,13 +136,13 @@ def train_step_streamed(
 
     denominator_of_batch = loss_denominator(sequences, objective)
     with phases.span("train"):
-        policy.total_gradients(scale=1.0 / denominator_of_batch)
+        policy.sum_gradients(scale=1.0 / denominator_of_batch)
         sums, maxima = reduce_sums(statistics)
     sums["loss"] /= denominator_of_batch
     check_loss(sums["loss"], version)
     set_lr_scale(totals, sums, objective)
     with phases.span("optimizer"):
-        totals.norms.append(policy.update(lr * totals.lr_scale))
+        totals.norms.append(policy.update_weights(lr * totals.lr_scale))
     totals.add(sums, maxima)
     return totals.values()
 
@@ -165,13 +165,15 @@ def split_mini_batches(
 
 
 def forward_backward(
-    policy: Policy, packed: PackedBatch, loss: LossFunction, totals: StepTotals, *, total: bool = True
+    policy: Policy, packed: PackedBatch, loss: LossFunction, totals: StepTotals, *, sum_over_ranks: bool = True
 ) -> list[StepSums]:
     """Accumulate the gradients of the micro-batches and return their statistics.
 
-    `total=False` leaves the sum over ranks to a later `Policy.total_gradients`.
+    `sum_over_ranks=False` leaves the sum over ranks to a later `Policy.sum_gradients`.
     """
-    parts: list[StepSums] = policy.run(packed.micro_batches, loss, train=True, entropy=totals.with_entropy, total=total)
+    parts: list[StepSums] = policy.run_micro_batches(
+        packed.micro_batches, loss, train=True, entropy=totals.with_entropy, sum_over_ranks=sum_over_ranks
+    )
     totals.lengths += packed.lengths
     totals.slots += packed.slots
     totals.micro_batches += len(packed.micro_batches)
@@ -254,7 +256,7 @@ def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, fl
     def gap(logprobs_N: Tensor, _entropy_N: Tensor | None, micro_batch: MicroBatch) -> tuple[Tensor, StepSums]:
         return logprobs_N.sum(), gap_sums(logprobs_N, micro_batch, batch.version)
 
-    sums, maxima = reduce_sums(policy.run(micro_batches, gap, train=False))
+    sums, maxima = reduce_sums(policy.run_micro_batches(micro_batches, gap, train=False))
     tokens = int(sums["gap_tokens"])
     if not tokens:
         return {"gap_tokens": 0}

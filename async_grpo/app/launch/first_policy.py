@@ -17,7 +17,7 @@ from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
 from async_grpo.models.hub import cache_dir
 from async_grpo.utils.child_process import child_argv
 from rollout_server.engines.model_files import read_settings, tensor_shapes
-from trainer.model.families import FAMILIES, known_families
+from trainer.model.families import FAMILIES, describe_families
 
 RECIPE = 1
 """Version of the code that generates models. Raise it when the result changes, so that old cached models are not
@@ -48,7 +48,7 @@ def check_model(path: Path) -> Path:
         kind = read_settings(path / "config.json").get("model_type")
         if str(kind) not in FAMILIES:
             raise ConfigError(
-                f"model.path: {path} is a {kind!r} model; the trainer builds {known_families()}. "
+                f"model.path: {path} is a {kind!r} model; the trainer builds {describe_families()}. "
                 "Choose a checkpoint of one of them"
             )
         tensor_shapes(path)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.batch.layout import PackedSequences, Rotation
 from trainer.batch.sequences import MicroBatch
-from trainer.model.hf_weights import export_hf
+from trainer.model.hf_weights import export_hf_tensors
 from trainer.model.policy import Policy, to_device
 from trainer.ranks.distributed import broadcast_bytes, max_over_ranks, sum_over_ranks
 
@@ -141,14 +141,14 @@ def policy_logprobs(policy: Policy, batches: Sequence[MicroBatch]) -> Tensor:
     def keep_logprobs(logprobs_N: Tensor, _entropy: Tensor | None, part: MicroBatch) -> tuple[Tensor, Any]:
         return logprobs_N.sum(), (part.index_N, logprobs_N)
 
-    return _in_batch_order(policy.run(batches, keep_logprobs, train=False))
+    return _in_batch_order(policy.run_micro_batches(batches, keep_logprobs, train=False))
 
 
 def numeric_errors(policy: Policy, batches: Sequence[MicroBatch], model: Path, temperature: float) -> dict[str, float]:
     """Return the errors of attention, log-probabilities and gradients over one forward and backward pass."""
     policy.zero_grad()
     with AttentionRecorder(policy) as attention:
-        outputs = policy.run(batches, _weighted_loss, train=True)
+        outputs = policy.run_micro_batches(batches, _weighted_loss, train=True)
     logprobs_N = _in_batch_order(outputs)
     gradients = _gradients(policy)
     policy.zero_grad()
@@ -262,7 +262,7 @@ def _gradients(policy: Policy) -> dict[str, Tensor]:
     try:
         for parameter, weight in weights:
             parameter.data = parameter.main_grad.to(weight.dtype)
-        return {name: tensor.double().cpu() for name, tensor in export_hf(policy.model, policy.hf)}
+        return {name: tensor.double().cpu() for name, tensor in export_hf_tensors(policy.model, policy.hf)}
     finally:
         for parameter, weight in weights:
             parameter.data = weight

@@ -146,7 +146,7 @@ class TrainerSide:
         self._exporter.publish_weights(version)
         stall_s = time.monotonic() - started_s
 
-        tensors = dict(self._policy.export())
+        tensors = dict(self._policy.export_merged())
         return {
             "stall_s": stall_s,
             "bytes": sum(tensor.nbytes for tensor in tensors.values()),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.trainer_programs.launching import Outcome, Run, launch
 from tests.support.trainer_programs.models import make_model
-from trainer.model.hf_folder import write_folder
+from trainer.model.hf_folder import write_hf_folder
 
 STEPS = 2
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def test_a_target_that_exists_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_large_model_is_written_in_shards_that_transformers_loads(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen3")
     tensors = tensors_of(model)
-    write_folder(tmp_path / "sharded", model, tensors.items(), shard_bytes=16_000)
+    write_hf_folder(tmp_path / "sharded", model, tensors.items(), shard_bytes=16_000)
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 2
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded").state_dict()
     assert_same_bits({name: loaded[name] for name in tensors}, tensors)

@@ -396,7 +396,7 @@ def state_hash(policy: Any) -> str:
     for parameter, state in parameter_states(policy.optimizer):
         for tensor in (parameter.data, state["exp_avg"], state["exp_avg_sq"], state["step"]):
             digest.update(tensor.detach().contiguous().numpy().tobytes())
-    for _, tensor in policy.export():
+    for _, tensor in policy.export_merged():
         digest.update(tensor.float().contiguous().numpy().tobytes())
     return digest.hexdigest()
 

@@ -294,7 +294,7 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
     from async_grpo.telemetry.timeline import PhaseTimer
     from trainer.batch.packing import own_micro_batches
     from trainer.model.builder import DTYPES
-    from trainer.model.optimizer import make_storable, parameter_states
+    from trainer.model.optimizer import parameter_states, prepare_for_checkpoint
     from trainer.model.policy import build_policy
     from trainer.ranks.distributed import lay_out
     from trainer.step.step import train_step
@@ -307,9 +307,9 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
     batch = make_batch(samples * parallel_state.get_data_parallel_world_size(), group_size=2)
     with mode, meter:
         policy = build_policy(hf, FakePlatform(trainer.platform), trainer, DTYPES[config.model.precision], 1.0)
-        make_storable(policy.optimizer)
+        prepare_for_checkpoint(policy.optimizer)
         if policy.offload is not None:
-            policy.offload.store()  # what the host keeps is there before the step, and not counted in it
+            policy.offload.move_to_host()  # what the host keeps is there before the step, and not counted in it
         own = {id(parameter) for parameter in policy.model.parameters()}
         kept = [
             tensor

@@ -39,14 +39,14 @@ def load(settings: Path, checkpoint: Path, layout: TrainerConfig, out: Path, pla
     from trainer.checkpoint.state import metadata
     from trainer.model.builder import build_model
     from trainer.model.hf_folder import read_config
-    from trainer.model.hf_weights import export_hf
+    from trainer.model.hf_weights import export_hf_tensors
     from trainer.ranks.distributed import is_rank_zero
 
     hf = read_config(settings)
     model = build_model(hf, platform, torch.float32, layout)
     wanted = {"model": model.sharded_state_dict(metadata=metadata())}
     model.load_state_dict(dist_checkpointing.load(wanted, str(checkpoint))["model"])
-    tensors = {name: tensor.clone() for name, tensor in export_hf(model, hf)}
+    tensors = {name: tensor.clone() for name, tensor in export_hf_tensors(model, hf)}
     if is_rank_zero():
         save_file(tensors, out)
 

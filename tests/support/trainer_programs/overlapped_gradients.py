@@ -73,7 +73,7 @@ def steps(config: RunConfig, model: Path, platform: Platform, overlap: bool) -> 
             assert values is not None
             norms.append(values["grad_norm"])
         wrapped = policy.wrapped
-        weights = {name: tensor.float().tolist() for name, tensor in policy.export()}
+        weights = {name: tensor.float().tolist() for name, tensor in policy.export_merged()}
     groups = wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups
     return {"weights": weights, "orders": orders, "norms": norms, "buckets": len(groups)}
 

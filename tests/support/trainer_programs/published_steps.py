@@ -93,7 +93,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
         exporter.publish_weights(version)
         dist.barrier()
         returned.set()
-        hashes = {name: hash_of(tensor) for name, tensor in policy.export()}
+        hashes = {name: hash_of(tensor) for name, tensor in policy.export_merged()}
         if is_rank_zero():
             said = [json.loads(reader.stdout.readline()) for reader in readers]
             with out.open("a") as lines:

@@ -191,7 +191,7 @@ def swap(policy: Any, reference: Any) -> dict[str, Any]:
         return [tensor.detach().clone() for tensor in (*policy.model.parameters(), *masters, *states)]
 
     before = everything()
-    with reference.active() as other:
+    with reference.activate_weights() as other:
         inside = weights_of(other)
     back = all(torch.equal(was, is_) for was, is_ in zip(before, everything(), strict=True))
     moved = [name for name, tensor in weights_of(policy).items() if not torch.equal(tensor, inside[name])]
@@ -203,7 +203,9 @@ def logprobs(policy: Any, config: RunConfig) -> list[float]:
     from trainer.batch.packing import own_micro_batches
 
     packed = own_micro_batches(make_batch(0), config)
-    found = policy.run(packed, lambda values_N, _entropy, _batch: (values_N.sum(), values_N.tolist()), train=False)
+    found = policy.run_micro_batches(
+        packed, lambda values_N, _entropy, _batch: (values_N.sum(), values_N.tolist()), train=False
+    )
     return [value for part in found for value in part]
 
 

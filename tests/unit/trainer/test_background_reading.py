@@ -20,12 +20,12 @@ def test_waiting_ends_when_the_reader_has_ended() -> None:
         may_end.wait(10)
         order.append("read")
 
-    reading.start(read)
+    reading.start_reading(read)
     threading.Timer(0.05, may_end.set).start()
-    reading.wait()
+    reading.wait_until_read()
     order.append("changed")
     assert order == ["read", "changed"]
-    reading.wait()  # nobody reads
+    reading.wait_until_read()  # nobody reads
 
 
 def test_what_the_reader_raised_is_raised_once() -> None:
@@ -34,12 +34,12 @@ def test_what_the_reader_raised_is_raised_once() -> None:
     def read() -> None:
         raise PublisherLost("gone")
 
-    reading.start(read)
+    reading.start_reading(read)
     with pytest.raises(PublisherLost, match="gone"):
-        reading.wait()
-    reading.wait()
-    reading.start(lambda: None)
-    reading.wait()
+        reading.wait_until_read()
+    reading.wait_until_read()
+    reading.start_reading(lambda: None)
+    reading.wait_until_read()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
@@ -59,5 +59,5 @@ def test_a_version_is_copied_while_the_next_step_computes_on_every_device(device
     exporter._publish_shards(Shards(), 3)
     assert not copied
     computing.set()
-    policy.reading.wait()
+    policy.reading.wait_until_read()
     assert copied == [3]

@@ -72,7 +72,7 @@ def test_a_wait_for_groups_ends_when_the_weights_could_not_be_copied(alone: Coor
     def copy() -> None:
         raise NodeLost("rank 3 did not copy its weights")
 
-    reading.start(copy)
+    reading.start_reading(copy)
     alone.watch_publishing(reading.raise_failure)
     with pytest.raises(NodeLost, match="rank 3"):
         alone.take_batch(0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.model.host_copy import HostCopy, pieces
+from trainer.model.host_copy import HostCopy, split_into_pieces
 
 DEVICE = torch.device("cuda", 0)
 REAL_EMPTY = torch.empty
@@ -105,8 +105,8 @@ def test_every_tensor_arrives_whole_through_small_buffers(stream: LateStream, bu
     targets = [full[2:9], torch.zeros(3), torch.zeros(4, 6, 5).bfloat16(), torch.zeros(9, 3)]
     copy = HostCopy(DEVICE, stream, buffer_bytes)
     for _ in range(2):
-        copy.allow()
-        copy.run(zip(targets, sources, strict=True))
+        copy.record_update()
+        copy.copy_to_host(zip(targets, sources, strict=True))
         for target, source in zip(targets, sources, strict=True):
             assert torch.equal(target, source)
             target.zero_()
@@ -118,12 +118,14 @@ def test_every_tensor_arrives_whole_through_small_buffers(stream: LateStream, bu
 def test_on_the_cpu_nothing_is_in_between(stream: LateStream) -> None:
     target, source = torch.zeros(2, 3), torch.randn(2, 3)
     copy = HostCopy(torch.device("cpu"), None)
-    copy.allow()
-    copy.run([(target, source)])
+    copy.record_update()
+    copy.copy_to_host([(target, source)])
     assert torch.equal(target, source) and not stream.buffers and not stream.log
 
 
 def test_pieces_are_rows_that_fit() -> None:
     whole = torch.arange(24.0).view(4, 3, 2)
-    shapes = {most: [tuple(piece.shape) for piece, _ in pieces(whole, whole, most)] for most in (96, 48, 16, 8)}
+    shapes = {
+        most: [tuple(piece.shape) for piece, _ in split_into_pieces(whole, whole, most)] for most in (96, 48, 16, 8)
+    }
     assert shapes == {96: [(4, 3, 2)], 48: [(2, 3, 2)] * 2, 16: [(2, 2), (1, 2)] * 4, 8: [(1, 2)] * 12}

@@ -115,9 +115,9 @@ def test_an_exchange_and_back_leaves_every_number_in_its_place(device: Device) -
         tensor.copy_(value)  # an update, on the training's stream
     seen: list[Tensor] = []
     for _ in range(2):
-        exchange.exchange()
+        exchange.exchange_tensors()
         device.training.tasks.append((None, lambda: seen.extend(tensor.clone() for tensor in tensors)))  # a pass
-    held = [exchange.copy_of(number) for number in range(len(tensors))]
+    held = [exchange.clone_saved(number) for number in range(len(tensors))]
     device.finish()
     assert same(seen, [*reference, *policy])
     assert same(tensors, policy)
@@ -132,8 +132,8 @@ def test_a_reference_that_follows_takes_the_weights_of_before_the_next_update(de
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
         if values is second:
-            exchange.store()
-    held = [exchange.copy_of(number) for number in range(len(tensors))]
+            exchange.save_tensors()
+    held = [exchange.clone_saved(number) for number in range(len(tensors))]
     device.finish()
     assert same(held, second)
     assert same(tensors, third)
@@ -153,8 +153,8 @@ def test_on_the_cpu_the_same_numbers_change_places(dtype: torch.dtype) -> None:
     exchange = HostExchange(tensors, CPU, PAGE_BYTES)
     for tensor, value in zip(tensors, policy, strict=True):
         tensor.copy_(value)
-    exchange.exchange()
+    exchange.exchange_tensors()
     assert same(tensors, reference)
-    exchange.exchange()
+    exchange.exchange_tensors()
     assert same([tensor.view(torch.uint8) for tensor in tensors], [value.view(torch.uint8) for value in policy])
-    assert same([exchange.copy_of(number) for number in range(len(tensors))], reference)
+    assert same([exchange.clone_saved(number) for number in range(len(tensors))], reference)

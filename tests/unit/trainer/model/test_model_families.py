@@ -17,8 +17,8 @@ from async_grpo.config.model import LoraConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from trainer.model.checks import check_architecture, check_lora
-from trainer.model.families import rope_of
-from trainer.model.weight_map import model_tensors, parameter_of, stage_weights
+from trainer.model.families import read_rope
+from trainer.model.weight_map import find_parameter_name, model_tensors, stage_weights
 
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -100,8 +100,8 @@ def test_experts_have_no_dense_layers_to_divide() -> None:
 def test_the_scaling_of_llama_3_is_taken_from_the_configuration() -> None:
     hf = LlamaConfig(rope_parameters=LLAMA3)
     check_architecture(hf, TrainerConfig())
-    assert (rope_of(hf).theta, rope_of(hf).factor) == (500000.0, 32.0)
-    assert rope_of(Qwen3Config(rope_parameters={"rope_type": "default", "rope_theta": 1e6})).factor is None
+    assert (read_rope(hf).theta, read_rope(hf).factor) == (500000.0, 32.0)
+    assert read_rope(Qwen3Config(rope_parameters={"rope_type": "default", "rope_theta": 1e6})).factor is None
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -121,7 +121,7 @@ def test_every_tensor_is_exported_once_in_every_layout(stages: int, ranks: int) 
 
 def test_each_expert_parallel_rank_numbers_its_experts_from_zero() -> None:
     weights = stage_weights(EXPERTS, 0, 6, 4)
-    second = [weight for weight in weights if weight.holder == 1 and weight.megatron.endswith("linear_fc2.weight")]
+    second = [weight for weight in weights if weight.expert_rank == 1 and weight.megatron.endswith("linear_fc2.weight")]
     assert [weight.megatron.split(".")[6] for weight in second] == ["0", "1", "2"]
     assert [weight.hf[0].split(".")[5] for weight in second] == ["3", "4", "5"]
 
@@ -136,10 +136,10 @@ def test_each_expert_parallel_rank_numbers_its_experts_from_zero() -> None:
 )
 def test_a_parameter_is_found_by_either_of_its_names(ours: str, fused: str) -> None:
     ours, fused = f"decoder.layers.1.{ours}", f"decoder.layers.1.{fused}"
-    assert parameter_of(ours, {ours}) == ours
-    assert parameter_of(ours, {fused}) == fused
+    assert find_parameter_name(ours, {ours}) == ours
+    assert find_parameter_name(ours, {fused}) == fused
     with pytest.raises(KeyError):
-        parameter_of(ours, {"decoder.layers.1.other"})
+        find_parameter_name(ours, {"decoder.layers.1.other"})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from async_grpo.models.tiny.random_qwen2 import make_random_model
 from tests.support.trainer_programs.models import CONFIGS
 from trainer.model.builder import transformer_config
 from trainer.model.checks import check_reference_config
-from trainer.model.families import options_of, rope_of, sizes_of
+from trainer.model.families import read_options, read_rope, read_sizes
 
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -91,8 +91,8 @@ class RecordingConfig:
 def test_everything_that_a_model_is_built_from_is_compared(name: str) -> None:
     built, compared = (RecordingConfig(CONFIGS[name]()) for _ in range(2))
     transformer_config(built, torch.float32, TrainerConfig(), {})  # type: ignore[arg-type]
-    rope_of(built)  # type: ignore[arg-type]
-    sizes_of(compared), options_of(compared)  # type: ignore[arg-type]
+    read_rope(built)  # type: ignore[arg-type]
+    read_sizes(compared), read_options(compared)  # type: ignore[arg-type]
     assert built.read <= compared.read
 
 

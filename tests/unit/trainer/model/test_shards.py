@@ -63,8 +63,8 @@ def parameters_of(hf: Any, positions: list[RankPosition], rank: int, full: Any) 
     stages, experts = 1 + max(p.stage for p in positions), 1 + max(p.expert for p in positions)
     ranks = 1 + max(p.tensor for p in positions)
     for weight in stage_weights(hf, at.stage, stages, experts):
-        if weight.holder in (None, at.expert):
-            cut = (at.tensor, ranks) if weight.holder is None else (0, 1)
+        if weight.expert_rank in (None, at.expert):
+            cut = (at.tensor, ranks) if weight.expert_rank is None else (0, 1)
             part = cut_out(weight.rule, [full[name] for name in weight.hf], hf.num_key_value_heads, *cut)
             found[weight.megatron] = torch.nn.Parameter(part.clone())
     return found
@@ -120,7 +120,7 @@ def test_the_ranks_of_one_node_copy_what_they_have_whole_and_others_the_rest(
 
 def test_a_weight_that_no_rank_would_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     hf, positions = LAYOUTS["one"]
-    assigned = module._assigned
-    monkeypatch.setattr(module, "_assigned", lambda *parts: list(assigned(*parts))[1:])
+    assign_replicas = module._assign_replicas
+    monkeypatch.setattr(module, "_assign_replicas", lambda *arguments: list(assign_replicas(*arguments))[1:])
     with pytest.raises(AssertionError, match="the ranks copy"):
         assign_shards(hf, positions, [0])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.errors import WaitTimeout
-from trainer.model.optimizer import StateOffload
+from trainer.model.optimizer_offload import StateOffload
 
 SIZES = (4, 3, 5)
 
@@ -107,7 +107,7 @@ def test_an_update_waits_until_a_checkpoint_has_written_what_it_was_lent() -> No
     kept, written = masters(), threading.Event()
     offload = StateOffload(megatron(in_two_groups(kept), kept), "cpu")
     before = [master.detach().clone() for master in kept]
-    homes = offload.lend_homes(written, timeout_s=0.01)
+    homes = offload.lend_host_tensors(written, timeout_s=0.01)
     assert {home.data_ptr() for home in homes} >= {master.data_ptr() for master in kept}
 
     with pytest.raises(WaitTimeout), offload.on_device():

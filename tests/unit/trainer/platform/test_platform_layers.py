@@ -90,7 +90,7 @@ def classes_in(node: Any) -> set[type]:
 @pytest.mark.usefixtures("their_layers")
 def test_transformer_engine_takes_every_place_that_was_ours_and_parameters_keep_their_names(device: Device) -> None:
     config = model_config(qk_layernorm=True)
-    spec = own.block_spec(config, device(9, 0).layer_replacements(config))
+    spec = own.build_block_spec(config, device(9, 0).layer_replacements(config))
     found = classes_in(spec)
     assert found >= {Norm, Column, Row, Attention}
     assert not found & {own.RMSNorm, own.PackedAttention, ColumnParallelLinear, RowParallelLinear}
@@ -142,7 +142,7 @@ def test_a_gpu_uses_the_fastest_attention_that_it_has_and_says_why(
     """Transformer Engine 2.18 has a kernel for packed sequences from 9.0 on (fused_attn.cpp), at 12.0 by cuDNN."""
     monkeypatch.setattr(cuda, "_has_transformer_engine", lambda: engine)
     platform, config = device(*capability), model_config(*kind)
-    found = own.block_spec(config, platform.layer_replacements(config))
+    found = own.build_block_spec(config, platform.layer_replacements(config))
     assert found.layer_specs[0].submodules.self_attention.submodules.core_attention.__name__ == chosen
     assert why in platform.attention
 
@@ -170,7 +170,7 @@ def test_swiglu_is_compiled_only_where_torch_finds_what_it_needs(
 
 
 def test_the_spec_that_was_given_stays_as_it_was() -> None:
-    spec = own.block_spec(model_config())
+    spec = own.build_block_spec(model_config())
     own.replace_modules(spec, {own.PackedAttention: fused_layers.NpuAttention})
     assert own.PackedAttention in classes_in(spec)
 
@@ -357,7 +357,7 @@ def test_the_npu_has_fused_layers_also_where_ranks_share_sequences(
     monkeypatch.setattr(npu, "import_package", lambda *_: types.SimpleNamespace(PTNorm=Norm))
     config, platform = model_config(context_parallel=context_parallel), npu.NpuPlatform()
     layers = platform.layer_replacements(config)
-    assert {fused_layers.NpuAttention, Norm} <= classes_in(own.block_spec(config, layers))
+    assert {fused_layers.NpuAttention, Norm} <= classes_in(own.build_block_spec(config, layers))
     assert layers[LayerRole.rotation] is fused_layers.NpuRotation
     assert [platform.model_options(experts=each)["bias_activation_fusion"] for each in (False, True)] == [True, False]
 
