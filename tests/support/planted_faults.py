@@ -63,7 +63,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ("async_grpo/models/tiny/arithmetic.py", "tests/unit/async_grpo/data/test_arithmetic.py"),
     "carry_is_the_digit: carry = total // 10 --> carry = total % 10",
     ("async_grpo/rewards/base.py", "tests/unit/async_grpo/rewards/test_results.py"),
-    "punishment_unbounded: excess = min(max(0, length --> excess = max(max(0, length",
+    "length_penalty_unbounded: excess = min(max(0, length --> excess = max(max(0, length",
     ("async_grpo/rewards/base.py", "tests/unit/async_grpo/rewards/test_results.py"),
     "reward_without_weight: function.weight * scores[function.name] --> scores[function.name]",
     "failed_verifier_ignored: if function.required and function --> if not function.required and function",

@@ -271,7 +271,7 @@ def set_rewards(
 
 
 def set_overlong(t: Translation, enable: str, length: str, factor: str) -> None:
-    """Set the soft punishment of long completions, from the three keys."""
+    """Set the length penalty from the three keys."""
     if t.flag(enable) and t.integer(length) and t.number(factor):
         t.set("rewards.overlong", "soft")
         t.set("rewards.soft_overlong_tokens", t.integer(length))

@@ -94,13 +94,13 @@ def apply_rule(
 
 
 @pytest.mark.parametrize(
-    ("length", "punishment"),
+    ("length", "penalty"),
     [(1, 0.0), (80, 0.0), (81, -0.025), (90, -0.25), (99, -0.475), (100, -0.5), (101, -0.5)],
 )
-def test_length_penalty_is_linear_and_listed_among_the_scores(length: int, punishment: float) -> None:
+def test_length_penalty_is_linear_and_listed_among_the_scores(length: int, penalty: float) -> None:
     verdict = apply_rule(SOFT, length=length)
-    assert verdict.scores == {"gsm8k": 1.0, "overlong": pytest.approx(punishment)}
-    assert verdict.reward == pytest.approx(1.0 + punishment)
+    assert verdict.scores == {"gsm8k": 1.0, "overlong": pytest.approx(penalty)}
+    assert verdict.reward == pytest.approx(1.0 + penalty)
 
 
 @given(st.integers(1, 5000), st.integers(2, 4000), st.data(), st.floats(0.01, 10))
