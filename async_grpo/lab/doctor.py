@@ -21,7 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from async_grpo.app.launch import inputs
-from async_grpo.app.launch.memory_plan import copies_in_shared_memory, model_bytes
+from async_grpo.app.launch.memory_plan import count_model_bytes, count_stored_copies
 from async_grpo.app.launch.plan import RunPlan, start_checks
 from async_grpo.app.launch.run_folder import FIND_TIMEOUT_S
 from async_grpo.config import RunConfig
@@ -170,7 +170,7 @@ def _describe_downloads(config: RunConfig) -> str:
 def _describe_placement(plan: RunPlan) -> str:
     rows = [*plan.placement]
     if plan.memory is not None:
-        rows += plan.memory.rows()
+        rows += plan.memory.table_rows()
     return "; ".join(f"{label}: {text}" for label, text in rows) or "every role may use all cores of this machine"
 
 
@@ -189,8 +189,8 @@ def _free_shared_memory() -> int:
 
 def _check_run_shared_memory(config: RunConfig) -> Finding:
     """Check that /dev/shm has room for the weight copies of the publisher and of the machine's receiver."""
-    copies = copies_in_shared_memory(config)
-    weight_bytes = model_bytes(config)
+    copies = count_stored_copies(config)
+    weight_bytes = count_model_bytes(config)
     free = _free_shared_memory()
     if weight_bytes is None:
         return Finding("Shared memory", True, f"{gib(free)} GiB free; the model is small or its size unknown")
@@ -208,7 +208,7 @@ def _check_run_memory(config: RunConfig) -> Finding:
 
     Training takes 16 bytes per parameter, generation its weights and cache, and each process about 1 GiB of code.
     """
-    weight_bytes = model_bytes(config) or 0
+    weight_bytes = count_model_bytes(config) or 0
     limits = config.rollout.limits
     ranks = config.trainer.processes_per_node if config.trainer.platform == "cpu" else 0
     servers = config.max_servers_at_once if limits.platform == "cpu" else 0
@@ -229,7 +229,7 @@ def _check_disk(config: RunConfig) -> Finding:
     free = shutil.disk_usage(folder).free
     kept = config.trainer.checkpoint.keep + config.trainer.checkpoint.keep_best
 
-    weight_bytes = model_bytes(config)
+    weight_bytes = count_model_bytes(config)
     if weight_bytes is None:
         checkpoint = MIN_DISK_BYTES // (kept + 2)
         export = checkpoint

@@ -72,7 +72,7 @@ def compare(
     The ratio is the last run's metric divided by the first run's.
     """
     from async_grpo.app.runs.compare import compare_runs, plot_rewards
-    from async_grpo.app.runs.format import comparison_facts, comparison_table, table_console
+    from async_grpo.app.runs.format import comparison_facts, make_comparison_table, make_table_console
     from async_grpo.app.runs.run import Run
 
     if plot is not None and (plot.suffix != ".png" or plot.exists()):
@@ -86,7 +86,7 @@ def compare(
     if as_json:
         print(json.dumps(comparison_facts(comparison), indent=2))
     else:
-        table_console().print(comparison_table(comparison))
+        make_table_console().print(make_comparison_table(comparison))
 
 
 @app.command()
@@ -115,7 +115,7 @@ def samples(
 
     The latest groups come first. Text is escaped, so model output cannot control the terminal.
     """
-    from async_grpo.app.runs.format import group_lines
+    from async_grpo.app.runs.format import format_group
     from async_grpo.app.runs.run import Run
     from async_grpo.app.runs.samples import GroupFilter, mean_reward, written_s
 
@@ -131,7 +131,7 @@ def samples(
             "one) matches the conditions. Remove some of them"
         )
     for group in groups[:count]:
-        for line in group_lines(group, characters):
+        for line in format_group(group, characters):
             print(line)
 
 
@@ -206,7 +206,7 @@ def clean(
     Without --checkpoints or --redis, deletes whole folders and the runs' keys on a shared server. RUNS may be one run's
     folder. A run without its keys or checkpoints cannot be extended.
     """
-    from async_grpo.app.runs.format import removal_text
+    from async_grpo.app.runs.format import describe_removal
     from async_grpo.app.runs.run import list_runs
     from async_grpo.app.runs.upkeep import Part, Wanted, choose_removals
 
@@ -223,7 +223,7 @@ def clean(
     if yes and removals:
         return _delete(removals)
     for removal in removals:
-        print_line(f"would delete {removal_text(removal)}")
+        print_line(f"would delete {describe_removal(removal)}")
     print_line(f"{len(removals)} to delete. " + ("--yes deletes them" if removals else "Live runs are never deleted"))
     return 0
 
@@ -242,17 +242,17 @@ def _check_chosen(root: Path, wanted: Wanted) -> None:
 
 def _delete(removals: list[Removal]) -> int:
     """Delete all removals. A failure does not stop the others. Returns the exit code."""
-    from async_grpo.app.runs.format import removal_text
+    from async_grpo.app.runs.format import describe_removal
     from async_grpo.app.runs.upkeep import delete_part
 
     failures = 0
     for removal in removals:
         try:
             keys = asyncio.run(delete_part(removal))
-            print_line(f"deleted {removal_text(removal)}" + (f": {keys} keys" if removal.redis is not None else ""))
+            print_line(f"deleted {describe_removal(removal)}" + (f": {keys} keys" if removal.redis is not None else ""))
         except AsyncGrpoError as error:
             failures += 1
-            print_line(f"not deleted: {removal_text(removal)}: {error}")
+            print_line(f"not deleted: {describe_removal(removal)}: {error}")
     return 1 if failures else 0
 
 

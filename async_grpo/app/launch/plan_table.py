@@ -38,7 +38,7 @@ def plan_table(plan: RunPlan) -> Table:
     table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
     table.add_row("server memory", f"at worst {plan_buffer_memory(config)}")
     table.add_row("evaluation", _evaluation(config))
-    memory_rows = plan.memory.rows() if plan.memory is not None else []
+    memory_rows = plan.memory.table_rows() if plan.memory is not None else []
     for label, value in (*plan.placement, *memory_rows, *plan.notes):
         # Fold long lines: some are commands to copy, and Rich would shorten them with an ellipsis.
         table.add_row(label, Text(value, overflow="fold"))

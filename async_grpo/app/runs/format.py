@@ -1,4 +1,4 @@
-"""Tables and lines of `async-grpo runs`: the list of runs, one run, a comparison, and groups of samples."""
+"""Tables, lines and JSON fields of `async-grpo runs`: the list of runs, one run, a comparison, groups of samples."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ WIDTH = 160
 """Width in characters of a table that is written to a file."""
 
 
-def table_console() -> Console:
-    """Console for tables: that of the terminal, or a wide one for files."""
+def make_table_console() -> Console:
+    """Return a console for tables: the terminal's, or a wide one for files."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, WIDTH))
 
@@ -85,7 +85,7 @@ def print_list(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(*_list_cells(row))
 
-    console = table_console()
+    console = make_table_console()
     if not console.is_terminal:
         console.width += max(len(row["run"]) for row in rows)  # in a file, a name is on one line and can be copied
     console.print(table)
@@ -104,13 +104,13 @@ def print_run(facts: dict[str, Any]) -> None:
     for label, files in facts["files"].items():
         table.add_row(label, Text(files))
 
-    table_console().print(table)
+    make_table_console().print(table)
     # Outside the table, which would fold it: it is a command to copy.
-    table_console().print(Text(f"next: {facts['next']}"), soft_wrap=True)
+    make_table_console().print(Text(f"next: {facts['next']}"), soft_wrap=True)
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Table of the settings that differ and of the figures, one column per run, then the ratio of last to first."""
+def make_comparison_table(comparison: Comparison) -> Table:
+    """Return a table of differing settings and of metrics: a column per run, then the ratio of last to first."""
     table = Table("", *(escape(escape_controls(name)) for name in comparison.names), "ratio")
     for key, values in comparison.settings.items():
         table.add_row(key, *(Text(escape_controls(str(value), 60)) for value in values), "")
@@ -123,7 +123,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def comparison_facts(comparison: Comparison) -> dict[str, Any]:
-    """Fields of `async-grpo runs compare`, as in its JSON."""
+    """Return the fields of `async-grpo runs compare`, as in its JSON."""
     return {
         "runs": comparison.names,
         "settings": comparison.settings,
@@ -132,25 +132,26 @@ def comparison_facts(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def group_lines(row: dict[str, Any], limit: int) -> Iterator[str]:
-    """Lines of a group for the terminal: one per text of at most `limit` characters; equal completions share a line."""
+def format_group(row: dict[str, Any], limit: int) -> Iterator[str]:
+    """Yield the lines of a group. Each text has one line of at most `limit` characters; equal completions share one."""
     yield f"group {row.get('seq')}, policy version {row.get('admitted_version')}, mean reward {mean_reward(row):.3f}"
     yield f"  prompt: {escape_controls(str(row.get('prompt', '')), limit)}"
     yield f"  answer: {escape_controls(str(row.get('answer', '')), limit)}"
-    counted = Counter((sample.get("reward"), str(sample.get("text", ""))) for sample in row["completions"])
-    for (reward, text), count in sorted(counted.items(), key=lambda entry: -(entry[0][0] or 0.0)):
+    completions = Counter((sample.get("reward"), str(sample.get("text", ""))) for sample in row["completions"])
+    for (reward, text), count in sorted(completions.items(), key=lambda entry: -(entry[0][0] or 0.0)):
         times = f"({count} times) " if count > 1 else ""
         yield f"  {figure(reward, '.2f'):>6}  {times}{escape_controls(text, limit)}"
 
 
-def removal_text(removal: Removal) -> str:
-    """The part of a run that is deleted, its size, and the server of its keys."""
+def describe_removal(removal: Removal) -> str:
+    """Return the part of a run that is deleted, its size, and the server of its keys."""
     size = f" ({removal.size_bytes / 1e6:,.1f} MB)" if removal.paths else ""
     server = f", keys on {removal.redis.url}" if removal.redis is not None else ""
     return f"{removal.part} of {removal.run.path}{size}{server}"
 
 
 def _list_cells(row: dict[str, Any]) -> Iterator[Text | str]:
+    """Yield the cells of a row of `print_list`."""
     yield Text(escape_controls(row["run"]))
     yield Text(row["state"], STYLES[RunStatus(row["state"])])
     yield f"{row['steps']}/{row['of_steps'] or '?'}"
@@ -163,8 +164,13 @@ def _list_cells(row: dict[str, Any]) -> Iterator[Text | str]:
 
 
 def _files(run: Run) -> dict[str, str]:
-    """The files in the folder, by purpose."""
-    kinds = ("report.md", "summary.json", "timeline.json", "metrics.jsonl", "checkpoints/hf")
-    files = {kind: str(run.path / kind) for kind in kinds if (run.path / kind).exists()}
-    counts = {kind: len(run.files(kind)) for kind in ("samples", "plots", "logs")}
-    return files | {kind: f"{run.path / kind} ({count} files)" for kind, count in counts.items() if count}
+    """Return the files that exist and the folders that are not empty, by their names."""
+    files = {}
+    for name in ("report.md", "summary.json", "timeline.json", "metrics.jsonl", "checkpoints/hf"):
+        if (run.path / name).exists():
+            files[name] = str(run.path / name)
+    for folder in ("samples", "plots", "logs"):
+        count = len(run.files(folder))
+        if count:
+            files[folder] = f"{run.path / folder} ({count} files)"
+    return files

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from async_grpo.app.launch.memory_plan import model_shape
+from async_grpo.app.launch.memory_plan import find_model_shape
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.lab.simulate.lengths import LengthModel
@@ -64,7 +64,7 @@ def estimate_timings(config: RunConfig, device: str) -> Timings:
     """Estimate the timings of the run on these devices. Raises ConfigError for an unknown device or model shape."""
     if device not in DEVICES:
         raise ConfigError(f"--device {device!r} is unknown. Known devices: {', '.join(DEVICES)}")
-    shape = model_shape(config)
+    shape = find_model_shape(config)
     if shape is None:
         raise ConfigError(
             "the model's shape is unknown: model.path is not a folder on this machine with a config.json. Set "

@@ -1,13 +1,13 @@
-"""`async-grpo launch kubernetes`: a run as objects of Kubernetes, which places and restarts its roles.
+"""`async-grpo launch kubernetes`: a run as Kubernetes objects. Kubernetes places and restarts its roles.
 
     JobSet        trainer   a pod for each of trainer.nodes; needs the JobSet operator
-    Deployment    rollout   rollout.servers pods; a ScaledObject (KEDA) sets their number, with max_servers
+    Deployment    rollout   rollout.servers pods; with max_servers, a ScaledObject (KEDA) sets their number
     Job           report    waits for the end of the run and writes its report
     StatefulSet   redis     unless redis.url names a server
 
-All read one ConfigMap, share a volume at /runs, and take their passwords from a Secret, which is made by hand. A pod
-that is evicted or preempted gets SIGTERM and saves its work. A trainer that has done so exits with 75, so that its pod
-is made again, and with 78 for a faulty configuration, which ends the run.
+All pods read one ConfigMap, share a volume at /runs, and take their passwords from a Secret that the user creates. An
+evicted or preempted pod gets SIGTERM and saves its work. A trainer then exits with 75, so that Kubernetes starts its
+pod again; exit code 78, for a wrong configuration, ends the run.
 
 Interfaces: Kubernetes 1.37 (batch/v1, apps/v1, policy/v1, networking.k8s.io/v1), jobset.x-k8s.io/v1alpha2,
 keda.sh/v1alpha1, and the resource names of NVIDIA's and Ascend's device plug-ins.
@@ -38,17 +38,17 @@ RUNS, CONFIG_FOLDER = "/runs", "/etc/async-grpo"
 CONFIG_FILE = f"{CONFIG_FOLDER}/config.yaml"
 HTTP, METRICS, REDIS, WEIGHTS, RELAY = 8000, 8090, 6379, 5600, 5610
 LIVENESS_FAILURES = 12
-"""Least number of failed probes, ten seconds apart, after which a rollout server is restarted."""
+"""Minimum number of failed probes, ten seconds apart, after which a rollout server is restarted."""
 GPU_RESOURCE = "nvidia.com/gpu"
-"""The resource that NVIDIA's device plug-in offers; that of NPUs is launch.kubernetes.npu_resource."""
+"""Resource of NVIDIA's device plug-in. The resource for NPUs is launch.kubernetes.npu_resource."""
 IMAGES = {"cpu": "async-grpo:cpu", "cuda": "async-grpo:cuda", "npu": "async-grpo:ascend"}
-"""Platform -> the image of deploy/ for it."""
+"""Platform -> image that deploy/ builds for it."""
 USER = 1000
-"""User of the images in deploy/."""
+"""User id of the images in deploy/."""
 _NAME_LENGTH = 40
-"""Characters of a run's name in names of objects; Kubernetes takes 63 for a pod, with what JobSet appends."""
-_APPLY_S = 120.0
-_REDIS = f"""\
+"""Characters of a run's name in names of objects. A pod's name has at most 63, and JobSet appends some."""
+_APPLY_TIMEOUT_S = 120.0
+_REDIS_SCRIPT = f"""\
 umask 077
 printf 'requirepass %s\\n' "$ASYNC_GRPO_REDIS_PASSWORD" > /tmp/own.conf
 exec valkey-server /tmp/own.conf --port {REDIS} --dir /data --appendonly yes --appendfsync always --save '' \
@@ -56,48 +56,63 @@ exec valkey-server /tmp/own.conf --port {REDIS} --dir /data --appendonly yes --a
 
 
 def resolve_for_cluster(path: Path, overrides: Sequence[str], steps: int | None) -> RunConfig:
-    """The run with the addresses and folders that its pods have. Raises ConfigError."""
-    given = load_run_config(path, overrides, steps)
-    name = object_name(given)
-    told = [*overrides, f"runs_dir={RUNS}", f"weights.bind=tcp://0.0.0.0:{WEIGHTS}"]
-    told += [f"weights.advertise={name}-trainer-0-0.{name}", f"weights.relay_bind=tcp://0.0.0.0:{RELAY}"]
-    told += [f"trainer.rendezvous.address={name}-trainer-0-0.{name}", f"rollout.http.port={HTTP}"]
-    told += ["rollout.http.host=0.0.0.0", "telemetry.http.host=0.0.0.0", f"telemetry.http.port={METRICS}"]
-    if given.redis.url is None:
-        told.append(f"redis.url=redis://{name}-redis:{REDIS}")
-    if given.weights.encrypt == "off":
-        told.append("weights.encrypt=control")
-    return load_run_config(path, told, steps)
+    """Return the run with the addresses and folders of its pods. Raises ConfigError."""
+    config = load_run_config(path, overrides, steps)
+    name = object_name(config)
+    trainer_host = f"{name}-trainer-0-0.{name}"
+    cluster_overrides = [
+        *overrides,
+        f"runs_dir={RUNS}",
+        f"weights.bind=tcp://0.0.0.0:{WEIGHTS}",
+        f"weights.advertise={trainer_host}",
+        f"weights.relay_bind=tcp://0.0.0.0:{RELAY}",
+        f"trainer.rendezvous.address={trainer_host}",
+        f"rollout.http.port={HTTP}",
+        "rollout.http.host=0.0.0.0",
+        "telemetry.http.host=0.0.0.0",
+        f"telemetry.http.port={METRICS}",
+    ]
+    if config.redis.url is None:
+        cluster_overrides.append(f"redis.url=redis://{name}-redis:{REDIS}")
+    if config.weights.encrypt == "off":
+        cluster_overrides.append("weights.encrypt=control")
+    return load_run_config(path, cluster_overrides, steps)
 
 
 def make_objects(config: RunConfig) -> list[Object]:
-    """What is applied, in this order. `config` is that of `resolve_for_cluster`."""
+    """Return the objects in the order in which they are applied. `config` is the result of `resolve_for_cluster`."""
     name = object_name(config)
     site = config.launch.kubernetes
-    found = [
-        _object(config, "v1", "ConfigMap", name, data={"config.yaml": dump(config)}),
-        _object(
+    objects = [
+        _make_object(config, "v1", "ConfigMap", name, data={"config.yaml": dump(config)}),
+        _make_object(
             config,
             "v1",
             "PersistentVolumeClaim",
             f"{name}-runs",
-            spec=_claim("ReadWriteMany", site.runs_gib, site.storage_class),
+            spec=_claim_spec("ReadWriteMany", site.runs_gib, site.storage_class),
         ),
     ]
-    if config.redis.url == f"redis://{name}-redis:{REDIS}":
-        found += _redis(config, name)
-    found += [_trainer(config, name), _rollout(config, name), _report(config, name)]
-    found += [_budget(config, "trainer", {"minAvailable": config.trainer.nodes})]
-    found += [_budget(config, "rollout", {"maxUnavailable": 1}), *_policies(config, name)]
+    has_redis = config.redis.url == f"redis://{name}-redis:{REDIS}"
+    if has_redis:
+        objects += _make_redis(config, name)
+    objects += [
+        _make_trainer(config, name),
+        _make_rollout(config, name),
+        _make_report(config, name),
+        _make_disruption_budget(config, "trainer", {"minAvailable": config.trainer.nodes}),
+        _make_disruption_budget(config, "rollout", {"maxUnavailable": 1}),
+        _make_network_policy(config, name),
+    ]
     if site.max_servers is not None:
-        found.append(_autoscaler(config, name))
-    return found
+        objects.append(_make_autoscaler(config, name))
+    return objects
 
 
 def apply_objects(config: RunConfig) -> str:
-    """Apply the objects with kubectl and return its output.
+    """Apply the objects with kubectl. Returns its output.
 
-    Raises DependencyError without kubectl, ConfigError if kubectl or the cluster rejects them.
+    Raises DependencyError without kubectl, ConfigError if kubectl or the cluster rejects the objects.
     """
     if shutil.which("kubectl") is None:
         raise DependencyError(
@@ -105,7 +120,7 @@ def apply_objects(config: RunConfig) -> str:
         )
     argv = ["kubectl", "apply", "--server-side", "-f", "-"]
     manifest = dump_objects(config)
-    result = subprocess.run(argv, input=manifest, capture_output=True, text=True, timeout=_APPLY_S, check=False)
+    result = subprocess.run(argv, input=manifest, capture_output=True, text=True, timeout=_APPLY_TIMEOUT_S, check=False)
     if result.returncode:
         raise ConfigError(
             f"kubectl apply failed: {result.stderr.strip()}. The trainer needs the JobSet operator, and autoscaling "
@@ -114,8 +129,8 @@ def apply_objects(config: RunConfig) -> str:
     return result.stdout
 
 
-class _Readable(yaml.SafeDumper):
-    """Writes scripts and files as blocks of lines, and everything in full."""
+class _ReadableDumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, and repeated values in full, without YAML aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -124,20 +139,20 @@ class _Readable(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
 
-_Readable.add_representer(str, _Readable.represent_str)
+_ReadableDumper.add_representer(str, _ReadableDumper.represent_str)
 
 
 def dump_objects(config: RunConfig) -> str:
-    """The objects as YAML documents."""
-    return yaml.dump_all(make_objects(config), Dumper=_Readable, sort_keys=False, width=120, explicit_start=True)
+    """Return the objects as YAML documents."""
+    return yaml.dump_all(make_objects(config), Dumper=_ReadableDumper, sort_keys=False, width=120, explicit_start=True)
 
 
 def object_name(config: RunConfig) -> str:
-    """Name of the run's objects: at most 40 lower-case letters, digits and hyphens, the first a letter.
+    """Return the name of the run's objects: at most 40 lower-case letters, digits and hyphens, starting with a letter.
 
-    A name that had to be cut or changed ends in a digest of the run's name. Without it, runs that differ only behind
-    the cut (max_staleness=0 and =4 of one configuration) have one name, and the second `kubectl apply` replaces the
-    objects of the first, with its volumes.
+    A name that was cut or changed ends in a digest of the run's name. Without it, runs that differ only after the cut
+    (max_staleness=0 and =4 of one configuration) would have the same name, and the second `kubectl apply` would replace
+    the objects and volumes of the first.
     """
     name = re.sub(r"[^a-z0-9]+", "-", config.name.lower()).strip("-")
     if not name[:1].isalpha():  # a Service may not start with a digit
@@ -149,36 +164,40 @@ def object_name(config: RunConfig) -> str:
 
 
 def _labels(config: RunConfig, role: str | None = None) -> dict[str, str]:
-    run = {"app.kubernetes.io/name": "async-grpo", "app.kubernetes.io/instance": object_name(config)}
-    return run if role is None else run | {"app.kubernetes.io/component": role}
+    labels = {"app.kubernetes.io/name": "async-grpo", "app.kubernetes.io/instance": object_name(config)}
+    if role is not None:
+        labels["app.kubernetes.io/component"] = role
+    return labels
 
 
-def _object(config: RunConfig, version: str, kind: str, name: str, **parts: Any) -> Object:
+def _make_object(config: RunConfig, version: str, kind: str, name: str, **parts: Any) -> Object:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": _labels(config)}, **parts}
 
 
-def _claim(mode: str, gib: int, storage_class: str | None = None) -> Object:
-    named = {"storageClassName": storage_class} if storage_class else {}
-    return {"accessModes": [mode], "resources": {"requests": {"storage": f"{gib}Gi"}}, **named}
+def _claim_spec(mode: str, gib: int, storage_class: str | None = None) -> Object:
+    spec: Object = {"accessModes": [mode], "resources": {"requests": {"storage": f"{gib}Gi"}}}
+    if storage_class:
+        spec["storageClassName"] = storage_class
+    return spec
 
 
-def _redis(config: RunConfig, name: str) -> list[Object]:
+def _make_redis(config: RunConfig, name: str) -> list[Object]:
     labels = _labels(config, "redis")
     memory = config.redis.max_memory_bytes
     container = {
         "name": "redis",
         "image": config.launch.kubernetes.redis_image,
-        "command": ["sh", "-c", _REDIS],
+        "command": ["sh", "-c", _REDIS_SCRIPT],
         "env": [{"name": "MAXMEMORY", "value": str(memory)}],
-        "envFrom": _secrets(config),
+        "envFrom": _secret_references(config),
         "ports": [{"containerPort": REDIS, "name": "redis"}],
         "readinessProbe": {"tcpSocket": {"port": REDIS}, "periodSeconds": 5},
         "resources": {"requests": {"cpu": "1", "memory": f"{math.ceil(1.5 * memory / 2**20)}Mi"}},
-        "securityContext": _CONTAINED,
+        "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": [{"name": "data", "mountPath": "/data"}, {"name": "tmp", "mountPath": "/tmp"}],
     }
-    pod = {"containers": [container], "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory"}}], **_SECURE}
-    data = {"metadata": {"name": "data"}, "spec": _claim("ReadWriteOnce", math.ceil(4 * memory / 2**30))}
+    pod = {"containers": [container], "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory"}}], **_POD_SECURITY}
+    data = {"metadata": {"name": "data"}, "spec": _claim_spec("ReadWriteOnce", math.ceil(4 * memory / 2**30))}
     spec = {
         "serviceName": f"{name}-redis",
         "replicas": 1,
@@ -188,15 +207,15 @@ def _redis(config: RunConfig, name: str) -> list[Object]:
     }
     service = {"selector": labels, "ports": [{"name": "redis", "port": REDIS}]}
     return [
-        _object(config, "v1", "Service", f"{name}-redis", spec=service),
-        _object(config, "apps/v1", "StatefulSet", f"{name}-redis", spec=spec),
+        _make_object(config, "v1", "Service", f"{name}-redis", spec=service),
+        _make_object(config, "apps/v1", "StatefulSet", f"{name}-redis", spec=spec),
     ]
 
 
-def _trainer(config: RunConfig, name: str) -> Object:
+def _make_trainer(config: RunConfig, name: str) -> Object:
     nodes, restarts = config.trainer.nodes, config.launch.restarts.trainer
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    container = _container(
+    container = _make_container(
         config,
         "trainer",
         ["bash", "-c", make_stoppable(f"async-grpo trainer {CONFIG_FILE}")],
@@ -205,7 +224,7 @@ def _trainer(config: RunConfig, name: str) -> Object:
         resources=config.launch.kubernetes.trainer,
         environment={"ASYNC_GRPO_NODE_RANK": {"fieldRef": {"fieldPath": index}}},
     )
-    pod = _pod(config, "trainer", container) | {"restartPolicy": "Never"}
+    pod = _make_pod(config, "trainer", container) | {"restartPolicy": "Never"}
     job = {
         "parallelism": nodes,
         "completions": nodes,
@@ -225,12 +244,12 @@ def _trainer(config: RunConfig, name: str) -> Object:
         "failurePolicy": {"maxRestarts": 0},
         "replicatedJobs": [{"name": "trainer", "replicas": 1, "template": {"spec": job}}],
     }
-    return _object(config, "jobset.x-k8s.io/v1alpha2", "JobSet", name, spec=spec)
+    return _make_object(config, "jobset.x-k8s.io/v1alpha2", "JobSet", name, spec=spec)
 
 
-def _rollout(config: RunConfig, name: str) -> Object:
+def _make_rollout(config: RunConfig, name: str) -> Object:
     labels = _labels(config, "rollout")
-    container = _container(
+    container = _make_container(
         config,
         "rollout",
         ["async-grpo", "rollout", CONFIG_FILE, "--name", "$(POD_NAME)"],
@@ -239,35 +258,35 @@ def _rollout(config: RunConfig, name: str) -> Object:
         resources=config.launch.kubernetes.rollout,
         environment={"POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}}},
     )
-    # An engine that died is loaded again in the same process. /healthz answers meanwhile, but what loads may hold
-    # Python's lock for a while: a probe with less patience than the start would end every restart of a large model.
-    patience = max(LIVENESS_FAILURES, math.ceil(config.launch.ready_timeout_s / 10))
+    # An engine that died is reloaded in the same process. /healthz answers meanwhile, but loading may hold the GIL for
+    # a while. A probe with a shorter limit than the start would kill the server in every reload of a large model.
+    max_failures = max(LIVENESS_FAILURES, math.ceil(config.launch.ready_timeout_s / 10))
     container |= {
         "ports": [{"containerPort": HTTP, "name": "http"}, {"containerPort": RELAY, "name": "weights"}],
-        "startupProbe": _probe("/healthz", HTTP, failures=patience),
-        "livenessProbe": _probe("/healthz", HTTP, failures=patience),
-        "readinessProbe": _probe("/readyz", HTTP, failures=3),
+        "startupProbe": _make_probe("/healthz", HTTP, failures=max_failures),
+        "livenessProbe": _make_probe("/healthz", HTTP, failures=max_failures),
+        "readinessProbe": _make_probe("/readyz", HTTP, failures=3),
     }
     spec = {
         "replicas": config.rollout.servers,
         "selector": {"matchLabels": labels},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
-        "template": {"metadata": {"labels": labels}, "spec": _pod(config, "rollout", container)},
+        "template": {"metadata": {"labels": labels}, "spec": _make_pod(config, "rollout", container)},
     }
     if config.launch.kubernetes.max_servers is not None:
         del spec["replicas"]  # the autoscaler sets it
-    return _object(config, "apps/v1", "Deployment", f"{name}-rollout", spec=spec)
+    return _make_object(config, "apps/v1", "Deployment", f"{name}-rollout", spec=spec)
 
 
-def _report(config: RunConfig, name: str) -> Object:
+def _make_report(config: RunConfig, name: str) -> Object:
     argv = ["async-grpo", "runs", "report", CONFIG_FILE, "--wait"]
-    container = _container(config, "report", argv, platform=config.trainer.platform)
-    pod = _pod(config, "report", container) | {"restartPolicy": "OnFailure"}
+    container = _make_container(config, "report", argv, platform=config.trainer.platform)
+    pod = _make_pod(config, "report", container) | {"restartPolicy": "OnFailure"}
     template = {"metadata": {"labels": _labels(config, "report")}, "spec": pod}
-    return _object(config, "batch/v1", "Job", f"{name}-report", spec={"backoffLimit": 20, "template": template})
+    return _make_object(config, "batch/v1", "Job", f"{name}-report", spec={"backoffLimit": 20, "template": template})
 
 
-def _container(
+def _make_container(
     config: RunConfig,
     role: str,
     argv: list[str],
@@ -277,30 +296,36 @@ def _container(
     resources: Mapping[str, str] | None = None,
     environment: Mapping[str, Object] | None = None,
 ) -> Object:
+    """Return a container of a role. `environment`: variable -> source of its value, such as a field of the pod."""
     kind = select_platform(platform).name
-    wanted = {**(resources or {}), **_devices(config, kind, devices)}
-    places = {"config": CONFIG_FOLDER, "runs": RUNS, "shm": "/dev/shm", "tmp": "/tmp"}
-    mounts: list[Object] = [{"name": name, "mountPath": place} for name, place in places.items()]
-    claims = config.launch.kubernetes.claims
-    mounts += [{"name": claim, "mountPath": place, "readOnly": True} for claim, place in claims.items()]
-    told = [{"name": name, "valueFrom": source} for name, source in (environment or {}).items()]
-    own = {"HOME": "/tmp", "ASYNC_GRPO_CACHE": f"{RUNS}/.cache", "ASYNC_GRPO_LOG_FORMAT": "json"}
+    quantities = {**(resources or {}), **_device_resource(config, kind, devices)}
+
+    folders = {"config": CONFIG_FOLDER, "runs": RUNS, "shm": "/dev/shm", "tmp": "/tmp"}
+    mounts: list[Object] = [{"name": volume, "mountPath": folder} for volume, folder in folders.items()]
+    for claim, folder in config.launch.kubernetes.claims.items():
+        mounts.append({"name": claim, "mountPath": folder, "readOnly": True})
+
+    constants = {"HOME": "/tmp", "ASYNC_GRPO_CACHE": f"{RUNS}/.cache", "ASYNC_GRPO_LOG_FORMAT": "json"}
     if kind == "npu" and not devices:
-        own["ASCEND_VISIBLE_DEVICES"] = "void"  # Ascend Docker Runtime wants it where no NPU is requested
+        # Ascend Docker Runtime requires this for containers without an NPU.
+        constants["ASCEND_VISIBLE_DEVICES"] = "void"
+    variables: list[Object] = [{"name": name, "valueFrom": source} for name, source in (environment or {}).items()]
+    variables += [{"name": name, "value": value} for name, value in constants.items()]
     return {
         "name": role,
         "image": config.launch.kubernetes.image or IMAGES[kind],
-        # As `command` it would replace the image's entrypoint, which sets up CANN (deploy/scripts/with-cann.sh).
+        # `command` instead of `args` would replace the image's entrypoint, which sets up CANN
+        # (deploy/scripts/with-cann.sh).
         "args": argv,
-        "env": [*told, *({"name": name, "value": value} for name, value in own.items())],
-        "envFrom": _secrets(config),
-        "resources": {"requests": wanted, "limits": wanted} if wanted else {},
-        "securityContext": _CONTAINED,
+        "env": variables,
+        "envFrom": _secret_references(config),
+        "resources": {"requests": quantities, "limits": quantities} if quantities else {},
+        "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": mounts,
     }
 
 
-def _pod(config: RunConfig, role: str, container: Object) -> Object:
+def _make_pod(config: RunConfig, role: str, container: Object) -> Object:
     name, claims = object_name(config), config.launch.kubernetes.claims
     spread = {
         "maxSkew": 1,
@@ -319,20 +344,20 @@ def _pod(config: RunConfig, role: str, container: Object) -> Object:
             {"name": "tmp", "emptyDir": {}},
             *({"name": claim, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}} for claim in claims),
         ],
-        **_SECURE,
+        **_POD_SECURITY,
     }
 
 
-def _devices(config: RunConfig, platform: str, count: int) -> dict[str, str]:
+def _device_resource(config: RunConfig, platform: str, count: int) -> dict[str, str]:
     resource = {"cuda": GPU_RESOURCE, "npu": config.launch.kubernetes.npu_resource}.get(platform)
     return {resource: str(count)} if resource and count else {}
 
 
-def _secrets(config: RunConfig) -> list[Object]:
+def _secret_references(config: RunConfig) -> list[Object]:
     return [{"secretRef": {"name": config.launch.kubernetes.secret}}]
 
 
-def _probe(path: str, port: int, *, failures: int) -> Object:
+def _make_probe(path: str, port: int, *, failures: int) -> Object:
     return {
         "httpGet": {"path": path, "port": port},
         "periodSeconds": 10,
@@ -341,25 +366,28 @@ def _probe(path: str, port: int, *, failures: int) -> Object:
     }
 
 
-def _budget(config: RunConfig, role: str, bound: Object) -> Object:
+def _make_disruption_budget(config: RunConfig, role: str, bound: Object) -> Object:
     spec = {"selector": {"matchLabels": _labels(config, role)}, **bound}
-    return _object(config, "policy/v1", "PodDisruptionBudget", f"{object_name(config)}-{role}", spec=spec)
+    return _make_object(config, "policy/v1", "PodDisruptionBudget", f"{object_name(config)}-{role}", spec=spec)
 
 
-def _policies(config: RunConfig, name: str) -> list[Object]:
-    """Pods of the run reach each other; besides them, the monitoring's namespace reaches the metrics."""
-    run = {"podSelector": {"matchLabels": _labels(config)}}
-    space = {"kubernetes.io/metadata.name": config.launch.kubernetes.monitoring_namespace}
-    monitoring = {"namespaceSelector": {"matchLabels": space}}
-    ports = [{"protocol": "TCP", "port": port} for port in (HTTP, METRICS)]
-    ingress = [{"from": [run]}, {"from": [monitoring], "ports": ports}]
-    spec = {**run, "policyTypes": ["Ingress"], "ingress": ingress}
-    return [_object(config, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)]
+def _make_network_policy(config: RunConfig, name: str) -> Object:
+    """Return the policy: pods of the run reach each other, and the monitoring namespace reaches the HTTP ports."""
+    run_pods = {"podSelector": {"matchLabels": _labels(config)}}
+    namespace = {"kubernetes.io/metadata.name": config.launch.kubernetes.monitoring_namespace}
+    monitoring = {"namespaceSelector": {"matchLabels": namespace}}
+    http_ports = [{"protocol": "TCP", "port": port} for port in (HTTP, METRICS)]
+    ingress = [{"from": [run_pods]}, {"from": [monitoring], "ports": http_ports}]
+    spec = {**run_pods, "policyTypes": ["Ingress"], "ingress": ingress}
+    return _make_object(config, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
 
 
-def _autoscaler(config: RunConfig, name: str) -> Object:
-    """As many servers as the trainer's gauge says the run can use (`async_grpo.telemetry.servers_wanted`), in the
-    median of ten minutes, so that neither one step nor a restart of the trainer changes their number."""
+def _make_autoscaler(config: RunConfig, name: str) -> Object:
+    """Return the autoscaler of the rollout servers.
+
+    Their number follows the trainer's gauge (`async_grpo.telemetry.servers_wanted`). The median of ten minutes keeps a
+    single step or a restart of the trainer from changing it.
+    """
     site = config.launch.kubernetes
     gauge = f'async_grpo_trainer_servers_wanted{{pod=~"{name}-trainer-.*"}}'
     query = f"round(max(quantile_over_time(0.5, {gauge}[10m])))"
@@ -368,19 +396,19 @@ def _autoscaler(config: RunConfig, name: str) -> Object:
         "metricType": "AverageValue",
         "metadata": {"serverAddress": site.prometheus, "query": query, "threshold": "1"},
     }
-    slowly = {"scaleDown": {"stabilizationWindowSeconds": 600}}
+    slow_scale_down = {"scaleDown": {"stabilizationWindowSeconds": 600}}
     spec = {
         "scaleTargetRef": {"name": f"{name}-rollout"},
         "minReplicaCount": config.rollout.servers,
         "maxReplicaCount": site.max_servers,
-        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": slowly}},
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": slow_scale_down}},
         "triggers": [trigger],
     }
-    return _object(config, "keda.sh/v1alpha1", "ScaledObject", f"{name}-rollout", spec=spec)
+    return _make_object(config, "keda.sh/v1alpha1", "ScaledObject", f"{name}-rollout", spec=spec)
 
 
-_CONTAINED: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-_SECURE: Object = {
+_CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+_POD_SECURITY: Object = {
     "automountServiceAccountToken": False,
     "securityContext": {
         "runAsNonRoot": True,

@@ -1,20 +1,20 @@
-"""`async-grpo launch ray`: a run as actors of a Ray cluster that is there already.
+"""`async-grpo launch ray`: a run as actors of an existing Ray cluster.
 
-    trainer     a placement group with a bundle on each of trainer.nodes, and in each an actor: `async-grpo trainer`
-    rollout-i   a placement group of one bundle for each server: `async-grpo rollout`
-    report      `async-grpo runs report --wait`, next to this command
+    trainer     a placement group with a bundle on each of trainer.nodes, and an actor in each: `async-grpo trainer`
+    rollout-i   a placement group with one bundle per server: `async-grpo rollout`
+    report      `async-grpo runs report --wait`, on the machine of this command
 
-This command is the job: it stays, supervises its actors, and starts a role again wherever there is room. Ray ends the
-actors when it dies; the same command resumes the run. Roles meet on redis and not through Ray, which carries commands
-and exit codes only. A role ends for one of five reasons, after which the `Supervisor` does the following:
+This command runs as long as the run. It supervises the actors and restarts a role wherever there is room. Ray ends the
+actors when this command dies; the same command then resumes the run. Roles communicate through Redis; Ray carries only
+commands and exit codes. A role ends for one of five reasons, and the `Supervisor` reacts:
 
-    0   the run is over, or the server was removed     it is not started again
-    its node is drained (preemption)                   it is stopped, saves its work, and is started elsewhere
-    its actor, or its node, is lost                    started again, launch.restarts times
-    78  the configuration is at fault                  not started again
-    else: it failed                                    as for a lost actor
+    exit code 0: the run is over, or the server was removed    not restarted
+    the node is drained (preemption)                           stopped, saves its work, started elsewhere
+    the actor or its node is lost                              restarted, launch.restarts times
+    exit code 78: wrong configuration                          not restarted
+    any other exit code                                        like a lost actor
 
-A trainer that is given up ends the run; without a server it continues, as long as there is another.
+The run ends when the trainer is given up. It continues without a rollout server as long as there is another.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from trainer.platform import select_platform
 NAMESPACE = "async-grpo"
 POLL_EVERY_S = 2.0
 GRACE_S = 20.0
-"""Seconds beyond launch.stop_timeout_s that an actor has to report the end of its role."""
+"""Seconds after launch.stop_timeout_s in which an actor must report the end of its role."""
 LOST = 1
-"""The exit code that stands for the end of an actor that could not report one."""
+"""Exit code for an actor that was lost before it could report one."""
 
 _COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main"]
 
@@ -55,75 +55,91 @@ Bundles = list[dict[str, float]]
 
 
 def plan_bundles(config: RunConfig, servers: int) -> dict[str, Bundles]:
-    """Role -> the bundles of its placement group. Raises ConfigError without redis.url."""
+    """Return the bundles of each role's placement group. Raises ConfigError without redis.url."""
     check_reachable(config, one_machine=True)
-    asked, trainer, limits = config.launch.ray, config.trainer, config.rollout.limits
-    ranks = _devices(trainer.platform, trainer.processes_per_node)
-    workers = _devices(limits.platform, limits.devices)
-    groups: dict[str, Bundles] = {TRAINER: [{**ranks, **asked.trainer}] * trainer.nodes}
-    return groups | {f"rollout-{index}": [{**workers, **asked.rollout}] for index in range(servers)}
+    resources, trainer, limits = config.launch.ray, config.trainer, config.rollout.limits
+    trainer_bundle = _device_resource(trainer.platform, trainer.processes_per_node) | resources.trainer
+    server_bundle = _device_resource(limits.platform, limits.devices) | resources.rollout
+    bundles: dict[str, Bundles] = {TRAINER: [trainer_bundle] * trainer.nodes}
+    for index in range(servers):
+        bundles[f"rollout-{index}"] = [server_bundle]
+    return bundles
 
 
-def _devices(platform: str, count: int) -> dict[str, float]:
-    """The resource for which Ray shows an actor the devices that it has reserved: it sets CUDA_VISIBLE_DEVICES for GPU,
-    ASCEND_RT_VISIBLE_DEVICES for NPU."""
+def _device_resource(platform: str, count: int) -> dict[str, float]:
+    """Return the Ray resource of the devices; {} for the CPU.
+
+    For these resources, Ray sets CUDA_VISIBLE_DEVICES (GPU) or ASCEND_RT_VISIBLE_DEVICES (NPU) in the actor.
+    """
     resource = {"cuda": "GPU", "npu": "NPU"}.get(select_platform(platform).name)
     return {} if resource is None else {resource: count}
 
 
-def launch_run(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> int:
+def launch_run(config: RunConfig, servers: int | None, report_progress: Callable[[str], None]) -> int:
     """Start or resume the run and wait for its end.
 
-    `servers`: number of rollout servers, instead of `rollout.servers`. If the run has a trainer already, they are added
+    `servers`: number of rollout servers, instead of `rollout.servers`. If the run already has a trainer, they are added
     to it. With 0, only the trainer is started.
 
     Returns 0, or 130 after SIGTERM or Ctrl-C. Raises ConfigError before anything is started, DependencyError without
-    Ray, RoleFailed or WaitTimeout when the trainer, or every server, was given up.
+    Ray, and RoleFailed or WaitTimeout when the trainer or every server was given up.
     """
-    groups = plan_bundles(config, config.rollout.servers if servers is None else servers)
-    with _connected(config) as ray:
-        there = _actor(ray, config, f"{TRAINER}-0") is not None
-        if there and not servers:
+    bundles = plan_bundles(config, config.rollout.servers if servers is None else servers)
+    with _connect(config) as ray:
+        has_trainer = _find_actor(ray, config, f"{TRAINER}-0") is not None
+        if has_trainer and not servers:
             raise ConfigError(
-                f"the trainer of {config.name} is on this cluster already. Pass --servers N to add N rollout servers, "
-                "or stop the run first: Ctrl-C, or SIGTERM, to the command that has started it"
+                f"the trainer of {config.name} is already on this cluster. Pass --servers N to add N rollout servers, "
+                "or stop the run first: send Ctrl-C or SIGTERM to the command that started it"
             )
         check_reachable(config, one_machine=all(is_loopback(node["NodeManagerAddress"]) for node in ray.nodes()))
-        if there:
-            del groups[TRAINER]
+        if has_trainer:
+            del bundles[TRAINER]
         write_config(open_run(config), config, for_roles=config)
+
+        # Another command may add servers to the run, so their names have the id of this command's Ray job.
         job = ray.get_runtime_context().get_job_id()
-        named = {name.replace("rollout-", f"rollout-{job}-"): bundles for name, bundles in groups.items()}
-        return asyncio.run(RayJob(config, ray, named, say).run())
+        named_bundles = {name.replace("rollout-", f"rollout-{job}-"): group for name, group in bundles.items()}
+        return asyncio.run(RayJob(config, ray, named_bundles, report_progress).run())
 
 
 def remove_server(config: RunConfig, server: str) -> None:
-    """Stop one rollout server, which gives its work back first. Raises ConfigError if it is not there."""
-    with _connected(config) as ray:
-        actor = _actor(ray, config, server)
+    """Stop one rollout server after it has given its work back. Raises ConfigError if there is no such server."""
+    with _connect(config) as ray:
+        actor = _find_actor(ray, config, server)
         if actor is None or server.startswith(TRAINER):
             raise ConfigError(
-                f"{config.name} has no rollout server {server} on this cluster. Its name is that of its log in "
-                f"{_folder(config)}"
+                f"{config.name} has no rollout server {server} on this cluster. The name of a server is that of its "
+                f"log in {_log_folder(config)}"
             )
         ray.get(actor.stop.remote(config.launch.stop_timeout_s), timeout=config.launch.stop_timeout_s + GRACE_S)
 
 
 class RayRunner:
-    """The `RoleRunner` of a Ray cluster: every start of the role is a placement group with an actor in each bundle."""
+    """The `RoleRunner` of a Ray cluster. Each start of the role makes a placement group with an actor in each bundle.
 
-    def __init__(self, config: RunConfig, ray: Any, name: str, bundles: Bundles, say: Callable[[str], None]) -> None:
+    start() --> waiting for room --> running --> ended; the room is freed
+                     |                  |           ^
+                     +-- stop() --------+-- stop(), move(), kill(), or the processes end
+    """
+
+    def __init__(
+        self, config: RunConfig, ray: Any, name: str, bundles: Bundles, report_progress: Callable[[str], None]
+    ) -> None:
         limits = config.launch.restarts
         self.name = name
         self.max_restarts = limits.trainer if name == TRAINER else limits.rollout
         self.waits_for_room = False
         self.pid = None
-        self.placed = asyncio.Event()
+        self.was_placed = asyncio.Event()
         """Set once the role has had room for the first time."""
         self.nodes: set[str] = set()
-        """Where its actors are."""
-        self._config, self._ray, self._bundles, self._say = config, ray, bundles, say
-        self._stop_asked = asyncio.Event()
+        """Ids of the nodes with its actors."""
+        self._config = config
+        self._ray = ray
+        self._bundles = bundles
+        self._report_progress = report_progress
+        self._stop_requested = asyncio.Event()
         self._is_moving = False
         self._group: Any = None
         self._actors: list[Any] = []
@@ -133,32 +149,36 @@ class RayRunner:
         """Wait for room, then start an actor on each node. Raises WaitTimeout after launch.ray.wait_s."""
         from ray.util import placement_group, placement_group_table
 
-        self._stop_asked.clear()
-        self._is_moving, self._runs = False, []
-        self._group = placement_group(self._bundles, strategy="STRICT_SPREAD" if len(self._bundles) > 1 else "PACK")
+        self._stop_requested.clear()
+        self._is_moving = False
+        self._runs = []
+        strategy = "STRICT_SPREAD" if len(self._bundles) > 1 else "PACK"
+        self._group = placement_group(self._bundles, strategy=strategy)
         try:
             self.waits_for_room = True
             try:
-                await race(self._wait_for_room(), self._stop_asked.wait())
-            except Overtaken:
+                await race(self._wait_for_room(), self._stop_requested.wait())
+            except Overtaken:  # `stop` was called
                 self._free_room()
                 return
             finally:
                 self.waits_for_room = False
-            places = placement_group_table(self._group)["bundles_to_node_id"]
-            self.nodes = set(places.values())
+
+            node_of_bundle = placement_group_table(self._group)["bundles_to_node_id"]
+            self.nodes = set(node_of_bundle.values())
             for index in range(len(self._bundles)):
                 self._actors.append(self.make_actor(self._group, index))
-            for actor, spec in zip(self._actors, self._specs(places), strict=True):
+            for actor, spec in zip(self._actors, self._make_specs(node_of_bundle), strict=True):
                 self._runs.append(actor.run.remote(spec, self._config.name))
         except BaseException:
             self._free_room()
             raise
-        self.placed.set()
-        self._say(f"{self.name}: started on {', '.join(sorted({self._addresses()[node] for node in self.nodes}))}")
+        self.was_placed.set()
+        addresses = sorted({self._node_addresses()[node] for node in self.nodes})
+        self._report_progress(f"{self.name}: started on {', '.join(addresses)}")
 
     async def wait(self) -> RoleEnd:
-        """Wait until the process on each node has ended, and free the room; the end is that of the worst."""
+        """Wait until the process on each node has ended, and free the room. Returns the end with the largest code."""
         if not self._runs:
             return RoleEnd(0, f"{self.name} was stopped before it had room")
         try:
@@ -171,28 +191,28 @@ class RayRunner:
         return RoleEnd(code, explanation)
 
     def stop(self) -> None:
-        """Have the actors send SIGTERM, and SIGKILL after launch.stop_timeout_s; a role without room is not started."""
-        self._stop_asked.set()
+        """Stop waiting for room, or send SIGTERM to the processes and SIGKILL after launch.stop_timeout_s."""
+        self._stop_requested.set()
         for actor in self._actors:
             actor.stop.remote(self._config.launch.stop_timeout_s)
 
     def kill(self) -> None:
-        """Kill the actors; their processes die with them."""
+        """Kill the actors. Their processes die with them."""
         for actor in self._actors:
             self._ray.kill(actor)
 
     def stage(self) -> str:
-        """ ""; the logs are on other machines."""
+        """Return "", because the logs are on other machines."""
         return ""
 
     def move(self) -> None:
-        """Stop the role so that it is started elsewhere, since a node of it is going to leave."""
+        """Stop the role because a node of it will leave, so that the supervisor starts it elsewhere."""
         if not self._is_moving:
             self._is_moving = True
             self.stop()
 
     def make_actor(self, group: Any, index: int) -> Any:
-        """Make the actor for a bundle of the placement group."""
+        """Create the actor of a bundle of the placement group."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         resources = dict(self._bundles[index])
@@ -203,7 +223,7 @@ class RayRunner:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             "namespace": NAMESPACE,
             "name": _actor_name(self._config, f"{self.name}-{index}" if self.name == TRAINER else self.name),
-            "max_concurrency": 4,  # `stop` is called while `run` lasts
+            "max_concurrency": 4,  # `stop` is called while `run` is running
         }
         return self._ray.remote(**options)(RayRole).remote()
 
@@ -232,97 +252,108 @@ class RayRunner:
             remove_placement_group(self._group)
             self._group = None
 
-    def _specs(self, places: dict[int, str]) -> list[RoleSpec]:
-        """The process of each node of the role; those of a trainer of several nodes get their rank and node 0."""
-        run, folder, name = str(_run_dir(self._config)), _folder(self._config), self.name
+    def _make_specs(self, node_of_bundle: dict[int, str]) -> list[RoleSpec]:
+        """Return the process of each node. A trainer on several nodes gets its rank and the address of node 0."""
+        run_dir, folder, name = str(_run_dir(self._config)), _log_folder(self._config), self.name
         if name != TRAINER:
-            return [RoleSpec(name, [*_COMMAND, "rollout", run, "--name", name], folder / f"{name}.log", 0)]
-        nodes = len(places)
+            return [RoleSpec(name, [*_COMMAND, "rollout", run_dir, "--name", name], folder / f"{name}.log", 0)]
+
+        nodes = len(node_of_bundle)
         specs = []
         for rank in range(nodes):
             environment = {}
             if nodes > 1:
-                environment = {"RANK": str(rank), "WORLD_SIZE": str(nodes), "MASTER_ADDR": self._addresses()[places[0]]}
-            specs.append(RoleSpec(name, [*_COMMAND, "trainer", run], folder / f"{name}.{rank}.log", 0, environment))
+                master = self._node_addresses()[node_of_bundle[0]]
+                environment = {"RANK": str(rank), "WORLD_SIZE": str(nodes), "MASTER_ADDR": master}
+            specs.append(RoleSpec(name, [*_COMMAND, "trainer", run_dir], folder / f"{name}.{rank}.log", 0, environment))
         return specs
 
-    def _addresses(self) -> dict[str, str]:
+    def _node_addresses(self) -> dict[str, str]:
         return {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
 
 
 class RayJob:
-    """The roles that one command keeps, and the report next to them."""
+    """The roles that one command supervises, and the report process on its machine."""
 
-    def __init__(self, config: RunConfig, ray: Any, groups: dict[str, Bundles], say: Callable[[str], None]) -> None:
-        self._config, self._say = config, say
-        self._runners = {name: RayRunner(config, ray, name, bundles, say) for name, bundles in groups.items()}
+    def __init__(
+        self, config: RunConfig, ray: Any, bundles: dict[str, Bundles], report_progress: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._report_progress = report_progress
+        self._runners = {
+            name: RayRunner(config, ray, name, role_bundles, report_progress) for name, role_bundles in bundles.items()
+        }
         self._supervisor = Supervisor(
             [*self._runners.values()],
             restarts={},
-            warn=warn_as_text(say),
+            warn=warn_as_text(report_progress),
             stop_timeout_s=config.launch.stop_timeout_s + GRACE_S,  # the actors kill after launch.stop_timeout_s
             sees_whole_run=False,
         )
         self._report: asyncio.subprocess.Process | None = None
 
     async def run(self) -> int:
-        """Keep the roles until the run is over, an error or a signal; none is left. Returns the exit code."""
-        interrupted, over = asyncio.Event(), False
+        """Run the roles until the run is over, an error, or a signal, and stop all of them. Returns the exit code."""
+        interrupted = asyncio.Event()
+        is_over = False
         helpers = [asyncio.create_task(self._move_drained_roles())]
         if TRAINER in self._runners:
             helpers.append(asyncio.create_task(self._start_report()))
         with stop_signals(interrupted.set):
             try:
                 await race(self._supervisor.watch(), interrupted.wait())
-                over = True
+                is_over = True
             except Overtaken:
-                self._say("stopped; the same command resumes")
+                self._report_progress("stopped; the same command resumes")
                 return 130
             finally:
                 await self._supervisor.stop()
                 await cancel_and_wait(*helpers)
-                await self._end_report(over)
+                await self._end_report(is_over)
         return 0
 
     async def _move_drained_roles(self) -> None:
-        """Move the roles off nodes that are being drained: they are preempted, or given back."""
+        """Move roles away from nodes that Ray drains, because they are preempted or released."""
         from ray._private.state import state
 
         while True:
             await asyncio.sleep(POLL_EVERY_S)
-            leaving = set(await asyncio.to_thread(state.get_draining_nodes))
+            draining = set(await asyncio.to_thread(state.get_draining_nodes))
             for runner in self._runners.values():
-                if runner.nodes & leaving:
+                if runner.nodes & draining:
                     runner.move()
 
     async def _start_report(self) -> None:
-        # The report waits launch.ready_timeout_s for the trainer, which may wait longer than that for room.
-        await self._runners[TRAINER].placed.wait()
+        # The report command waits launch.ready_timeout_s for the trainer, but the trainer may wait longer for room. So
+        # the report starts only when the trainer has room.
+        await self._runners[TRAINER].was_placed.wait()
         argv = child_argv([*_COMMAND, "runs", "report", str(_run_dir(self._config)), "--wait"])
         self._report = await asyncio.create_subprocess_exec(*argv, start_new_session=True)
 
-    async def _end_report(self, over: bool) -> None:
-        """Wait for the report, which is written now if the run is not over."""
+    async def _end_report(self, is_over: bool) -> None:
+        """Wait until the report is written. If the run is not over, SIGTERM makes the command write it now."""
         if self._report is None:
             return
-        if not over and self._report.returncode is None:
+        if not is_over and self._report.returncode is None:
             self._report.terminate()
         try:
             await asyncio.wait_for(self._report.wait(), self._config.launch.ready_timeout_s)
         except TimeoutError:
             self._report.kill()
-            self._say(f"the report is not written: run `async-grpo runs report {_run_dir(self._config)}`")
+            self._report_progress(f"the report is not written: run `async-grpo runs report {_run_dir(self._config)}`")
 
 
 @contextmanager
-def _connected(config: RunConfig) -> Iterator[Any]:
-    """Ray, connected to the cluster that the configuration or the environment names. Raises ConfigError for none, and
-    DependencyError without Ray."""
+def _connect(config: RunConfig) -> Iterator[Any]:
+    """Yield the ray module, connected to the cluster of the configuration or the environment.
+
+    Raises ConfigError if no cluster is named or it cannot be joined, DependencyError without Ray.
+    """
     address = config.launch.ray.address or os.environ.get("RAY_ADDRESS")
     if address is None:
         raise ConfigError(
-            "no Ray cluster is named, and none is started here. Set launch.ray.address (or RAY_ADDRESS) to HOST:6379 "
-            "of its head, on a machine of the cluster, or start this command by `ray job submit`"
+            "no Ray cluster is named, and this command does not start one. On a machine of the cluster, set "
+            "launch.ray.address (or RAY_ADDRESS) to HOST:6379 of its head, or start this command with `ray job submit`"
         )
     check_private_names("launch ray")
     try:
@@ -342,8 +373,8 @@ def _connected(config: RunConfig) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _actor(ray: Any, config: RunConfig, name: str) -> Any:
-    """The actor of a role of this run; None if there is none."""
+def _find_actor(ray: Any, config: RunConfig, name: str) -> Any:
+    """Return the actor of a role of this run; None if there is none."""
     try:
         return ray.get_actor(_actor_name(config, name), namespace=NAMESPACE)
     except ValueError:
@@ -351,8 +382,11 @@ def _actor(ray: Any, config: RunConfig, name: str) -> Any:
 
 
 def _actor_name(config: RunConfig, role: str) -> str:
-    """Name of an actor. It has a digest of the run's folder: others on the cluster may have a run of the same name,
-    whose trainer is not ours to add servers to, and whose servers are not ours to stop."""
+    """Return the name of an actor.
+
+    It has a digest of the run's folder. Without it, a run of the same name by another user of the cluster would count
+    as this run: we would add servers to their trainer, or stop their servers.
+    """
     return f"{config.local_name}/{role}"
 
 
@@ -360,6 +394,5 @@ def _run_dir(config: RunConfig) -> Path:
     return config.run_dir.absolute()
 
 
-def _folder(config: RunConfig) -> Path:
-    """Folder of the logs of the roles."""
+def _log_folder(config: RunConfig) -> Path:
     return _run_dir(config) / "ray"

@@ -1,4 +1,4 @@
-"""Shapes of models and memory of devices, against figures worked out by hand."""
+"""Model shapes and memory plans, compared with values worked out by hand."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from async_grpo.app.launch.memory_plan import (
     GRAPH_BYTES,
     DevicePlan,
     HostPlan,
-    engine_memory,
     plan_devices,
+    plan_engine_memory,
     plan_hosts,
 )
 from async_grpo.app.launch.memory_plan import RESERVED_BYTES as ENGINE_RESERVED
@@ -67,7 +67,7 @@ def run_config(trainer: dict[str, Any] | None = None, vllm: dict[str, Any] | Non
         ("llama3.1-8b", 8_030_261_248),
     ],
 )
-def test_a_public_model_has_as_many_parameters_as_its_publisher_counts(name: str, parameters: int) -> None:
+def test_public_models_have_the_published_parameter_count(name: str, parameters: int) -> None:
     assert SHAPES[name].parameters == parameters
 
 
@@ -106,7 +106,7 @@ def test_a_public_model_has_as_many_parameters_as_its_publisher_counts(name: str
         ),
     ],
 )
-def test_a_config_json_gives_the_shape_that_is_shipped(name: str, published: dict[str, Any]) -> None:
+def test_a_config_json_gives_the_shipped_shape(name: str, published: dict[str, Any]) -> None:
     assert shape_of(published) == SHAPES[name]
 
 
@@ -116,7 +116,7 @@ def test_a_mixture_saved_by_transformers_has_its_experts() -> None:
         assert (shape.experts, shape.experts_per_token, shape.ffn) == (16, 2, 96)
 
 
-def test_what_is_unknown_of_a_model_is_named() -> None:
+def test_missing_settings_of_a_model_are_named() -> None:
     with pytest.raises(ConfigError, match="'vocab_size'"):
         shape_of({"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8})
     with pytest.raises(ConfigError, match=r"'gpt-2'.*qwen2\.5-7b"):
@@ -137,7 +137,7 @@ def test_all_ranks_together_hold_every_parameter_and_repeat_the_norms() -> None:
     assert last - first == 3584
 
 
-def test_experts_are_shared_by_their_own_ranks() -> None:
+def test_experts_are_split_over_expert_parallel_ranks() -> None:
     layout = run_config({"processes": 8, "tensor_parallel": 2, "expert_parallel": 4}).trainer
     dense, experts = stage_parameters(SHAPES["qwen3-30b-a3b"], layout, "only")
     assert experts == 48 * 128 * 3 * 2048 * 768 // 4
@@ -153,14 +153,14 @@ def test_the_bytes_of_a_parameter(precision: str, weights: int, optimizer: int) 
     assert memory.optimizer == optimizer * 7_615_616_512
 
 
-def test_zero_1_cuts_the_optimizer_over_the_ranks_that_hold_the_same_weights() -> None:
+def test_zero_1_shards_the_optimizer_over_ranks_with_equal_weights() -> None:
     alone = trainer_memory(run_config(), QWEN_7B)
     four = trainer_memory(run_config({"processes": 4}), QWEN_7B)
     assert (four.weights, four.gradients) == (alone.weights, alone.gradients)
     assert four.optimizer == pytest.approx(alone.optimizer / 4, rel=1e-6)
 
 
-def test_a_layer_keeps_what_the_formula_says() -> None:
+def test_activations_per_layer_follow_the_formula() -> None:
     layout = run_config().trainer
     # 4hb = 64, attention (3q + 3k)b = 72, 3fb = 96
     assert layer_bytes(TINY, layout, 2, recompute="none") == 64 + 72 + 96
@@ -174,9 +174,9 @@ def test_a_layer_keeps_what_the_formula_says() -> None:
     assert layer_bytes(TINY, npu, 2, recompute="none") == 64 + (96 + 2 * 64) + 96
     # Ranks that share sequences keep the keys of 2 * 2 + 1 chunks: (2q + 5k)b, and on an NPU (3q + 6k)b.
     context = {"processes": 2, "context_parallel": 2}
-    plans = [run_config({**context, "platform": platform}).trainer for platform in ("cuda", "npu")]
-    found = [layer_bytes(TINY, plan, 2, recompute="none") for plan in plans]
-    assert found == [64 + 72 + 96, 64 + (96 + 2 * 64) + 96]
+    layouts = [run_config({**context, "platform": platform}).trainer for platform in ("cuda", "npu")]
+    sizes = [layer_bytes(TINY, layout, 2, recompute="none") for layout in layouts]
+    assert sizes == [64 + 72 + 96, 64 + (96 + 2 * 64) + 96]
 
 
 TWO_STAGES = {"processes": 2, "pipeline_parallel": 2}
@@ -193,14 +193,14 @@ TWO_STAGES = {"processes": 2, "pipeline_parallel": 2}
         ({"objective": {"entropy_coef": 0.01}}, 4, "only", 1000 * 4 * 232, 1000 * (100 * 12 + 32)),
     ],
 )
-def test_the_stage_that_needs_most_keeps_the_activations_in_flight_and_its_logits(
+def test_the_largest_stage_has_activations_in_flight_and_logits(
     trainer: dict[str, Any], layers: int, stage: str, activations: int, work_space: int
 ) -> None:
     memory = trainer_memory(run_config({"micro_batch_tokens": 1000, **trainer}), replace(TINY, layers=layers))
     assert (memory.stage, memory.activations, memory.work_space) == (stage, activations, work_space)
 
 
-def test_an_offloaded_optimizer_is_fetched_one_parameter_at_a_time_after_the_activations() -> None:
+def test_an_offloaded_optimizer_is_fetched_by_parameter() -> None:
     memory = trainer_memory(run_config({"optimizer": {"offload": True}}), QWEN_7B)
     assert (memory.optimizer, memory.fetched) == (0, 20 * 152_064 * 3584)  # the embedding
     less = replace(memory, activations=GIB, work_space=GIB)
@@ -225,54 +225,54 @@ def test_a_reference_model_on_the_device_is_counted() -> None:
     assert trainer_host_memory(swapped, QWEN_7B).reference == 2 * 7_615_616_512
 
 
-def test_the_total_is_everything_with_its_slack_and_what_is_reserved() -> None:
+def test_the_total_has_slack_and_reserved_memory() -> None:
     memory = trainer_memory(run_config({"micro_batch_tokens": 1000}), TINY)
     parts = memory.weights + memory.gradients + memory.optimizer + memory.activations + memory.work_space
     assert memory.total == int(1.05 * parts) + RESERVED_BYTES
 
 
-def test_a_token_in_the_cache_is_its_keys_and_values_in_every_layer() -> None:
-    assert engine_memory(run_config(), QWEN_7B).token == 2 * 28 * 4 * 128 * 2
-    assert engine_memory(run_config(vllm={"tensor_parallel": 2}), QWEN_7B).token == 2 * 28 * 2 * 128 * 2
+def test_a_cached_token_has_keys_and_values_in_every_layer() -> None:
+    assert plan_engine_memory(run_config(), QWEN_7B).per_token == 2 * 28 * 4 * 128 * 2
+    assert plan_engine_memory(run_config(vllm={"tensor_parallel": 2}), QWEN_7B).per_token == 2 * 28 * 2 * 128 * 2
     # Eight ranks for four groups: every group lies on two of them.
-    assert engine_memory(run_config(vllm={"tensor_parallel": 8}), QWEN_7B).token == 2 * 28 * 1 * 128 * 2
+    assert plan_engine_memory(run_config(vllm={"tensor_parallel": 8}), QWEN_7B).per_token == 2 * 28 * 1 * 128 * 2
 
 
-def test_an_8_bit_engine_holds_the_layers_in_a_byte_an_element() -> None:
+def test_an_8_bit_engine_stores_layers_with_one_byte_per_element() -> None:
     whole, small = (
-        engine_memory(run_config(vllm={"quantization": kind}), QWEN_7B).weights for kind in ("none", "int8")
+        plan_engine_memory(run_config(vllm={"quantization": kind}), QWEN_7B).weights for kind in ("none", "int8")
     )
     outside = 2 * 152064 * 3584 + 3584
     assert whole == 2 * QWEN_7B.parameters
     assert small == 2 * outside + (QWEN_7B.parameters - outside)
 
 
-def test_the_cache_gets_what_weights_and_work_space_leave_of_the_engines_share() -> None:
-    memory = engine_memory(run_config(vllm={"gpu_memory_utilization": 0.5}), QWEN_7B)
+def test_the_cache_is_the_share_without_weights_and_work_space() -> None:
+    memory = plan_engine_memory(run_config(vllm={"gpu_memory_utilization": 0.5}), QWEN_7B)
     assert memory.weights == 2 * 7_615_616_512
     assert memory.work_space > ENGINE_RESERVED
-    assert memory.cache(80 * GIB) == 40 * GIB - memory.weights - memory.work_space
-    assert memory.samples(80 * GIB) == memory.cache(80 * GIB) // (57_344 * 1000)
+    assert memory.cache_bytes(80 * GIB) == 40 * GIB - memory.weights - memory.work_space
+    assert memory.count_samples(80 * GIB) == memory.cache_bytes(80 * GIB) // (57_344 * 1000)
 
 
-def test_the_work_space_is_a_step_of_all_requests_with_its_graphs() -> None:
+def test_the_work_space_has_one_step_of_all_requests_and_graphs() -> None:
     widths = 4 * 8 + 2 * 16 + 8 + 2 * 4
     step = 8192 * 2 * widths + 4 * 32 * 100  # 2 * 10 samples and 8 completions for HTTP: 32 requests
-    assert engine_memory(run_config(), TINY).work_space == step + ENGINE_RESERVED + GRAPH_BYTES
-    assert engine_memory(run_config(vllm={"enforce_eager": True}), TINY).work_space == step + ENGINE_RESERVED
+    assert plan_engine_memory(run_config(), TINY).work_space == step + ENGINE_RESERVED + GRAPH_BYTES
+    assert plan_engine_memory(run_config(vllm={"enforce_eager": True}), TINY).work_space == step + ENGINE_RESERVED
 
 
 def plan(trainer_gib: float | None, engine_gib: float | None, **trainer: int) -> DevicePlan:
-    """The plan of a 7B model on devices of those sizes."""
+    """Plan a 7B model on devices of the given sizes."""
     model = {"path": "models/none", "architecture": "qwen2.5-7b", "precision": "bfloat16"}
-    found = plan_devices(
+    device_plan = plan_devices(
         run_config({"device_memory_gib": trainer_gib, **trainer}, {"device_memory_gib": engine_gib}, model=model)
     )
-    assert found is not None
-    return found
+    assert device_plan is not None
+    return device_plan
 
 
-def test_a_7b_model_does_not_train_on_one_device_of_80_gib_and_the_refusal_shows_why() -> None:
+def test_a_7b_model_on_one_80_gib_device_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError, match=r"80 GiB.*1\d\d\.\d GiB.*optimizer 85\.1.*tensor_parallel"):
         plan(80, 80).check()
 
@@ -284,33 +284,38 @@ def test_an_engine_without_room_for_one_sample_is_refused_with_the_arithmetic() 
     plan(80, 80, **cut).check()
 
 
-def test_room_for_the_next_version_lies_beside_the_engines_share() -> None:
+def test_staging_is_outside_the_engines_share() -> None:
     config = run_config(vllm={"staging_gib": 15, "gpu_memory_utilization": 0.8})
-    engine = engine_memory(config, QWEN_7B)
-    assert (engine.awake(80 * GIB), engine.asleep) == (79 * GIB, ENGINE_RESERVED + GRAPH_BYTES + 15 * GIB)
-    assert "staging 15.0 beside the share" in str(engine)
+    engine = plan_engine_memory(config, QWEN_7B)
+    assert (engine.max_bytes(80 * GIB), engine.asleep) == (79 * GIB, ENGINE_RESERVED + GRAPH_BYTES + 15 * GIB)
+    assert "staging 15.0 outside the share" in str(engine)
     plan = DevicePlan(None, None, engine, 80.0, 0)
     plan.check()
     with pytest.raises(ConfigError, match=r"staging_gib is 15\.0.*64 GiB.*66\.2 GiB"):
         replace(plan, engine_gib=64.0).check()
 
 
-def test_devices_of_unknown_size_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_unknown_size_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "TOOL_TIMEOUT_S", 0.0)
     unknown = plan(None, None)
     unknown.check()
-    assert all("not known" in text for _, text in unknown.rows()[:2])
+    assert all("not known" in text for _, text in unknown.table_rows()[:2])
 
 
 def shared_plan(sharing: str, device_gib: float, cache_gib: int) -> DevicePlan:
-    """A trainer of 1.05 * (2 + 4 + 8 + 5 + 1) + 3 = 24 GiB, 17.7 of them between steps; an engine of 4 GiB and its
-    cache, whose share is 10 of the device's GiB."""
+    """Return a plan of both sides on one device.
+
+    The trainer needs 1.05 * (2 + 4 + 8 + 5 + 1) + 3 = 24 GiB, 17.7 of them between steps. The engine needs 4 GiB and
+    its cache; its share is 10 GiB.
+    """
     vllm = {"kv_cache_bytes": cache_gib * GIB, "gpu_memory_utilization": 10.01 / device_gib}
     launch = {"share_devices": sharing} if sharing != "off" else {}
     config = run_config({"device_memory_share": 24.01 / device_gib}, vllm, launch=launch)
     sizes = {"weights": 2, "gradients": 4, "optimizer": 8, "activations": 5, "work_space": 1, "reference": 0}
     trainer = TrainerMemory("only", 0, **{part: size * GIB for part, size in sizes.items()})
-    engine = replace(engine_memory(config, TINY), weights=3 * GIB, work_space=GIB, token=GIB // 1000, asleep=GIB)
+    engine = replace(
+        plan_engine_memory(config, TINY), weights=3 * GIB, work_space=GIB, per_token=GIB // 1000, asleep=GIB
+    )
     share = config.trainer.device_memory_share
     return DevicePlan(trainer, device_gib, engine, device_gib, 0, share, config.launch.share_devices)
 
@@ -318,16 +323,16 @@ def shared_plan(sharing: str, device_gib: float, cache_gib: int) -> DevicePlan:
 def test_a_shared_device_holds_the_sum_of_both_sides() -> None:
     split = shared_plan("split", 34.1, 6)
     split.check()
-    assert dict(split.rows())["shared device"] == "trainer 24.0 + engine 10.0 = 34.0 GiB at worst; of 34.1 GiB"
+    assert dict(split.table_rows())["shared device"] == "trainer 24.0 + engine 10.0 = 34.0 GiB at worst; of 34.1 GiB"
     sleep = shared_plan("sleep", 28.0, 6)
     sleep.check()
-    assert dict(sleep.rows())["shared device"] == (
+    assert dict(sleep.table_rows())["shared device"] == (
         "trainer 17.7 + engine 10.0 = 27.7 GiB between steps; trainer 24.0 + sleeping engine 1.0 = 25.0 GiB in a step; "
         "of 28 GiB"
     )
 
 
-def test_a_shared_device_that_is_too_small_is_refused_by_the_phase_that_does_not_fit() -> None:
+def test_a_too_small_shared_device_is_refused_with_the_phase() -> None:
     with pytest.raises(ConfigError, match=r"27 GiB.*27\.7 GiB"):
         shared_plan("sleep", 27.0, 6).check()
     with pytest.raises(ConfigError, match=r"kv_cache_bytes is 7516192768.*645318\d+ bytes"):
@@ -343,18 +348,19 @@ def test_a_side_on_the_cpu_has_no_device_plan() -> None:
     assert half is not None and half.engine is None
 
 
-def test_adapters_take_gradients_and_moments_of_themselves_alone() -> None:
+def test_adapters_have_gradients_and_moments_of_their_own_size() -> None:
     config = run_config(model={"path": "models/any", "precision": "bfloat16", "lora": {"rank": 16}})
-    found, adapters = trainer_memory(config, QWEN_7B), 40_370_176  # as PEFT counts them
-    assert found.weights == 2 * (QWEN_7B.parameters + adapters)
-    assert (found.gradients, found.optimizer) == (4 * adapters, 12 * adapters)
+    adapters = 40_370_176  # as PEFT counts them
+    memory = trainer_memory(config, QWEN_7B)
+    assert memory.weights == 2 * (QWEN_7B.parameters + adapters)
+    assert (memory.gradients, memory.optimizer) == (4 * adapters, 12 * adapters)
 
 
 @pytest.mark.parametrize(
     ("precision", "offload", "optimizer_bytes", "checkpoint_bytes"),
     [("bfloat16", False, 0, 14), ("bfloat16", True, 12, 2), ("float32", False, 0, 16), ("float32", True, 8, 8)],
 )
-def test_a_checkpoint_copies_weights_and_the_optimizer_that_is_not_in_host_memory_already(
+def test_a_checkpoint_copies_weights_and_an_optimizer_on_the_device(
     precision: str, offload: bool, optimizer_bytes: int, checkpoint_bytes: int
 ) -> None:
     model = {"path": "models/any", "precision": precision}
@@ -364,58 +370,58 @@ def test_a_checkpoint_copies_weights_and_the_optimizer_that_is_not_in_host_memor
     assert memory.checkpoint == checkpoint_bytes * QWEN_7B.parameters
 
 
-def test_a_machine_whose_memory_is_too_small_is_refused_and_one_that_is_not_compared_is_not() -> None:
+def test_a_too_small_machine_is_refused_unless_it_is_not_compared() -> None:
     trainer = trainer_host_memory(run_config({"optimizer": {"offload": True}}), QWEN_7B)
-    plan = HostPlan(trainer=trainer, stores=GIB, engines=GIB, server=GIB, there=None, source="not here")
+    plan = HostPlan(trainer=trainer, stores=GIB, engines=GIB, redis=GIB, available=None, source="not here")
     plan.check()
-    replace(plan, there=plan.total).check()
+    replace(plan, available=plan.total).check()
     with pytest.raises(ConfigError, match="checkpoint"):
-        replace(plan, there=plan.total - 1).check()
+        replace(plan, available=plan.total - 1).check()
 
 
-def smi_that_lists(count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A nvidia-smi that lists so many devices of 80 GB, first on the PATH."""
+def install_fake_smi(count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put an nvidia-smi first on the PATH that lists `count` devices of 80 GB."""
     rows = "".join(f"{index}, NVIDIA H100 80GB HBM3, 81559, 550.54.15\n" for index in range(count))
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{rows}'\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
 
-def host_of(devices: int, **changes: Any) -> HostPlan:
-    """The host plan of a trainer on one device fewer, and one engine."""
+def plan_host(devices: int, **changes: Any) -> HostPlan:
+    """Plan the first host of a run with a trainer on all devices but one, and one engine."""
     trainer = {"processes": devices - 1, "nodes": changes.pop("nodes", 1), "rendezvous": {"address": "10.0.0.5"}}
     return plan_hosts(run_config(trainer, **changes), QWEN_7B)[0]
 
 
-def test_this_machine_is_compared_only_if_it_has_the_devices_of_the_run(
+def test_this_machine_is_compared_only_if_it_has_the_runs_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smi_that_lists(2, tmp_path, monkeypatch)
-    own = host_of(2)
+    install_fake_smi(2, tmp_path, monkeypatch)
+    local = plan_host(2)
     limit = memory_limit.cgroup_memory_limit() or psutil.virtual_memory().total
-    assert own.there == min(limit, psutil.virtual_memory().total)
-    elsewhere = host_of(4)
-    assert elsewhere.there is None
-    assert "not compared: this machine does not have the run's devices" in elsewhere.row()[1]
+    assert local.available == min(limit, psutil.virtual_memory().total)
+    elsewhere = plan_host(4)
+    assert elsewhere.available is None
+    assert "not compared: this machine does not have the run's devices" in elsewhere.table_row()[1]
 
 
-def test_the_limit_of_a_container_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi_that_lists(2, tmp_path, monkeypatch)
+def test_a_lower_container_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_smi(2, tmp_path, monkeypatch)
     monkeypatch.setattr(memory_limit, "cgroup_memory_limit", lambda: GIB)
-    assert host_of(2).there == GIB
+    assert plan_host(2).available == GIB
     with pytest.raises(ConfigError, match=r"1\.0 GiB .*container"):
-        host_of(2).check()
+        plan_host(2).check()
     monkeypatch.setattr(memory_limit, "cgroup_memory_limit", lambda: 2**63 - 4096)
-    assert host_of(2).there == psutil.virtual_memory().total
+    assert plan_host(2).available == psutil.virtual_memory().total
 
 
-def test_the_memory_that_the_configuration_states_is_compared_anywhere() -> None:
-    needed = host_of(4).total
-    stated = host_of(4, launch={"memory_gib_per_node": needed / GIB + 1})
-    stated.check()
-    assert "(launch.memory_gib_per_node), 1.0 stay free" in stated.row()[1]
+def test_configured_memory_is_compared_on_any_machine() -> None:
+    needed = plan_host(4).total
+    sufficient = plan_host(4, launch={"memory_gib_per_node": needed / GIB + 1})
+    sufficient.check()
+    assert "(launch.memory_gib_per_node), 1.0 stay free" in sufficient.table_row()[1]
     with pytest.raises(ConfigError, match=r"launch\.memory_gib_per_node"):
-        host_of(4, launch={"memory_gib_per_node": needed / GIB - 1}).check()
+        plan_host(4, launch={"memory_gib_per_node": needed / GIB - 1}).check()
 
 
 def test_every_machine_has_the_host_memory_of_its_roles() -> None:
@@ -427,6 +433,8 @@ def test_every_machine_has_the_host_memory_of_its_roles() -> None:
     assert first.trainer == second.trainer == trainer_host_memory(config, QWEN_7B)
     assert third.trainer.total == 0
     assert [plan.engines for plan in (first, second, third)] == [0, 0, PROCESS_BYTES]
-    assert [plan.row()[0] for plan in (first, second, third)] == [f"host memory, node {node}" for node in range(3)]
+    assert [plan.table_row()[0] for plan in (first, second, third)] == [
+        f"host memory, node {node}" for node in range(3)
+    ]
     together = plan_hosts(run_config({"optimizer": {"offload": True}}), QWEN_7B)
-    assert [(plan.stores, plan.row()[0]) for plan in together] == [(4 * copy, "host memory")]
+    assert [(plan.stores, plan.table_row()[0]) for plan in together] == [(4 * copy, "host memory")]

@@ -50,7 +50,7 @@ def test_the_memory_in_the_comment_matches_the_plan(name: str) -> None:
     comment, plan = stated(name, MEMORY), plan_devices(planned(name))
     assert plan is not None and plan.trainer is not None and plan.engine is not None and plan.engine_gib is not None
     assert float(comment["trainer"]) == near(plan.trainer.total / GIB)
-    assert float(comment["engine"]) == near(plan.engine.awake(plan.engine_gib * GIB) / GIB)
+    assert float(comment["engine"]) == near(plan.engine.max_bytes(plan.engine_gib * GIB) / GIB)
     assert float(comment["all"]) == plan.engine_gib
     hosts = [float(size) for size in comment.group("host", "other") if size]
     assert hosts == near([host.total / GIB for host in plan.hosts])
