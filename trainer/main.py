@@ -66,7 +66,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     trainer = config.trainer
     # An earlier trainer that was killed may have left its copies of the weights in /dev/shm. Remove them before the
     # ranks meet: after that, rank 0 creates the store of this trainer.
-    remove_trainer_files(config.local_name)
+    remove_trainer_files(config.name_with_digest)
 
     # The other ranks wait for rank 0 in collective calls, so their timeout covers the longest wait of rank 0.
     longest_wait_s = max(

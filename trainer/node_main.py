@@ -95,7 +95,7 @@ class Node:
                     else:
                         await self._train(setup)
         finally:
-            remove_trainer_files(self.config.local_name)  # left over if rank 0 was killed
+            remove_trainer_files(self.config.name_with_digest)  # left over if rank 0 was killed
 
     async def _train(self, setup: NodeSetup) -> None:
         """Start this node's ranks, wait until they end, and report to the other nodes how they ended."""

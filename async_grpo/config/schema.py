@@ -92,11 +92,11 @@ class RunConfig(StrictModel):
         return self.runs_dir / self.name
 
     @property
-    def local_name(self) -> str:
-        """Name of the run that is unique on this machine: its name and a digest of its folder's path.
+    def name_with_digest(self) -> str:
+        """Name of the run and a digest of its folder's path, unique on this machine and in a cluster's shared folders.
 
-        Names of shared-memory stores contain it. Two runs of the same name in different folders would otherwise
-        replace each other's weights.
+        Used in names of shared-memory stores, jobs and actors. Without the digest, two runs of the same name in
+        different folders would replace each other's weights.
         """
         digest = hashlib.sha256(str(self.run_dir.absolute()).encode()).hexdigest()[:8]
         return f"{self.name}-{digest}"

@@ -87,7 +87,7 @@ def _words(name: str) -> set[str]:
     return set(re.split(r"[^a-z0-9]+", f"{path.parent.name} {path.stem}".lower()))
 
 
-def fetch_split(repo: HubRepo, split: str, subset: str, say: Callable[[str], None]) -> list[Path]:
+def fetch_split(repo: HubRepo, split: str, subset: str, report_progress: Callable[[str], None]) -> list[Path]:
     """The files of a split, downloaded if they are not here. Raises ConfigError."""
     listing = cache_dir() / "hub" / f"{repo.hub}-{repo}.json".replace("/", "--")
     if not listing.exists():
@@ -95,7 +95,7 @@ def fetch_split(repo: HubRepo, split: str, subset: str, say: Callable[[str], Non
         listing.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(listing, json.dumps(names))
     wanted = split_files(json.loads(listing.read_text()), split, subset)
-    folder = replace(repo, wanted=tuple(wanted)).fetch(say)
+    folder = replace(repo, wanted=tuple(wanted)).fetch(report_progress)
     return [folder / name for name in wanted]
 
 
@@ -108,7 +108,7 @@ class HubFiles:
     format: str
 
 
-def hub_files(data_id: str, hub: Hub, split: str, subset: str, say: Callable[[str], None]) -> HubFiles:
+def hub_files(data_id: str, hub: Hub, split: str, subset: str, report_progress: Callable[[str], None]) -> HubFiles:
     """What `prepare` reads of the data set `data_id` (OWNER/NAME or OWNER/NAME@REVISION), downloaded if it is not here.
 
     Raises ConfigError.
@@ -118,8 +118,8 @@ def hub_files(data_id: str, hub: Hub, split: str, subset: str, say: Callable[[st
         raise ConfigError(f"--dataset {data_id!r} is no id of a hub (OWNER/NAME). Name a local file as FILE instead")
     facts, pinned = known(repo.id), repo.pinned()
     subset = subset or facts.subset
-    train = fetch_split(pinned, split, subset, say)
-    held_out = fetch_split(pinned, facts.held_out, subset, say) if facts.held_out not in ("", split) else []
+    train = fetch_split(pinned, split, subset, report_progress)
+    held_out = fetch_split(pinned, facts.held_out, subset, report_progress) if facts.held_out not in ("", split) else []
     return HubFiles(train, held_out, facts.format)
 
 
@@ -129,13 +129,13 @@ def written_files(data: DataConfig, repo: HubRepo) -> tuple[Path, Path | None] |
     return (paths[0], paths[1] if len(paths) > 1 else None) if all(path.exists() for path in paths) else None
 
 
-def training_files(data: DataConfig, repo: HubRepo, say: Callable[[str], None]) -> tuple[Path, Path | None]:
+def training_files(data: DataConfig, repo: HubRepo, report_progress: Callable[[str], None]) -> tuple[Path, Path | None]:
     """JSON-lines files with the training rows and, if a split is known to be held out, its rows.
 
     Raises ConfigError for a data set that has neither the known fields nor those of `data.prompt_field` and
     `data.answer_field`.
     """
-    paths = [_written(data, repo, split, say) for split in _splits(data, repo)]
+    paths = [_written(data, repo, split, report_progress) for split in _splits(data, repo)]
     return paths[0], paths[1] if len(paths) > 1 else None
 
 
@@ -153,11 +153,11 @@ def _target(data: DataConfig, repo: HubRepo, split: str) -> Path:
     return cache_dir() / "data" / f"{repo.id.replace('/', '--')}-{split}-{digest}.jsonl"
 
 
-def _written(data: DataConfig, repo: HubRepo, split: str, say: Callable[[str], None]) -> Path:
+def _written(data: DataConfig, repo: HubRepo, split: str, report_progress: Callable[[str], None]) -> Path:
     target = _target(data, repo, split)
     if target.exists():
         return target
-    files = fetch_split(repo, split, data.subset or known(repo.id).subset, say)
+    files = fetch_split(repo, split, data.subset or known(repo.id).subset, report_progress)
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(target) as out:
         for row in _rows(files, data):

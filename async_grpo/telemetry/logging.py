@@ -79,7 +79,7 @@ def bind_process(**fields: str) -> None:
     os.environ[_FIELDS_VARIABLE] = json.dumps(_bound() | fields)
 
 
-def say_as(role: str) -> Callable[[str], None]:
+def make_progress_logger(role: str) -> Callable[[str], None]:
     """Return a function that reports progress: `print`, or the log of this role if lines are JSON."""
     return configure_logging(role).info if is_json() else print
 

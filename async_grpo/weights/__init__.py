@@ -30,11 +30,11 @@ def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSe
         case "zmq":
             from async_grpo.weights.zmq.sender import ZmqWeightSender
 
-            return ZmqWeightSender(layout, config.local_name, epoch, config.weights)
+            return ZmqWeightSender(layout, config.name_with_digest, epoch, config.weights)
         case "shared_filesystem" | "object_store":
             from async_grpo.weights.folder.sender import FolderWeightSender
 
-            return FolderWeightSender(layout, config.local_name, epoch, config.weights)
+            return FolderWeightSender(layout, config.name_with_digest, epoch, config.weights)
 
 
 def make_receiver(config: RunConfig, resolve: Resolve, *, name: str) -> WeightReceiver:
@@ -43,4 +43,4 @@ def make_receiver(config: RunConfig, resolve: Resolve, *, name: str) -> WeightRe
     from async_grpo.weights.shared_memory import store_path
 
     # All servers of the run on this machine share one store and one receiver process, whatever the transport.
-    return SharedWeightReceiver(resolve, store_path(config.local_name, "node"), config.weights, name=name)
+    return SharedWeightReceiver(resolve, store_path(config.name_with_digest, "node"), config.weights, name=name)

@@ -185,7 +185,7 @@ class VirtualServers:
             board=cast(RunBoard, TimedBoard(board, self._late_s)),
             logger=logger,
         )
-        path = store_path(config.local_name, f"node-{node}")
+        path = store_path(config.name_with_digest, f"node-{node}")
         receiver = SharedWeightReceiver(board.publisher_address, path, config.weights, name=name)
         stack.push_async_callback(receiver.close)
         watcher = WeightWatcher(

@@ -204,9 +204,9 @@ async def _start_trainer(plan: ReplayPlan) -> AsyncIterator[ModelessTrainer]:
         stack.push_async_callback(board.aclose)
         link = RetryingClient(make_client(config.redis, config.name), config.redis.timeout_s)
         stack.push_async_callback(link.aclose)
-        stack.callback(remove_stores, config.local_name)
+        stack.callback(remove_stores, config.name_with_digest)
         epoch = (await state.rollback(0)).epoch
-        sender = ZmqWeightSender(layout, config.local_name, epoch, config.weights)
+        sender = ZmqWeightSender(layout, config.name_with_digest, epoch, config.weights)
         stack.callback(sender.close)
         trainer = ModelessTrainer(state, board, link, sender, epoch)
         await trainer.start()

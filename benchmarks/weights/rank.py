@@ -80,7 +80,7 @@ class TrainerRank:
         self._board = AddressBoard()
         self._exporter = WeightExporter(self._policy, config, self._board, epoch=1)  # type: ignore[arg-type]
         self._bits = [parameter.data.view(-1).view(torch.int16) for parameter in model.parameters()]
-        self._run = config.local_name
+        self._run = config.name_with_digest
 
         parameters = dict(model.named_parameters())
         shape = shape_of(hf)

@@ -67,7 +67,7 @@ def run_through(transport: str, **keys: object) -> Iterator[RunConfig]:
         try:
             yield config
         finally:
-            remove_stores(config.local_name)
+            remove_stores(config.name_with_digest)
 
 
 async def check_newest(receiver: WeightReceiver, seen: WeightVersion) -> WeightVersion:
@@ -158,7 +158,7 @@ def small_steps(version: int) -> Arrays:
 @asynccontextmanager
 async def joining(config: RunConfig, board: Board, store: str) -> AsyncIterator[SharedWeightReceiver]:
     """A receiver of another machine."""
-    path = store_path(config.local_name, store)
+    path = store_path(config.name_with_digest, store)
     receiver = SharedWeightReceiver(board.publisher_address, path, config.weights, name=store)
     try:
         yield receiver
@@ -201,4 +201,4 @@ async def test_a_late_receiver_follows_the_chain_and_a_lost_link_is_made_good(tr
                 assert lost.stats.fallbacks["lost link"] >= 1
         finally:
             sender.close()
-        assert objects.list_names(config.local_name) == []
+        assert objects.list_names(config.name_with_digest) == []

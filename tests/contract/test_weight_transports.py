@@ -92,7 +92,7 @@ def sending(config: RunConfig, *, layout: TensorLayout = LAYOUT, epoch: int = EP
         yield sender
     finally:
         sender.close()
-        remove_stores(config.local_name)
+        remove_stores(config.name_with_digest)
 
 
 @dataclass
@@ -323,6 +323,8 @@ async def test_closing_ends_all_processes_and_frees_the_memory(plane: Plane) -> 
         for _ in range(2):
             await receiver.close()
         sender.close()
-        assert not run_folder(config.local_name).exists() or not list(run_folder(config.local_name).glob("*.weights"))
+        assert not run_folder(config.name_with_digest).exists() or not list(
+            run_folder(config.name_with_digest).glob("*.weights")
+        )
     left = set(psutil.Process().children(recursive=True)) - set(before)
     assert [process.cmdline() for process in left if process.status() != psutil.STATUS_ZOMBIE] == []

@@ -99,7 +99,7 @@ def test_a_run_outlives_the_loss_of_servers_and_of_a_node(cluster: SlurmCluster,
 
     launch(cluster, config)
     steps_more(2)
-    servers = f"{load(run).local_name}-rollout"
+    servers = f"{load(run).name_with_digest}-rollout"
     (array,) = {job.partition("_")[0] for job in cluster.jobs(servers)}
     launch(cluster, config, "--servers", "1")
     cluster.until(lambda: list(cluster.jobs(servers).values()) == ["RUNNING"] * 3, 60, "a third server")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from async_grpo.app.cli.common import exit_with_code, say
+from async_grpo.app.cli.common import exit_with_code, print_message
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import EXIT_CONFIG
 from async_grpo.utils.aio import Overtaken, race, stop_signals
@@ -79,17 +79,17 @@ async def _run(
     with stop_signals(interrupted.set), Console(stderr=True).status("starting") as status:
 
         def show(line: str, done: bool) -> None:
-            say(line)
+            print_message(line)
             status.update("" if done else line)
 
         try:
             stage_runs = run_stages(platform, folder, stages=stages, scale=scale, devices=devices, show=show)
             report = await race(stage_runs, interrupted.wait())
         except Overtaken:
-            say(f"stopped; the results so far are in {folder}")
+            print_message(f"stopped; the results so far are in {folder}")
             return INTERRUPTED
     Console().print(report.table())
-    say(f"report: {folder / 'report.txt'} and {folder / 'report.json'}")
+    print_message(f"report: {folder / 'report.txt'} and {folder / 'report.json'}")
     if json_file is not None:
         shutil.copyfile(folder / "report.json", json_file)
     return 0 if report.ok else 1

@@ -153,7 +153,7 @@ class ChatTerminal:
                 print(clean_text(piece), end="", flush=True)
         print(flush=True)
         if (reply := self.session.last_reply) is not None:
-            note(f"[{self._author(reply.tokens_by_version)}, {reply.tokens} tokens, {reply.finish_reason}]")
+            print_dimmed(f"[{self._author(reply.tokens_by_version)}, {reply.tokens} tokens, {reply.finish_reason}]")
 
     async def judge(self, answer: str) -> None:
         """Show the reward of the last reply for the reference `answer`. Raises DataError without a reply."""
@@ -168,7 +168,7 @@ class ChatTerminal:
         (result,) = await self._pool.judge([RewardInput(reply.text, answer, reply.prompt)])
         scores = ", ".join(f"{name} {score:g}" for name, score in result.scores.items())
         reward = f"cannot be judged: {result.reason}" if result.reward is None else f"{result.reward:g}"
-        note(clean_text(f"[reward {reward}{f' ({scores})' if scores else ''}]"))
+        print_dimmed(clean_text(f"[reward {reward}{f' ({scores})' if scores else ''}]"))
 
     def handle_command(self, line: str, runner: asyncio.Runner) -> None:
         """Execute a line that starts with a slash. Raises ConfigError for an unknown command or an invalid value."""
@@ -176,13 +176,13 @@ class ChatTerminal:
         session = self.session
         match command:
             case "/help":
-                note(HELP)
+                print_dimmed(HELP)
             case "/reset":
                 session.reset()
-                note("new conversation")
+                print_dimmed("new conversation")
             case "/prompt":
                 reply = session.last_reply
-                note(clean_text(reply.prompt) if reply is not None else "no question has been asked yet")
+                print_dimmed(clean_text(reply.prompt) if reply is not None else "no question has been asked yet")
             case "/answer":
                 runner.run(self.judge(rest.strip()))
             case "/temperature":
@@ -203,7 +203,7 @@ class ChatTerminal:
         return f"{self._policy.path}" if version is None else f"policy version {version}"
 
 
-def note(text: str) -> None:
+def print_dimmed(text: str) -> None:
     """Print text that the policy did not write to standard error, dimmed."""
     Console(stderr=True).print(escape(text), style="dim", highlight=False, soft_wrap=True)
 
@@ -236,7 +236,7 @@ async def _open(config: RunConfig, policy: Checkpoint | LiveRun, options: ChatOp
     from async_grpo.lab.evaluate.policy_source import open_policy
 
     async with AsyncExitStack() as stack:
-        opening = open_policy(config, policy, "chat", config.eval.timeout_s, note)
+        opening = open_policy(config, policy, "chat", config.eval.timeout_s, print_dimmed)
         sampler, folder = await stack.enter_async_context(opening)
         tokenizer = load_tokenizer(folder)
         prompt = make_prompt(config, tokenizer, template=options.template, system=options.system)
@@ -252,7 +252,7 @@ async def _open(config: RunConfig, policy: Checkpoint | LiveRun, options: ChatOp
 def _converse(runner: asyncio.Runner, terminal: ChatTerminal) -> None:
     """Process lines until the input ends."""
     memory = "remembers the conversation" if terminal.session.has_history else "reads every question on its own"
-    note(f"Ask a question. /help lists the commands, /quit leaves. The policy {memory}.")
+    print_dimmed(f"Ask a question. /help lists the commands, /quit leaves. The policy {memory}.")
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -266,7 +266,7 @@ def _converse(runner: asyncio.Runner, terminal: ChatTerminal) -> None:
             elif line:
                 runner.run(terminal.ask(line))
         except _LINE_ERRORS as error:
-            note(clean_text(str(error)))
+            print_dimmed(clean_text(str(error)))
 
 
 def _parse_number(text: str, kind: Callable[[str], N], *, minimum: N, maximum: N) -> N:

@@ -228,13 +228,13 @@ class PolicyOptions:
         if checkpoint is not None:
             repo = hub_repo(checkpoint, "model", config.model.hub, "--checkpoint")
             if repo is not None:
-                checkpoint = repo.pinned().fetch(say)
+                checkpoint = repo.pinned().fetch(print_message)
         policy = find_policy_checkpoint(folder, checkpoint)
         if differing := differences(config, folder):
-            say(f"note: {folder.path} was created with other values of {', '.join(differing)}")
+            print_message(f"note: {folder.path} was created with other values of {', '.join(differing)}")
         return config, policy
 
 
-def say(line: str) -> None:
+def print_message(text: str) -> None:
     """Print a line of plain text to standard error, because standard output is for results."""
-    Console(stderr=True, soft_wrap=True).print(clean_text(line), markup=False, highlight=False)
+    Console(stderr=True, soft_wrap=True).print(clean_text(text), markup=False, highlight=False)

@@ -22,8 +22,8 @@ from async_grpo.app.cli.common import (
     RunDir,
     RunOverride,
     exit_with_code,
+    print_message,
     progress_bar,
-    say,
 )
 from async_grpo.errors import ConfigError
 from async_grpo.utils.text import clean_text, figure
@@ -106,7 +106,9 @@ async def _with_progress(
         def count_answer(total: int) -> None:
             progress.update(bar, advance=1, total=total)
 
-        return await grade(config, policy, plan, patience_s=patience_s, say=say, on_answer=count_answer)
+        return await grade(
+            config, policy, plan, patience_s=patience_s, report_progress=print_message, on_answer=count_answer
+        )
 
 
 def _write(report: EvalReport, save: Path | None, json_file: Path | None) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.cli.common import exit_with_code, say
+from async_grpo.app.cli.common import exit_with_code, print_message
 from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def import_config(
         typer.echo(text, nl=False)
     else:
         out.write_text(text, encoding="utf-8")
-    say(_closing(imported, out))
+    print_message(_closing(imported, out))
     Console(stderr=True).print(_outcome_table(imported))
-    say(f"{len(imported.keys)} keys of the file: {imported.counts}.")
+    print_message(f"{len(imported.keys)} keys of the file: {imported.counts}.")
 
 
 def _parse_pairs(pairs: list[str]) -> dict[str, str]:

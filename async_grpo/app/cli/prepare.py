@@ -12,7 +12,7 @@ from rich.progress import DownloadColumn
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.cli.common import exit_with_code, progress_bar, say
+from async_grpo.app.cli.common import exit_with_code, print_message, progress_bar
 from async_grpo.config.data import DataFormat, PrepareConfig
 from async_grpo.config.model import Hub
 from async_grpo.errors import ConfigError
@@ -114,13 +114,13 @@ def _download_inputs(options: dict[str, Any], dataset: str, split: str, subset: 
             f"prepare needs exactly one of: FILEs, one of the names {', '.join(KNOWN)}, or --dataset with an id"
         )
     if dataset:
-        downloaded = hub_files(dataset, hub, split, subset, say)
+        downloaded = hub_files(dataset, hub, split, subset, print_message)
         held_out = options["held_out_from"] or downloaded.held_out
         format_name = downloaded.format if options["format"] == "auto" else options["format"]
         options = {**options, "files": downloaded.train, "held_out_from": held_out, "format": format_name}
     repo = hub_repo(options["model"], "model", hub, "--model")
     if repo is not None:
-        options = {**options, "model": replace(repo, wanted=TOKENIZER_FILES).pinned().fetch(say)}
+        options = {**options, "model": replace(repo, wanted=TOKENIZER_FILES).pinned().fetch(print_message)}
     return options
 
 

@@ -151,10 +151,10 @@ def report(
     from async_grpo.app.launch.follow import follow_run
     from async_grpo.app.runs.run import Run
     from async_grpo.app.runs.upkeep import rewrite_report
-    from async_grpo.telemetry.logging import is_json, say_as
+    from async_grpo.telemetry.logging import is_json, make_progress_logger
 
     if wait:
-        return follow_run(run, say_as("report") if is_json() else print_line)
+        return follow_run(run, make_progress_logger("report") if is_json() else print_line)
     print_line(str(asyncio.run(rewrite_report(Run.open(run)))))
     return 0
 
@@ -179,7 +179,7 @@ def stop(
     from async_grpo.app.runs.stop import stop_run
 
     opened = Run.open(run)
-    state = stop_run(opened, now=now, timeout_s=timeout, say=print_line)
+    state = stop_run(opened, now=now, timeout_s=timeout, report_progress=print_line)
     print_line(f"{opened.path} is {state}, at step {len(opened.steps())}. Next: {NEXT_COMMANDS[state].format(run)}")
 
 

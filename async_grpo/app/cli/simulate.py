@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from async_grpo.app.cli.common import ConfigFile, Override, exit_with_code, say
+from async_grpo.app.cli.common import ConfigFile, Override, exit_with_code, print_message
 
 From = Annotated[
     list[Path] | None,
@@ -80,7 +80,7 @@ def simulate(
     options = prediction.TimingsOptions(runs or [], device, timings)
     used, notes, uncertainty = options.read_timings(base)
     for line in notes:
-        say(line)
+        print_message(line)
     if write_timings is not None:
         used.write(write_timings)
 
@@ -95,6 +95,6 @@ def simulate(
     simulated_changes = [] if grid else simulate_changes(predictions[0].settings, used, steps=steps, seed=seed)
     prediction.print_tables(predictions, compared, simulated_changes)
     if uncertainty is not None:
-        say(describe_uncertainty([one.range for one in predictions if one.range is not None], uncertainty))
+        print_message(describe_uncertainty([one.range for one in predictions if one.range is not None], uncertainty))
     for path in prediction.save_plot(predictions, plots) if plots is not None else []:
-        say(f"wrote {path}")
+        print_message(f"wrote {path}")

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from async_grpo.app.cli.common import ConfigFile, Override, complete_key, exit_with_code, print_line, say
+from async_grpo.app.cli.common import ConfigFile, Override, complete_key, exit_with_code, print_line, print_message
 from async_grpo.app.cli.simulate import Device, From, JsonFile, Seed, TimingsFile
 
 Vary = Annotated[
@@ -117,7 +117,7 @@ def tune(
         out=out,
         command=shlex.join(["async-grpo", *sys.argv[1:]]),
     )
-    folder, advice = find(options, say)
+    folder, advice = find(options, print_message)
     if json_file is not None:
         json_file.write_text(as_json(advice))
 
@@ -125,4 +125,4 @@ def tune(
     for key, why in advice.reasons.items():
         print_line(f"{key}: {why}")
     print_line(advice.verdict)
-    say(f"wrote {folder}: recommended.yaml, tune.json, plots/pareto.png")
+    print_message(f"wrote {folder}: recommended.yaml, tune.json, plots/pareto.png")

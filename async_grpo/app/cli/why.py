@@ -13,7 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.app.cli.common import RunFolderArgument, exit_with_code, say
+from async_grpo.app.cli.common import RunFolderArgument, exit_with_code, print_message
 from async_grpo.errors import AsyncGrpoError, DataError
 from async_grpo.telemetry.bottleneck import ADVICE, MEANINGS
 from async_grpo.telemetry.weight_updates import UPDATE_PARTS
@@ -113,10 +113,10 @@ def _simulate_changes(recorded: RecordedRun, console: Console) -> list[Change]:
     try:
         timings, notes = calibrate_and_check([recorded])
     except AsyncGrpoError as error:
-        say(f"the effect of changes cannot be simulated: {error}")
+        print_message(f"the effect of changes cannot be simulated: {error}")
         return []
     for line in notes:
-        say(line)
+        print_message(line)
     simulated = simulate_changes(SimulatedSettings.from_config(recorded.config), timings)
     console.print(make_change_table(simulated))
     return simulated

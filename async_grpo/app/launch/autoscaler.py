@@ -56,9 +56,9 @@ class SteadyDemand:
 class Autoscaler:
     """Runs between rollout.servers and launch.autoscale.max_servers servers."""
 
-    def __init__(self, config: RunConfig, supervisor: Supervisor, say: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, supervisor: Supervisor, report_progress: Callable[[str], None]) -> None:
         self._supervisor = supervisor
-        self._say = say
+        self._report_progress = report_progress
         self._max_servers = config.max_servers_at_once
         self._demand = ServerDemand.of(config)
         self._steady_demand = SteadyDemand(config.rollout.servers, self._max_servers, config.launch.autoscale.after_s)
@@ -81,13 +81,13 @@ class Autoscaler:
         for _ in range(target - len(servers)):
             started = self._supervisor.start_spare()
             if started is not None:
-                self._say(f"{started} joins: the run can use {target} rollout servers")
+                self._report_progress(f"{started} joins: the run can use {target} rollout servers")
 
         # Stop the newest servers first. One that is evaluating stays: the evaluation would have to start again.
         evaluating = {beat.name for beat in beats if beat.evaluation is not None}
         idle = [name for name in reversed(servers) if self._supervisor.can_retire(name) and name not in evaluating]
         for name in idle[: max(0, len(servers) - target)]:
-            self._say(f"{name} leaves: the run can use {target} rollout servers")
+            self._report_progress(f"{name} leaves: the run can use {target} rollout servers")
             self._supervisor.retire_server(name)
 
         if target != len(servers):

@@ -76,19 +76,19 @@ def check_reference(folder: Path, model: Path | None, config: ReferenceConfig) -
         raise ConfigError(f"trainer.reference.path: {error}") from None
 
 
-async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
-    """Return the folder of the first policy, after downloading or generating it. `say` receives the progress.
+async def prepare_model(config: RunConfig, report_progress: Callable[[str], None]) -> Path:
+    """Return the folder of the first policy, after downloading or generating it.
 
     Raises ConfigError for a folder that cannot be used, RoleFailed if generating the policy fails.
     """
     input_key = "data.path" if config.model.path is None else "model.path"
-    config = await asyncio.to_thread(fetch_inputs, config, say, (input_key,))
+    config = await asyncio.to_thread(fetch_inputs, config, report_progress, (input_key,))
     if config.model.path is not None:
         return check_first_policy(config.model.path.absolute(), config)
 
     target = _generated_policy_folder(config)
     if (target / "config.json").exists():
-        say(f"policy: {target} (cached)")
+        report_progress(f"policy: {target} (cached)")
         return target
 
     warmup = config.model.warmup
@@ -103,9 +103,9 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
         recipe = config.model_dump_json()
         steps = None
     target.parent.mkdir(parents=True, exist_ok=True)
-    say(f"generating the first policy ({source}); it is cached for later runs")
+    report_progress(f"generating the first policy ({source}); it is cached for later runs")
     argv = [sys.executable, "-m", module, "--config", recipe, "--out", str(target), "--seed", str(config.seed)]
-    await _run_generator(argv, lambda message: say(_format_progress(message, steps)))
+    await _run_generator(argv, lambda message: report_progress(_format_progress(message, steps)))
     return check_model(target)
 
 

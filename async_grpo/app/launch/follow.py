@@ -32,7 +32,7 @@ SAVE_EVERY_S = 30.0
 ROLE = "report"
 
 
-def follow_run(path: Path, say: Callable[[str], None]) -> int:
+def follow_run(path: Path, report_progress: Callable[[str], None]) -> int:
     """Wait until the run is over and write its report. `path`: its configuration or its folder.
 
     Raises ConfigError without redis.url, RoleFailed if no trainer starts the run within launch.ready_timeout_s.
@@ -43,15 +43,15 @@ def follow_run(path: Path, say: Callable[[str], None]) -> int:
             "redis.url is not set, so this run has its own server, and `async-grpo run` writes its report. To write "
             "the report again, use this command without --wait"
         )
-    return asyncio.run(RunFollower(config, say).follow())
+    return asyncio.run(RunFollower(config, report_progress).follow())
 
 
 class RunFollower:
     """Follows one run to its end."""
 
-    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, report_progress: Callable[[str], None]) -> None:
         self._config = config
-        self._say = say
+        self._report_progress = report_progress
         self._folder = RunFolder(config.run_dir.absolute())
         self._started_s = time.monotonic()
         self._saved_s = self._started_s
@@ -74,10 +74,10 @@ class RunFollower:
             try:
                 await race(self._wait_for_start(), stopped.wait())
             except Overtaken:
-                self._say("stopped before the run started: there is nothing to report")
+                self._report_progress("stopped before the run started: there is nothing to report")
                 return 0
             if self._is_finished():
-                self._say(f"this run is finished: see {self._folder.path / 'report.md'}")
+                self._report_progress(f"this run is finished: see {self._folder.path / 'report.md'}")
                 return 0
             self._folder.lock_role(ROLE)
             self._wall_before_s = self._folder.read_state().wall_s
@@ -95,7 +95,7 @@ class RunFollower:
         """Wait until the trainer has created the run's folder and opened the run on the server."""
         config = self._config
         limit_s = config.launch.ready_timeout_s
-        self._say(f"waiting for the trainer of {config.name}")
+        self._report_progress(f"waiting for the trainer of {config.name}")
         deadline_s = time.monotonic() + limit_s
         while not await self._has_started():
             if time.monotonic() > deadline_s:
@@ -123,7 +123,7 @@ class RunFollower:
 
     async def _wait_for_end(self, plane: StatePlane) -> None:
         """Wait, without a time limit, for the last step and its evaluation, then for the roles to exit."""
-        self._say(f"following {self._folder.path}; the report is written when the run is over")
+        self._report_progress(f"following {self._folder.path}; the report is written when the run is over")
         while not await self._false_if_unreachable(is_run_over(plane.config, plane.buffer, plane.board)):
             self._update_state()
             await asyncio.sleep(POLL_EVERY_S)
@@ -146,7 +146,7 @@ class RunFollower:
         try:
             return await query
         except ServerLost as error:
-            self._say(f"waiting for the server: {error}")
+            self._report_progress(f"waiting for the server: {error}")
             return False
 
     def _update_state(self) -> RunState:
@@ -166,5 +166,5 @@ class RunFollower:
         state.failure = "" if over else self._folder.find_role_failure()
         self._folder.write_state(state)
         summary = await write_results(plane, self._folder, state)
-        await asyncio.to_thread(copy_results, self._config, self._folder, self._say)
-        self._say(format_headline(summary, self._folder))
+        await asyncio.to_thread(copy_results, self._config, self._folder, self._report_progress)
+        self._report_progress(format_headline(summary, self._folder))

@@ -96,16 +96,16 @@ def _read_pinned_in_copy(config: RunConfig) -> Mapping[str, HubRepo]:
         return hub_inputs(copy.read_config())
 
 
-def fetch_inputs(config: RunConfig, say: Callable[[str], None], keys: Collection[str] = KEYS) -> RunConfig:
+def fetch_inputs(config: RunConfig, report_progress: Callable[[str], None], keys: Collection[str] = KEYS) -> RunConfig:
     """Return the configuration with local files instead of ids, after downloading missing ones. Raises ConfigError."""
     paths: dict[str, Path] = {}
     for key, repo in hub_inputs(config).items():
         if key not in keys:
             continue
         if key == "data.path":
-            paths |= _data_paths(training_files(config.data, repo.pinned(), say))
+            paths |= _data_paths(training_files(config.data, repo.pinned(), report_progress))
         else:
-            paths[key] = repo.pinned().fetch(say)
+            paths[key] = repo.pinned().fetch(report_progress)
     return _replace_paths(config, paths)
 
 

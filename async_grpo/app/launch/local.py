@@ -112,9 +112,9 @@ async def run_locally(
     return 0
 
 
-async def _prepare_policy(plan: RunPlan, say: Callable[[str], None]) -> Path:
+async def _prepare_policy(plan: RunPlan, report_progress: Callable[[str], None]) -> Path:
     """Generate or find the first policy, then run the checks that need its tokenizer and size. Raises ConfigError."""
-    model = await prepare_model(plan.inputs, say)
+    model = await prepare_model(plan.inputs, report_progress)
     if plan.config.model.path is None:
         await asyncio.to_thread(check_with_policy, plan.inputs, model)
     check_shared_memory(plan.config, model)
@@ -163,7 +163,12 @@ class LocalRun:
             progress=self._progress,
         )
         self._monitor = Monitor(
-            plane, self._supervisor, self._progress, show=view.update, say=view.print_message, warn=view.warn
+            plane,
+            self._supervisor,
+            self._progress,
+            show=view.update,
+            report_progress=view.print_message,
+            warn=view.warn,
         )
         self._roles: asyncio.Task[None] | None = None
 

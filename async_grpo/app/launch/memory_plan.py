@@ -357,7 +357,7 @@ def check_shared_memory(config: RunConfig, model: Path) -> None:
 
     free_bytes = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     # Stores of killed roles are replaced at the start, so their space counts as free.
-    old_stores = run_folder(config.local_name)
+    old_stores = run_folder(config.name_with_digest)
     free_bytes += sum(file.stat().st_size for file in old_stores.glob("*") if file.is_file())
     if free_bytes < needed_bytes:
         size_gib = -(-needed_bytes // GIB) + 1

@@ -35,9 +35,9 @@ EXPIRE_TIMEOUT_S = 2.0
 class LocalProgress(RunProgress):
     """Progress of a run according to its buffer. `stats` is from the monitor's last poll."""
 
-    def __init__(self, plane: StatePlane, say: Callable[[str], None]) -> None:
+    def __init__(self, plane: StatePlane, report_progress: Callable[[str], None]) -> None:
         self._plane = plane
-        self._say = say
+        self._report_progress = report_progress
         self.stats: BufferStats | None = None
 
     async def is_trained(self) -> bool:
@@ -68,7 +68,9 @@ class LocalProgress(RunProgress):
                 await self._plane.buffer.expire_leases(server, life=round(1000 * time.time()))
         except (BufferFault, TimeoutError) as error:
             reason = str(error) or "the buffer does not answer"
-            self._say(f"the leases of {server} could not be ended early and will expire by themselves: {reason}")
+            self._report_progress(
+                f"the leases of {server} could not be ended early and will expire by themselves: {reason}"
+            )
 
 
 class Monitor:
@@ -81,13 +83,13 @@ class Monitor:
         progress: LocalProgress,
         *,
         show: Callable[[LiveState], None],
-        say: Callable[[str], None],
+        report_progress: Callable[[str], None],
         warn: Warn,
     ) -> None:
         """Args:
         progress: Receives the buffer's counters of each poll.
         show: Receives the state of each poll.
-        say: Receives a message for each server that the autoscaler starts or stops.
+        report_progress: Receives a message for each server that the autoscaler starts or stops.
         warn: Receives problems.
         """
         self._plane = plane
@@ -103,7 +105,7 @@ class Monitor:
         self._replay: ReplayProgress | None = None
         self._progress = progress
         scales = plane.config.launch.autoscale.max_servers is not None
-        self._autoscaler = Autoscaler(plane.config, supervisor, say) if scales else None
+        self._autoscaler = Autoscaler(plane.config, supervisor, report_progress) if scales else None
 
     async def watch(self) -> None:
         """Poll until cancelled. Raises RoleFailed if the trainer, or the last rollout server, is not ready in time."""

@@ -125,7 +125,7 @@ def plan_run(
     steps: int | None = None,
     on_this_machine: bool = False,
     pinned: Sequence[HubRepo] = (),
-    say: Callable[[str], None] = print,
+    report_progress: Callable[[str], None] = print,
 ) -> RunPlan:
     """Load, name, pin, locate and check a run. Must not be called in a running event loop.
 
@@ -137,7 +137,7 @@ def plan_run(
         steps: Total optimizer steps; not part of the run's name.
         on_this_machine: True if all roles start here. Missing devices and packages are then refused before a download.
         pinned: Commits to use instead of newer ones.
-        say: Receives the progress of downloads.
+        report_progress: Receives the progress of downloads.
 
     Raises ConfigError, and DependencyError for packages that are not installed.
     """
@@ -145,7 +145,7 @@ def plan_run(
     if on_this_machine and config.trainer.nodes == 1:
         check_machine(config)
     config = pin_inputs(config, planning=not download, pinned=pinned)
-    inputs = fetch_inputs(config, say) if download else use_local_inputs(config)
+    inputs = fetch_inputs(config, report_progress) if download else use_local_inputs(config)
     plan = RunPlan(config, inputs, download)
     for _, check in start_checks(plan):
         check()
@@ -171,7 +171,7 @@ def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
     if (url := config.redis.url) is not None:
         yield "redis.url", lambda: parse(url)
     if config.weights.location is not None:
-        yield "weights.location", lambda: check_location(config.weights, config.local_name)
+        yield "weights.location", lambda: check_location(config.weights, config.name_with_digest)
     if (store := config.runs_store) is not None:
         yield "runs_store", lambda: RunStore.open(store, config.name).check()
 

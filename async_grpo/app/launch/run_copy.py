@@ -16,10 +16,10 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from trainer.checkpoint.store import KEY, RunStore, runs_at
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
-def fetch_run(config: RunConfig, say: Say) -> None:
+def fetch_run(config: RunConfig, report_progress: ReportProgress) -> None:
     """Download the newest checkpoint and the files of the run into its folder if the copy is newer.
 
     Does nothing without `runs_store`. Raises ConfigError if the copy belongs to another run or is unreachable,
@@ -38,7 +38,7 @@ def fetch_run(config: RunConfig, say: Say) -> None:
             )
         folder.path.mkdir(parents=True, exist_ok=True)
         with folder.locked():
-            store.pull(folder.path, say)
+            store.pull(folder.path, report_progress)
     except OSError as error:
         raise _unreachable(store.url, error) from error
     folder.origin  # noqa: B018  (creates run.id, which is copied with the other files)
@@ -72,17 +72,17 @@ async def remove_copy(config: RunConfig, confirm: Callable[[str], bool]) -> None
         raise _unreachable(store.url, error) from error
 
 
-def copy_results(config: RunConfig, folder: RunFolder, say: Say) -> None:
+def copy_results(config: RunConfig, folder: RunFolder, report_progress: ReportProgress) -> None:
     """Copy the files of the run to `runs_store`. A failure is only reported, because the run itself has ended."""
     if config.runs_store is None:
         return
     try:
         RunStore.open(config.runs_store, config.name).push_files(folder.path)
     except OSError as error:
-        say(f"the report could not be copied to {config.runs_store}: {error}")
+        report_progress(f"the report could not be copied to {config.runs_store}: {error}")
 
 
-def pull_run(url: str, runs_dir: Path, say: Say, *, checkpoint: bool) -> Path:
+def pull_run(url: str, runs_dir: Path, report_progress: ReportProgress, *, checkpoint: bool) -> Path:
     """Download the files of the run at `url` into a new folder in `runs_dir`; `checkpoint` adds its newest checkpoint.
 
     Raises ConfigError if there is no such run, or if the folder exists already.
@@ -99,7 +99,7 @@ def pull_run(url: str, runs_dir: Path, say: Say, *, checkpoint: bool) -> Path:
                 f"there is no run at {url}. Runs in {place}: {', '.join(names) or 'none'}. Give PLACE/NAME"
             )
         if checkpoint:
-            store.pull(target, say)
+            store.pull(target, report_progress)
         store.pull_files(target)
     except OSError as error:
         raise _unreachable(store.url, error) from error

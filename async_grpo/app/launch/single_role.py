@@ -35,7 +35,7 @@ from async_grpo.app.launch.run_folder import (
 )
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
-from async_grpo.telemetry.logging import say_as
+from async_grpo.telemetry.logging import make_progress_logger
 from async_grpo.utils.network import LOOPBACK, address_towards
 from buffer import connect_board
 from trainer.ranks.local_ranks import network_environment
@@ -63,9 +63,9 @@ class ProcessPlacement:
 
 def prepare_inputs(path: Path, overrides: Sequence[str]) -> int:
     """Check a run, and download or generate the inputs of its roles: model, data, first policy."""
-    say = say_as("init")
-    plan = plan_run(path, overrides, download=True, say=say)
-    say(f"ready: {asyncio.run(prepare_model(plan.inputs, say))}")
+    report_progress = make_progress_logger("init")
+    plan = plan_run(path, overrides, download=True, report_progress=report_progress)
+    report_progress(f"ready: {asyncio.run(prepare_model(plan.inputs, report_progress))}")
     return 0
 
 
@@ -198,7 +198,7 @@ def _find_node(config: RunConfig, environment: Mapping[str, str]) -> tuple[int |
 
 
 def _plan_role(path: Path, overrides: Sequence[str], role: str) -> RunPlan:
-    plan = plan_run(path, overrides, download=True, say=say_as(role))
+    plan = plan_run(path, overrides, download=True, report_progress=make_progress_logger(role))
     if plan.config.redis.url is None:
         raise ConfigError(
             "redis.url is not set: a role that is started separately needs a server that the other roles reach too. "
@@ -210,12 +210,14 @@ def _plan_role(path: Path, overrides: Sequence[str], role: str) -> RunPlan:
 def _prepare_role(plan: RunPlan, role: str, node_0: str | None = None) -> tuple[Path, Path]:
     """Return the configuration file of this role and the folder of the first policy."""
     started_s = time.monotonic()
-    say = say_as(role)
+    report_progress = make_progress_logger(role)
     config = plan.config
     local = plan.inputs
-    model = asyncio.run(prepare_model(local, say))
+    model = asyncio.run(prepare_model(local, report_progress))
     if role == FIRST_TRAINER:
-        fetch_run(config, say)  # before the folder is opened, so that a bare machine resumes instead of starting over
+        fetch_run(
+            config, report_progress
+        )  # before the folder is opened, so that a bare machine resumes instead of starting over
     folder = open_run(config)
     if role == FIRST_TRAINER:
         state = folder.read_state()

@@ -65,7 +65,7 @@ async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool)
     finally:
         if server is not None:
             await asyncio.to_thread(server.stop)
-        remove_stores(config.local_name)
+        remove_stores(config.name_with_digest)
 
 
 @asynccontextmanager

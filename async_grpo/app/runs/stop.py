@@ -22,7 +22,7 @@ _SECOND_SIGNAL_AFTER_S = 1.0
 """Seconds between the two signals of `now`."""
 
 
-def stop_run(run: Run, *, now: bool, timeout_s: float, say: Callable[[str], None]) -> RunStatus:
+def stop_run(run: Run, *, now: bool, timeout_s: float, report_progress: Callable[[str], None]) -> RunStatus:
     """End the processes of this machine that run in the run folder. Returns the run's state afterwards.
 
     `now`: do not wait for unfinished work, like a second Ctrl-C. Raises ConfigError if the processes are on another
@@ -41,7 +41,7 @@ def stop_run(run: Run, *, now: bool, timeout_s: float, say: Callable[[str], None
         time.sleep(_SECOND_SIGNAL_AFTER_S)
         _send_sigterm(_find_lock_holders(run))
     names = ", ".join(str(process) for process in holders)
-    say(f"asked process {names} to end; the trainer saves a checkpoint")
+    report_progress(f"asked process {names} to end; the trainer saves a checkpoint")
     deadline = time.monotonic() + timeout_s
     while run.folder.has_live_process():
         if time.monotonic() > deadline:

@@ -149,7 +149,7 @@ class StageContext:
 
     def write_config(self, config: RunConfig) -> Path:
         """Write a configuration and return its file."""
-        self._store_names.add(config.local_name)
+        self._store_names.add(config.name_with_digest)
         path = self.work / f"{config.name}-{config.trainer.processes}.yaml"
         path.write_text(dump(config))
         return path

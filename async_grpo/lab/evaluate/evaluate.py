@@ -112,7 +112,7 @@ async def evaluate(
     plan: EvalPlan,
     *,
     patience_s: float,
-    say: Callable[[str], None],
+    report_progress: Callable[[str], None],
     on_answer: Callable[[int], None],
 ) -> EvalReport:
     """Grade the policy. Calls `on_answer(total)` after each completion, where `total` is the number expected in all.
@@ -121,12 +121,12 @@ async def evaluate(
     and rewards.
     """
     check_completion_length(config, policy)
-    config = await asyncio.to_thread(fetch_inputs, pin_inputs(config, planning=True), say, ("data.path",))
+    config = await asyncio.to_thread(fetch_inputs, pin_inputs(config, planning=True), report_progress, ("data.path",))
     # The run held out only `eval.prompts` prompts. The source needs that number to leave out the ones it trained on.
     held_out_by_run = config.eval.prompts
     config = hold_out_prompts(config, plan.prompts)
     async with (
-        open_policy(config, policy, "eval", patience_s, say) as (sampler, tokenizer_folder),
+        open_policy(config, policy, "eval", patience_s, report_progress) as (sampler, tokenizer_folder),
         open_eval_context(config, sampler, load_tokenizer(tokenizer_folder), "eval", kept=held_out_by_run) as context,
     ):
         total = min(plan.prompts, len(context.source.held_out())) * plan.completions_per_prompt

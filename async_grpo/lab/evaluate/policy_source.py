@@ -115,14 +115,14 @@ def find_policy_checkpoint(folder: RunFolder, path: Path | None) -> Checkpoint:
 
 
 @asynccontextmanager
-async def open_checkpoint(checkpoint: Checkpoint, say: Callable[[str], None]) -> AsyncIterator[Path]:
+async def open_checkpoint(checkpoint: Checkpoint, report_progress: Callable[[str], None]) -> AsyncIterator[Path]:
     """Provide the checkpoint as a Hugging Face folder until the block ends. Raises RoleFailed if the export fails,
     WaitTimeout if it takes longer than EXPORT_TIMEOUT_S."""
     if not checkpoint.resumable:
         yield checkpoint.path
         return
     with tempfile.TemporaryDirectory(prefix="async-grpo-export-") as folder:
-        say(f"exporting {checkpoint.path} into a temporary folder")
+        report_progress(f"exporting {checkpoint.path} into a temporary folder")
         target = Path(folder) / "hf"
         await _export(checkpoint, target)
         yield target
@@ -153,7 +153,11 @@ async def find_live_run(path: Path | None, overrides: Sequence[str], run_dir: Pa
 
 @asynccontextmanager
 async def open_policy(
-    config: RunConfig, policy: Checkpoint | LiveRun, name: str, patience_s: float, say: Callable[[str], None]
+    config: RunConfig,
+    policy: Checkpoint | LiveRun,
+    name: str,
+    patience_s: float,
+    report_progress: Callable[[str], None],
 ) -> AsyncIterator[tuple[Sampler, Path]]:
     """Provide a sampler of the policy, and a folder with its tokenizer. `patience_s` limits each completion of a live
     run.
@@ -161,7 +165,7 @@ async def open_policy(
     Raises ConfigError, EngineError, DependencyError, RoleFailed, WaitTimeout.
     """
     if isinstance(policy, LiveRun):
-        model = await prepare_model(policy.config, say)
+        model = await prepare_model(policy.config, report_progress)
         sampler = HttpSampler(
             list(policy.servers),
             max_concurrency=policy.config.rollout.http.max_concurrency,
@@ -177,8 +181,8 @@ async def open_policy(
     # vLLM's warnings are about tuning a server, and would drown the output of this command.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    async with open_checkpoint(policy, say) as folder:
-        say(f"loading {folder} into vLLM")
+    async with open_checkpoint(policy, report_progress) as folder:
+        report_progress(f"loading {folder} into vLLM")
         engine = make_engine(config, folder, name=name)
         try:
             await engine.start()

@@ -65,7 +65,7 @@ class TuneOptions:
     command: str = "async-grpo tune"
 
 
-def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice]:
+def tune(options: TuneOptions, report_progress: Callable[[str], None]) -> tuple[Path, Advice]:
     """Search the settings and write the files. Returns their folder and the recommendation.
 
     Must not be called in a running event loop. Raises ConfigError for invalid options, before anything is run, and if
@@ -79,7 +79,7 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
 
     def add_note(text: str) -> None:
         notes.append(text)
-        say(text)
+        report_progress(text)
 
     for text in (timings.source, *quality_notes, *goal_notes):
         add_note(text)
@@ -87,7 +87,7 @@ def tune(options: TuneOptions, say: Callable[[str], None]) -> tuple[Path, Advice
     search = TuningSearch(options.config, options.overrides, axes, timings, goal, options.seed)
     search.explore(options.trials)
     chosen = search.find_best()
-    say(f"simulated {len(search.points)} of {search.size} points: {', '.join(axis.name for axis in axes)}")
+    report_progress(f"simulated {len(search.points)} of {search.size} points: {', '.join(axis.name for axis in axes)}")
 
     folder = options.out or base.runs_dir / f"{base.name}-tune"
     measured: dict[Choices, MeasuredMetrics] = {}

@@ -108,8 +108,8 @@ class HubClient(Protocol):
     def find_snapshot(self, repo: RepoFiles) -> Path | None:
         """The folder of cached files, maybe not all of them; None if there is none. Makes no requests."""
 
-    def download_snapshot(self, repo: RepoFiles, say: Callable[[str], None]) -> Path:
-        """Download the wanted files that are missing, and return their folder; progress goes to `say`."""
+    def download_snapshot(self, repo: RepoFiles, report_progress: Callable[[str], None]) -> Path:
+        """Download the wanted files that are missing, and return their folder; progress goes to `report_progress`."""
 
     def map_error(self, error: Exception) -> Failure | None:
         """The reason why a call has failed; None for a fault that is not the hub's."""

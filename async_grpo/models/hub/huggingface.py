@@ -69,9 +69,9 @@ class HuggingFace:
         except (errors.LocalEntryNotFoundError, incomplete):
             return None
 
-    def download_snapshot(self, repo: RepoFiles, say: Callable[[str], None]) -> Path:
+    def download_snapshot(self, repo: RepoFiles, report_progress: Callable[[str], None]) -> Path:
         """See HubClient."""
-        options = {} if sys.stderr.isatty() else {"tqdm_class": _progress_lines(say)}
+        options = {} if sys.stderr.isatty() else {"tqdm_class": _progress_lines(report_progress)}
         return self._snapshot(repo, local_files_only=False, **options)
 
     def map_error(self, error: Exception) -> Failure | None:
@@ -120,7 +120,7 @@ def _is_commit(repo: RepoFiles) -> bool:
     return _COMMIT.fullmatch(repo.revision or "") is not None
 
 
-def _progress_lines(say: Callable[[str], None]) -> type:
+def _progress_lines(report_progress: Callable[[str], None]) -> type:
     """A progress bar of huggingface_hub that says a line every LINE_EVERY_S seconds, for output that is no terminal."""
     from huggingface_hub.utils import tqdm
 
@@ -131,7 +131,7 @@ def _progress_lines(say: Callable[[str], None]) -> type:
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             if self._counts_bytes and self.n:
-                say(f"downloaded {self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB")
+                report_progress(f"downloaded {self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB")
 
         def __del__(self) -> None:
             """Say nothing: a bar that the client leaves open is collected long after the download."""

@@ -42,7 +42,7 @@ class ModelScope:
         except CacheNotFound:
             return None
 
-    def download_snapshot(self, repo: RepoFiles, say: Callable[[str], None]) -> Path:
+    def download_snapshot(self, repo: RepoFiles, report_progress: Callable[[str], None]) -> Path:
         """See HubClient. The client prints its own progress."""
         return _snapshot(_api(), repo, local_files_only=False)
 

@@ -76,8 +76,8 @@ class HubRepo(RepoFiles):
             files = self.client.list_files(self)
         return {name: file for name, file in sorted(files.items()) if self.is_wanted(name)}
 
-    def fetch(self, say: Callable[[str], None]) -> Path:
-        """The folder of the files, downloaded if need be; reports through `say`. Raises ConfigError."""
+    def fetch(self, report_progress: Callable[[str], None]) -> Path:
+        """The folder of the files, downloaded if need be; reports through `report_progress`. Raises ConfigError."""
         if (cached := self.folder()) is not None:
             return cached
 
@@ -88,9 +88,9 @@ class HubRepo(RepoFiles):
                 + ("Weights are read as safetensors only" if self.kind == "model" else "Export it as Parquet or JSON")
             )
         megabytes = sum(file.size for file in files.values()) / 1e6
-        say(f"downloading the {self.where}: {len(files)} files, {megabytes:,.1f} MB")
+        report_progress(f"downloading the {self.where}: {len(files)} files, {megabytes:,.1f} MB")
         with self._explained():
-            folder = self.client.download_snapshot(self, say)
+            folder = self.client.download_snapshot(self, report_progress)
 
         if damaged := remove_damaged(folder, files):
             raise ConfigError(

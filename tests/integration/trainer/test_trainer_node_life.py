@@ -110,7 +110,7 @@ class ScriptedNode(Node):
     program: str = ENDS_WELL
 
     def _argv(self) -> list[str]:
-        return [sys.executable, "-c", self.program, self.config.local_name]
+        return [sys.executable, "-c", self.program, self.config.name_with_digest]
 
 
 @pytest.fixture
@@ -207,9 +207,9 @@ async def test_what_a_killed_rank_left_in_shared_memory_is_removed_and_the_serve
     try:
         (error,) = await lives(node)
         assert str(error) == "rank 0 was killed by SIGKILL"
-        assert [path.name for path in run_folder(node.config.local_name).iterdir()] == ["node.weights"]
+        assert [path.name for path in run_folder(node.config.name_with_digest).iterdir()] == ["node.weights"]
     finally:
-        remove_stores(node.config.local_name)
+        remove_stores(node.config.name_with_digest)
 
 
 async def test_a_rank_that_is_killed_is_named_on_both_nodes(here: Path) -> None:

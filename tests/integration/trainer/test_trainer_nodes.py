@@ -64,7 +64,7 @@ async def live_through(folder: Path, redis: RedisConfig, layout: dict[str, int])
             await until(lambda: trained(load(two)) >= KILL_AT, PATIENCE_S)
             second.kill()
             codes_after_the_kill = [await ended(first), await ended(second)]
-            left = [path.name for path in run_folder(load(two).local_name).glob("*")]
+            left = [path.name for path in run_folder(load(two).name_with_digest).glob("*")]
         said = (two.parent / "node-0.log").read_text()
         async with run.serving(STEPS - KILL_AT), trainer(two, 0) as first, trainer(two, 1) as second:
             codes_at_the_end = [await ended(first), await ended(second)]

@@ -102,11 +102,11 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
         reader.wait(30)
     exporter.close()
     if is_rank_zero():
-        remove_stores(config.local_name)
+        remove_stores(config.name_with_digest)
 
 
 def read(config: RunConfig, address: Path, number: int, case: dict[str, Any]) -> subprocess.Popen[str]:
-    store, lora, base = store_path(config.local_name, f"node-{number}"), config.model.lora, None
+    store, lora, base = store_path(config.name_with_digest, f"node-{number}"), config.model.lora, None
     if lora is not None:
         base = MergeBase(folder=case["model"], dtype=config.model.precision, scale=lora.scale)
     told = (config.weights.model_dump_json(), str(case["steps"]), msgspec.json.encode(base).decode())

@@ -105,7 +105,7 @@ async def supply(config: RunConfig) -> AsyncIterator[Supply]:
     finally:
         await buffer.aclose()
         await board.aclose()
-        remove_stores(config.local_name)  # of trainers that were killed
+        remove_stores(config.name_with_digest)  # of trainers that were killed
 
 
 def make_group(task: Task, *, seq: int, attempt: int, version: int) -> Group:

@@ -387,7 +387,7 @@ def _actor_name(config: RunConfig, role: str) -> str:
     It has a digest of the run's folder. Without it, a run of the same name by another user of the cluster would count
     as this run: we would add servers to their trainer, or stop their servers.
     """
-    return f"{config.local_name}/{role}"
+    return f"{config.name_with_digest}/{role}"
 
 
 def _run_dir(config: RunConfig) -> Path:

@@ -122,7 +122,7 @@ def _show_npus(config: RunConfig, platform: Platform) -> str:
     return _SHOW_NPUS.format(gres=gres) if platform.name == "npu" and gres else ""
 
 
-def submit_run(config: RunConfig, servers: int | None, say: Callable[[str], None]) -> None:
+def submit_run(config: RunConfig, servers: int | None, report_progress: Callable[[str], None]) -> None:
     """Submit the jobs of the run. If its trainer is queued or running already, submit an array of additional servers.
 
     Raises ConfigError for a run that cannot be started on Slurm, before anything is written or submitted;
@@ -149,8 +149,10 @@ def submit_run(config: RunConfig, servers: int | None, say: Callable[[str], None
         submitted[role] = (
             _slurm("sbatch", "--parsable", *dependency_options(role, submitted), str(file)).split(";")[0].strip()
         )
-        say(f"{role}: job {submitted[role]} ({file})")
-    say(f"logs: {_folder(config)}; queue: squeue --me; a server less: scancel JOB_TASK; stop the run: {_stop(config)}")
+        report_progress(f"{role}: job {submitted[role]} ({file})")
+    report_progress(
+        f"logs: {_folder(config)}; queue: squeue --me; a server less: scancel JOB_TASK; stop the run: {_stop(config)}"
+    )
 
 
 def _stop(config: RunConfig) -> str:
@@ -222,4 +224,4 @@ def _job(config: RunConfig, role: str) -> str:
     It contains a digest of the run's folder. A trainer that gives up cancels its servers by name, and must not cancel
     those of a run with the same name in another folder.
     """
-    return f"{config.local_name}-{role}"
+    return f"{config.name_with_digest}-{role}"

@@ -228,7 +228,7 @@ async def _run_and_check(setup: PipelineSetup, runs: Sequence[PlannedRun], progr
 
 
 @contextmanager
-def _open_folder(out: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
+def _open_folder(out: Path | None, report_progress: Callable[[str], None]) -> Iterator[Path]:
     """Yield the folder of the runs: `out`, which must be empty and is kept, or a temporary one.
 
     The temporary folder is kept only after a failure, because the error names logs in it.
@@ -246,7 +246,7 @@ def _open_folder(out: Path | None, say: Callable[[str], None]) -> Iterator[Path]
         yield folder
     except Exception:  # the logs of any failure are needed; Ctrl-C is no failure
         is_needed = True
-        say(f"The runs and their logs are kept in {folder}. Delete it when you have read them")
+        report_progress(f"The runs and their logs are kept in {folder}. Delete it when you have read them")
         raise
     finally:
         if not is_needed:

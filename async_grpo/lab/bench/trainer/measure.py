@@ -28,7 +28,7 @@ from async_grpo.lab.bench.trainer.baselines import (
 from async_grpo.lab.bench.trainer.setup import STREAMED, WAITED, BatchShape, Contestant, TrainerSetup, lengths_of
 from trainer.batch.packing import assign_sequences
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 """Called with the name of each contestant after its turn."""
 TOLERANCE = 1e-4
 """Largest difference of losses (absolute) and of gradient norms (relative)."""
@@ -89,14 +89,14 @@ QUICK = TrainerBenchPlan(
 )
 
 
-def measure(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> list[Measurement]:
-    """Run the bench. `say` is called with `total N`, then after every round.
+def measure(setup: TrainerSetup, plan: TrainerBenchPlan, report_progress: ReportProgress) -> list[Measurement]:
+    """Run the bench. `report_progress` is called with `total N`, then after every round.
 
     Raises TrainingError if two steps differ in loss or gradient norm.
     """
     counts = plan.row_counts
-    say(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + plan.rounds * (7 + 2)}")
-    finalists = _run_heats(setup, plan, say)
+    report_progress(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + plan.rounds * (7 + 2)}")
+    finalists = _run_heats(setup, plan, report_progress)
     setup.phases.reset()  # without the heats
     final = take_turns(
         {
@@ -107,10 +107,10 @@ def measure(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> list[Measu
             BY_HAND: setup.run_packed_by_hand,
         },
         plan.rounds,
-        say,
+        report_progress,
     )
     compute_s = median(final[TRAINER].seconds)
-    stream = take_turns(setup.streaming_contestants(compute_s), plan.rounds, say)
+    stream = take_turns(setup.streaming_contestants(compute_s), plan.rounds, report_progress)
     return [
         *_speed_measurements(setup, final, finalists),
         *_packing_measurements(plan, final),
@@ -131,7 +131,7 @@ class Timed:
     """CPU seconds of all threads per round. More reliable than the clock on a busy machine."""
 
 
-def take_turns(contestants: Mapping[str, Contestant], rounds: int, say: Say) -> dict[str, Timed]:
+def take_turns(contestants: Mapping[str, Contestant], rounds: int, report_progress: ReportProgress) -> dict[str, Timed]:
     """Run all contestants `rounds` times, in alternating order.
 
     Raises TrainingError if their losses or gradient norms differ.
@@ -145,7 +145,7 @@ def take_turns(contestants: Mapping[str, Contestant], rounds: int, say: Say) -> 
             timed.seconds.append(spent.seconds)
             timed.cpu_s.append(cpu.seconds)
             timed.step = step
-            say(name)
+            report_progress(name)
     _check_same_step(results)
     return results
 
@@ -166,19 +166,21 @@ def _check_same_step(results: Mapping[str, Timed]) -> None:
             )
 
 
-def _run_heats(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> dict[str, PaddedSetting]:
+def _run_heats(
+    setup: TrainerSetup, plan: TrainerBenchPlan, report_progress: ReportProgress
+) -> dict[str, PaddedSetting]:
     """Return the settings with the least CPU time: of all, of those with the most rows, of those sorted by length.
 
     A busy machine disturbs CPU time less than the clock.
     """
     counts = plan.row_counts
     settings = [PaddedSetting(rows, attention) for rows in counts for attention in ATTENTIONS]
-    results = take_turns({TRAINER: setup.run_trainer_step, **_padded_contestants(setup, settings)}, 1, say)
+    results = take_turns({TRAINER: setup.run_trainer_step, **_padded_contestants(setup, settings)}, 1, report_progress)
     best = _find_fastest(settings, results)
     full = _find_fastest([setting for setting in settings if setting.rows == counts[-1]], results)
 
     sorted_settings = [PaddedSetting(rows, best.attention, by_length=True) for rows in counts]
-    sorted_results = take_turns(_padded_contestants(setup, sorted_settings), 1, say)
+    sorted_results = take_turns(_padded_contestants(setup, sorted_settings), 1, report_progress)
     return {FULL_ROWS: full, BEST: best, SORTED: _find_fastest(sorted_settings, sorted_results)}
 
 

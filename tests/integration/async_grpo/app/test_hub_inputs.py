@@ -209,7 +209,7 @@ async def test_an_evaluation_reads_the_data_and_finds_the_commits_of_the_run(
     plan = evaluating.make_eval_plan(config, prompts=None, samples=None, temperature=None)
     with pytest.raises(ConfigError, match="far enough"):
         await evaluating.evaluate(
-            folder.read_config(), Checkpoint(folder.path, 1), plan, patience_s=1, say=print, on_answer=print
+            folder.read_config(), Checkpoint(folder.path, 1), plan, patience_s=1, report_progress=print, on_answer=print
         )
     assert read[0].data == load(folder.roles_file).data
 
@@ -219,7 +219,7 @@ async def test_a_model_made_for_data_of_a_hub_is_found_again(
 ) -> None:
     made: list[object] = []
 
-    async def make(argv: object, say: object) -> None:
+    async def make(argv: object, report_progress: object) -> None:
         made.append(argv)
 
     monkeypatch.setattr(first_policy, "_make", make)

@@ -46,9 +46,16 @@ class Watched:
     def __init__(self, plane: StatePlane) -> None:
         self.shown: list[LiveState] = []
         self.said: list[str] = []
-        say, warn = self.said.append, warn_as_text(self.said.append)
+        report_progress, warn = self.said.append, warn_as_text(self.said.append)
         no_roles = supervise_processes("watched", [], restarts={}, warn=warn, stop_timeout_s=1.0)
-        self.monitor = Monitor(plane, no_roles, LocalProgress(plane, say), show=self.shown.append, say=say, warn=warn)
+        self.monitor = Monitor(
+            plane,
+            no_roles,
+            LocalProgress(plane, report_progress),
+            show=self.shown.append,
+            report_progress=report_progress,
+            warn=warn,
+        )
 
     async def until(self, true: Callable[[], object], what: str) -> None:
         async with asyncio.timeout(60):
@@ -145,7 +152,7 @@ async def test_a_server_that_is_not_ready_in_time_leaves_the_run_to_the_others(t
             await board.set_publisher(PublisherAddress(epoch=1, announce="a", requests="b"))
             plane = StatePlane(config, await open_run(config), board, None)
             progress = LocalProgress(plane, said.append)
-            monitor = Monitor(plane, roles, progress, show=watched.shown.append, say=said.append, warn=warn)
+            monitor = Monitor(plane, roles, progress, show=watched.shown.append, report_progress=said.append, warn=warn)
             watch = asyncio.create_task(monitor.watch())
             try:
                 async with asyncio.timeout(30):

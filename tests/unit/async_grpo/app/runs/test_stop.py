@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 def stop(folder: Path, said: list[str] | None = None, **options: bool | float) -> RunStatus:
     given = {"now": False, "timeout_s": 20.0, **options}
-    return stop_run(Run.open(folder), say=(said if said is not None else []).append, **given)  # type: ignore[arg-type]
+    return stop_run(Run.open(folder), report_progress=(said if said is not None else []).append, **given)  # type: ignore[arg-type]
 
 
 def test_the_process_that_holds_the_run_is_asked_to_end_and_who_looks_at_it_is_not(folder: Path, start: Start) -> None:

@@ -157,7 +157,9 @@ class Evaluating:
 
     async def __call__(self, plan: EvalPlan = PLAN, patience_s: float = 5.0) -> EvalReport:
         nothing = lambda _: None  # noqa: E731
-        return await evaluate(CONFIG, SOMEWHERE, plan, patience_s=patience_s, say=nothing, on_answer=nothing)
+        return await evaluate(
+            CONFIG, SOMEWHERE, plan, patience_s=patience_s, report_progress=nothing, on_answer=nothing
+        )
 
 
 async def test_a_policy_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,4 +204,4 @@ async def test_a_live_run_that_refuses_such_long_completions_is_not_asked() -> N
     config = config_of(sampling={"max_tokens": 200}, rollout={"http": {"max_tokens": 100}})
     nothing = lambda _: None  # noqa: E731
     with pytest.raises(ConfigError, match=r"sampling\.max_tokens \(200\).*rollout\.http\.max_tokens \(100\)"):
-        await evaluate(config, LiveRun(config, {}), PLAN, patience_s=1.0, say=nothing, on_answer=nothing)
+        await evaluate(config, LiveRun(config, {}), PLAN, patience_s=1.0, report_progress=nothing, on_answer=nothing)
