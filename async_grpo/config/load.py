@@ -114,13 +114,13 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     overrides = [*overrides]
     raw, file = read_raw_config(path, overrides)
 
-    def locate_keys() -> dict[str, str]:
-        locations = _locate_keys(file)
+    def locate_keys_and_overrides() -> dict[str, str]:
+        locations = locate_keys(file)
         for override in overrides:
             locations[override.partition("=")[0]] = "-o"
         return locations
 
-    return validate(raw, str(file), locate_keys)
+    return validate(raw, str(file), locate_keys_and_overrides)
 
 
 def read_raw_config(path: Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], Path]:
@@ -188,12 +188,12 @@ def _base_files(path: Path, base: Any) -> list[Path]:
     return [path.parent / str(name) for name in names]
 
 
-def _locate_keys(path: Path) -> dict[str, str]:
+def locate_keys(path: Path) -> dict[str, str]:
     """Return where each dotted key is set: `line 7`, or `base.yaml, line 7` for a base file."""
     raw = _read_yaml(path)
     locations: dict[str, str] = {}
     for base in _base_files(path, raw.get("base")):
-        for key, location in _locate_keys(base).items():
+        for key, location in locate_keys(base).items():
             is_own_line = "," not in location
             locations[key] = f"{base}, {location}" if is_own_line else location
     for key, line in find_key_lines(path.read_text()).items():
@@ -311,7 +311,7 @@ def _explain(detail: ErrorDetails, locations: Mapping[str, str]) -> str:
         return f"{subject}: {rule}"
 
     value = _repr.repr(detail["input"])
-    section = _section_at(loc)
+    section = section_at(loc)
     if detail["type"] in ("model_type", "model_attributes_type") and section is not None:
         keys = ", ".join(section.model_fields)
         return f"{subject}: {value} is not valid: it is a section with the keys {keys}. Set one of these, as {key}.KEY"
@@ -319,7 +319,7 @@ def _explain(detail: ErrorDetails, locations: Mapping[str, str]) -> str:
 
 
 def _explain_missing(loc: tuple[int | str, ...]) -> str:
-    section = _section_at(loc)
+    section = section_at(loc)
     if section is None:
         return f"Add it, or pass -o {'.'.join(map(str, loc))}=VALUE"
     return f"Add this section; its keys are {', '.join(section.model_fields)}"
@@ -355,7 +355,7 @@ def _suggest_keys(loc: tuple[int | str, ...], value: Any) -> str:
     dotted = ".".join(parts)
     last = parts[-1]
 
-    section = _section_at(loc[:-1]) or RunConfig
+    section = section_at(loc[:-1]) or RunConfig
     prefix = "".join(f"{part}." for part in loc[:-1])
     in_section = {key: f"{prefix}{key}" for key in section.model_fields}
     all_keys = [*dotted_keys(RunConfig)]
@@ -383,14 +383,14 @@ def _most_similar(word: str, keys: Mapping[str, str], cutoff: float) -> list[str
     return [keys[name] for name in difflib.get_close_matches(word, keys, n=1, cutoff=cutoff)]
 
 
-def _section_at(loc: tuple[int | str, ...]) -> type[BaseModel] | None:
+def section_at(loc: tuple[int | str, ...]) -> type[BaseModel] | None:
     """Model of the section at `loc`; None for a value or an unknown key."""
     model: type[BaseModel] | None = RunConfig
     for part in loc:
         if isinstance(part, int):
             continue  # an index into a list of sections
         field = model.model_fields.get(part) if model is not None else None
-        models = _models_in(field.annotation) if field is not None else []
+        models = models_in(field.annotation) if field is not None else []
         model = models[0] if models else None
     return model
 
@@ -399,12 +399,12 @@ def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every dotted key of a configuration, including sections."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
-        for nested in _models_in(field.annotation):
+        for nested in models_in(field.annotation):
             yield from dotted_keys(nested, f"{prefix}{name}.")
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
     """Sections that a field may contain: `Model`, `Model | None` or `list[Model]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for argument in getattr(annotation, "__args__", ()) for model in _models_in(argument)]
+    return [model for argument in getattr(annotation, "__args__", ()) for model in models_in(argument)]

@@ -68,6 +68,11 @@ def complete_key(incomplete: str) -> list[str]:
     return [f"{key}=" for key in dotted_keys(RunConfig) if key.startswith(incomplete)]
 
 
+def complete_key_name(incomplete: str) -> list[str]:
+    """Return configuration keys that start with `incomplete`."""
+    return [key.removesuffix("=") for key in complete_key(incomplete)]
+
+
 _KEY_VALUE = typer.Option(
     *("-o", "--override"),
     metavar="KEY=VALUE",

@@ -21,7 +21,15 @@ from rich.table import Table
 from async_grpo.app.cli import AT_IMPORT, bench, buffer, checkpoints, launch, runs
 from async_grpo.app.cli.accept import accept
 from async_grpo.app.cli.chat import chat
-from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, RunFolderArgument, Steps, exit_with_code
+from async_grpo.app.cli.common import (
+    ConfigFile,
+    OptionalConfigFile,
+    Override,
+    RunFolderArgument,
+    Steps,
+    complete_key_name,
+    exit_with_code,
+)
 from async_grpo.app.cli.configs import configs
 from async_grpo.app.cli.doctor import doctor
 from async_grpo.app.cli.evaluate import evaluate
@@ -111,6 +119,14 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and show the plan, without starting anything.")
     ] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="Show what a key does, its value in CONFIG and where it was set, without starting anything.",
+            autocompletion=complete_key_name,
+        ),
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run of this name and start over.")] = False,
     yes: Annotated[
         bool,
@@ -128,6 +144,11 @@ def run(
     """
     from async_grpo.app.launch.local import run_locally
 
+    if explain is not None:
+        from async_grpo.config.explain import explain_key
+
+        print("\n\n".join(str(explanation) for explanation in explain_key(config, override or [], explain)))
+        return 0
     if dry_run:
         Console().print(plan_table(plan_run(config, override or [], download=False, steps=steps)))
         return 0

@@ -21,6 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
+from async_grpo.config.basics import BASIC_KEYS
 from async_grpo.lab.importers import with_tables
 from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 
@@ -39,16 +40,29 @@ def reference() -> str:
 def configuration() -> Iterator[str]:
     """Yield one table per section of the configuration: key, type, default, meaning."""
     yield "## Configuration keys\n"
-    yield "Nested keys are written with dots, as `-o` takes them; `list[].key` is a key of every item of a list.\n"
+    yield (
+        "Nested keys are written with dots, as `-o` takes them; `list[].key` is a key of every item of a list. *Basic* "
+        "keys are those that users set; *advanced* ones are internals with defaults that work. `async-grpo run CONFIG "
+        "--explain KEY` shows the value of a key, where it was set, and the checks that mention it.\n"
+    )
     sections: dict[str, list[tuple[str, FieldInfo]]] = {}
-    for key, field in _fields(RunConfig, ""):
+    for key, field in list_fields(RunConfig, ""):
         sections.setdefault(key.split(".")[0] if "." in key else "", []).append((key, field))
     for section in sorted(sections):
         yield f"### {section or 'Top level'}\n"
-        yield "| key | type | default | meaning |\n|---|---|---|---|"
-        for key, field in sections[section]:
-            yield f"| `{key}` | {_type_name(field.annotation)} | {_default(field)} | {_cell(field.description or '')} |"
-        yield ""
+        basic = [(key, field) for key, field in sections[section] if key in BASIC_KEYS]
+        advanced = [(key, field) for key, field in sections[section] if key not in BASIC_KEYS]
+        for label, keys in (("Basic", basic), ("Advanced", advanced)):
+            if keys:
+                yield f"*{label}*\n"
+                yield from _key_table(keys)
+
+
+def _key_table(keys: list[tuple[str, FieldInfo]]) -> Iterator[str]:
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    for key, field in keys:
+        yield f"| `{key}` | {_type_name(field.annotation)} | {_default(field)} | {_cell(field.description or '')} |"
+    yield ""
 
 
 def step_metrics() -> Iterator[str]:
@@ -91,18 +105,18 @@ def commands() -> Iterator[str]:
             yield ""
 
 
-def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def list_fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     """Yield all keys below `prefix`. The keys of a list's items follow the list as `list[].key`."""
     for name, field in model.model_fields.items():
         sections = [member for member in _members(field.annotation) if _is_model(member)]
         if not sections:
             yield f"{prefix}{name}", field
         for section in sections:
-            yield from _fields(section, f"{prefix}{name}.")
+            yield from list_fields(section, f"{prefix}{name}.")
         for item in _members(field.annotation):
             for argument in get_args(item):
                 for section in filter(_is_model, _members(argument)):
-                    yield from _fields(section, f"{prefix}{name}[].")
+                    yield from list_fields(section, f"{prefix}{name}[].")
 
 
 def _is_model(annotation: Any) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from async_grpo.config import RunConfig
+from async_grpo.config.basics import FIRST_RUN_KEYS
 from async_grpo.config.load import dotted_keys
 from tests.support.doc_commands import DOCS, ROOT
 
@@ -78,6 +79,13 @@ def test_the_configuration_page_names_keys_that_exist_and_a_valid_example(page: 
     assert len(keys) > 30
     for key in keys:
         assert key in KEYS or (key[0] == "." and any(name.endswith(key) for name in KEYS)), f"there is no {key}"
+
+
+@pytest.mark.parametrize("page", ["docs/configuration.md", "docs/zh/configuration.md"])
+def test_the_configuration_page_opens_with_the_keys_of_a_first_run(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    keys = re.findall(r"^\| `([^`]*)` \|", text, re.MULTILINE)
+    assert tuple(keys[: len(FIRST_RUN_KEYS)]) == FIRST_RUN_KEYS
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/zh/README.md"])
