@@ -8,8 +8,9 @@ A trainer that is killed at any point resumes from its newest checkpoint and rec
 of the effects in `train` guarantees that no batch is lost and none is trained twice; docs/checkpoints.md has the table
 of crashes.
 
-Commits are one checkpoint behind (`trainer.checkpoint.resumable`): while memory allows it, the buffer retains the steps
-since the second-newest checkpoint, so that a run whose newest checkpoint is damaged can resume exactly from that one.
+Committing a checkpoint tells the buffer to forget all steps before it. As long as the buffer has memory, the trainer
+commits the second-newest checkpoint, not the newest (`trainer.checkpoint.resumable`): a run whose newest checkpoint is
+damaged can then resume exactly from the one before.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def train(run: TrainerRun) -> None:
                 run.save_everything()
                 return
 
-            # 2. Publish before releasing. A released slot lets servers admit groups for the next version, so its
-            #    weights must be on their way by then. They are copied in parallel with the next step, and its update
-            #    waits for the copy.
+            # 2. Publish before releasing. Releasing a batch makes room in the staleness window, so servers may admit
+            #    groups for the new version. Its weights must be on their way by then. The copy runs in parallel with
+            #    the next step; the optimizer update of that step waits for it.
             run.version += 1
             run.publish_weights()
             run.coordinator.release_batch(step.batch)
@@ -98,7 +99,7 @@ class TrainedStep(NamedTuple):
 def train_next_version(run: TrainerRun) -> TrainedStep | None:
     """Wait for the groups of the next step and train them. Returns None after SIGTERM, with nothing changed.
 
-    Raises TrainingError after too many skipped steps.
+    Raises TrainingError after too many skipped steps in a row.
     """
     config = run.config
     phases = run.logger.phases
@@ -121,12 +122,12 @@ def train_next_version(run: TrainerRun) -> TrainedStep | None:
         else:
             incoming.wait_for_batch()
             if incoming.is_complete:
-                with run.coordinator.devices.engines_asleep():
+                with run.coordinator.devices.engines_asleep():  # streaming is refused for engines that sleep
                     values = train_step(
                         run.policy, incoming.batch, config, lr=lr, phases=phases, reference=run.reference
                     )
         if not incoming.is_complete:
-            return None
+            return None  # gradients of streamed parts are dropped: nothing has updated the weights
         run.skipped_steps.reset()
     except NonFiniteStep as fault:
         dump_note = run.skipped_steps.record_skip(incoming.batch, fault)
@@ -149,14 +150,14 @@ class TrainerRun:
     version: int
     """Version of the weights in `policy`."""
     damage: str | None = None
-    """Why `version` is not that of the newest checkpoint; None if it is."""
+    """What is wrong with the newest checkpoint, if the run resumes from an older one; None otherwise."""
     reference: Reference | None = None
     peak_flops: float | None = None
     """FLOP/s of all ranks together; None if unknown."""
     skipped_steps: SkippedSteps = field(init=False)
     epoch: int = field(init=False)
     head_version: int = field(init=False)
-    """Newest version that was published before this trainer took over."""
+    """Newest version that earlier trainers published. It does not change after the takeover."""
     exporter: WeightExporter = field(init=False)
     saved_version: int = field(init=False)
     """Version of the newest checkpoint that was started."""
@@ -190,13 +191,13 @@ class TrainerRun:
             self.logger.warn(
                 self.version,
                 f"the buffer had forgotten the groups of {resume.lost_steps} steps after version {self.version}. These "
-                "steps and all later ones are trained on new groups, so the run differs from the one that was lost",
+                "steps and all later ones are trained on new groups, so the run differs from an uninterrupted one",
             )
         self.exporter = WeightExporter(self.policy, self.config, self.coordinator, self.epoch)
         self.coordinator.watch_publishing(self.exporter.check_publishing)
 
     def prepare_first_step(self) -> None:
-        """Copy a checkpoint that may exist only on this machine, and reset the clocks."""
+        """Make the staleness controller, copy a checkpoint that may exist only on this machine, reset the clocks."""
         stats = self.coordinator.buffer_stats()
         if stats is not None:
             self.controller = make_controller(self.config.auto_staleness, self.config.replay_policy, stats.staleness)
@@ -209,8 +210,8 @@ class TrainerRun:
     def publish_weights(self) -> None:
         """Publish the weights of `version`.
 
-        While steps are replayed that were published before, servers keep their newer weights, and only the progress is
-        reported.
+        A version that an earlier trainer has published is only reported as progress: servers keep their newer weights.
+        The newest of these is published again, because servers that start now have no other source.
         """
         if self.version <= self.head_version:
             self.coordinator.report_replay(self.version, self.head_version)
@@ -244,7 +245,7 @@ class TrainerRun:
         if self.controller is None or stats is None:
             return
         # Skip steps that do not reflect the steady state: replayed ones, the first one of a process, which waited for
-        # engines to start, and the last S, for which servers admit nothing more.
+        # engines to start, and the last `staleness` steps, during which servers admit nothing more.
         if row["replayed"] or row["start_s"] or self.version + stats.staleness >= self.config.steps:
             return
         decision = self.controller.observe_step(staleness_figures(row, stats))
@@ -288,12 +289,13 @@ class TrainerRun:
 
         Raises CheckpointError if there is no room, and the checkpoint that would free some cannot be copied.
         """
-        # 1. Give up the older checkpoints as points to resume from.
+        # 1. Give up the older checkpoints as points to resume from, as soon as there is no room for the spare one.
         if len(self.resumable_versions) > 1 and not self.coordinator.has_room():
             self.resumable_versions = self.resumable_versions[-1:]
             self.coordinator.commit_checkpoint(self.resumable_versions[0])
 
-        # 2. If a checkpoint is not in the store yet, and the next step would not fit, copy it now.
+        # 2. A checkpoint counts only once it is in `runs_store`. If its copy failed and not even the next step fits,
+        #    wait for another try.
         if self.checkpoints.uncopied_version is None or self.coordinator.can_train_uncommitted():
             return
         self._copy_now()
@@ -312,7 +314,7 @@ class TrainerRun:
         self.commit_saved_checkpoints(wait=True)
 
     def save_everything(self) -> None:
-        """Save, copy and export, and wait for all three, so that nothing trained is only in memory."""
+        """Save and copy a checkpoint of this version, and wait for both and for an export in progress."""
         self.save_checkpoint()
         self.commit_saved_checkpoints(wait=True)
         if self.checkpoints.uncopied_version is not None:
@@ -323,17 +325,19 @@ class TrainerRun:
                 self.version,
                 "this trainer ends, and the checkpoint of version "
                 f"{self.checkpoints.uncopied_version} is only on this machine: {self.config.runs_store} has an older "
-                "one, if any. Keep the folder of the run, or copy it by hand",
+                "one or none. Keep the folder of the run, or copy it by hand",
             )
 
     def finish_run(self) -> None:
-        """End the run, measure the gap of the final weights and export them.
+        """End the run, compare the engines' log-probabilities under the final weights with ours, and export.
 
-        The publisher stays until the final evaluation is on the board: a server that restarts before that has to fetch
-        the final weights again.
+        `train` closes the exporter only after this: a server that restarts before its final evaluation has to fetch the
+        final weights again.
         """
         self.coordinator.end_run()
         timeout_s = self.config.eval.timeout_s
+        # The probe is a small batch that the engines sampled from the final weights. On shared devices engines sleep
+        # while we evaluate it, and the final evaluation goes on afterwards.
         probe = self.coordinator.wait_for_probe(self.version, timeout_s)
         with self.coordinator.devices.engines_asleep():
             gap = None if probe is None else measure_gap(self.policy, probe, self.config)
@@ -362,5 +366,6 @@ class TrainerRun:
         timeout_s = self.config.eval.timeout_s
         self.logger.warn(
             self.version,
-            f"no {result} of version {self.version} arrived within eval.timeout_s ({timeout_s:g} s), or before SIGTERM",
+            f"no {result} of version {self.version} arrived: eval.timeout_s ({timeout_s:g} s) passed, or SIGTERM came "
+            "first",
         )

@@ -275,18 +275,18 @@ class ObjectiveConfig(StrictModel):
 
     @property
     def needs_forward_pass(self) -> bool:
-        """True if the step needs a forward pass over the batch first."""
+        """True if a step, even with one update, needs a forward pass over the batch first."""
         return self.advantages_use_weights or any(correction.needs_whole_batch for correction in self.corrections)
 
     @property
     def subtracts_kl_from_rewards(self) -> bool:
-        """True if the KL divergence is subtracted from the rewards."""
-        return self.needs_reference and self.kl_in == "reward"
+        """True if the KL divergence of a sample is subtracted from its reward."""
+        return self.needs_reference and self.kl_in == "reward" and self.advantage != "reinforce_pp"
 
     @property
     def subtracts_kl_from_advantages(self) -> bool:
-        """True if the KL divergence is subtracted from the advantage of each token, not from the sample's reward."""
-        return self.subtracts_kl_from_rewards and self.advantage == "reinforce_pp"
+        """True if the KL divergence is subtracted from the advantage of each token, as in REINFORCE++."""
+        return self.needs_reference and self.kl_in == "reward" and self.advantage == "reinforce_pp"
 
     @property
     def advantages_use_weights(self) -> bool:

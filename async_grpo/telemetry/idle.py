@@ -6,8 +6,8 @@
 
 A rollout server is idle while it generates nothing. Only the time of the trainer's steps counts:
 
-    trainer      |--wait--|----train----|--wait--|          the run in progress
-    rollout-0      |-group 0-|        |--group 1-|          it generates
+    trainer      |--wait--|----train----|--wait--|          steps
+    rollout-0      |-group 0-|        |--group 1-|          spans in which the server generates
     idle         |-|         |--------|
 
 Steps that waited for a server to be restarted show nothing about either side, so `undisturbed_steps` excludes them.
@@ -55,10 +55,10 @@ def outages(server: Iterable[Row]) -> list[Span]:
 
 
 def undisturbed_steps(rows: Sequence[Row], servers: Iterable[Iterable[Row]]) -> Sequence[Row]:
-    """Return the steps during which no server was away; all steps if there are none.
+    """Return the steps during which no server was away. If every step was disturbed, return all steps.
 
     While a server is away, its groups occupy the window: the trainer waits for them, and other servers may not admit
-    new ones. Both sides wait as if S were too small, but a larger S would not help.
+    new ones. Both sides wait as if `max_staleness` were too small, but a larger one would not help.
     """
     away = merged(span for server in servers for span in outages(server))
     undisturbed = [row for row in rows if not overlap(away, _window(row))]
@@ -84,22 +84,22 @@ def rollout_idle_share(rows: Sequence[Row], servers: Sequence[Iterable[Row]]) ->
 
 
 def rollout_idle_s(rows: Sequence[Row], servers: Sequence[Iterable[Row]]) -> list[float]:
-    """Return the seconds of each step in which a server generated nothing, mean over the servers; [] if unknown."""
+    """Return, for each step, the seconds in which a server generated nothing; mean over the servers, [] if unknown."""
     starts, ends = _windows(rows)
     spans = [_spans(row for row in server if row.get("track") in GENERATING) for server in servers]
     return idle_s(starts, ends, spans).tolist() if spans else []
 
 
 def idle_s(starts: Floats, ends: Floats, servers: Sequence[tuple[Floats, Floats]]) -> Floats:
-    """Return the seconds of each window in which a server generated nothing, mean over the servers, float64 [windows].
+    """Return, for each interval, the seconds in which a server generated nothing; mean over the servers, float64 [n].
 
-    `servers`: for each server, starts and ends of the spans in which it generated.
+    `starts`, `ends`: of the n intervals. `servers`: for each server, starts and ends of its generating spans.
     """
     idle_by_server = []
     for spans in servers:
         busy_until = _make_coverage(*spans)
         busy = busy_until(ends) - busy_until(starts)
-        idle_by_server.append(np.maximum(0.0, ends - starts - busy))
+        idle_by_server.append(np.maximum(0.0, ends - starts - busy))  # rounding may leave -1e-10
     idle: Floats = np.mean(idle_by_server, axis=0)
     return idle
 
@@ -110,8 +110,9 @@ def busy_share(starts: Floats, ends: Floats, from_s: float, to_s: float) -> floa
     >>> busy_share(np.array([0.0, 3.0, 4.0]), np.array([2.0, 5.0, 20.0]), 1.0, 11.0)
     0.9
     """
-    covered_until = _make_coverage(starts, ends)(np.array([from_s, to_s]))
-    return float(covered_until[1] - covered_until[0]) / (to_s - from_s)
+    covered_until = _make_coverage(starts, ends)
+    covered_s = covered_until(np.array([from_s, to_s]))
+    return float(covered_s[1] - covered_s[0]) / (to_s - from_s)
 
 
 def evaluating_share(rows: Sequence[Row], servers: Iterable[Iterable[Row]]) -> float | None:
@@ -160,15 +161,16 @@ def _make_coverage(starts: Floats, ends: Floats) -> Callable[[Floats], Floats]:
     starts = starts[order]
     reached = np.maximum.accumulate(ends[order])
 
-    # Merge overlapping spans. A merged span starts where all earlier spans have ended.
+    # Merge overlapping spans. A merged span starts where all earlier spans have ended, and ends just before the next
+    # one starts: at index gap - 1, and the last one at -1.
     if len(order):
         gaps = np.flatnonzero(starts[1:] > reached[:-1]) + 1
         starts = starts[np.append(0, gaps)]
-        ends = reached[np.append(gaps, 0) - 1]
+        ends = reached[np.append(gaps - 1, -1)]
     else:
         ends = ends[:0]
     covered_before = np.concatenate([[0.0], np.cumsum(ends - starts)])
-    # For times before the first span, the index below is -1, so the last entry must subtract nothing.
+    # For times before the first span, `index - 1` below is -1, the last entry. It must subtract nothing.
     ends = np.append(ends, -np.inf)
 
     def covered_until(times: Floats) -> Floats:

@@ -2,6 +2,9 @@
 
     buffer --admit--> GroupRollout --G samples--> engine --> reward pool --> insert | discard --> buffer
 
+A ticket is the leased right to generate one group: its sequence number, its task and the oldest version that its tokens
+may have.
+
 - Admission waits for a free slot (a finished sample unblocks it), then for a ticket. A ticket needs room in the
   staleness window (the trainer's release makes it) and a task (the feeder appends it).
 - A group waits for weights of its ticket's version (the weight watcher unblocks it), then for its samples, then for
@@ -15,12 +18,12 @@ Partials: generated tokens are saved every progress_interval_s, which bounds the
 `run_until_end` is cancelled or the engine dies, admission ends, all partials are saved and all tickets are given back.
 The server that resumes a group continues after the last token of every sample.
 
-Expired leases: a group that kills its engine must not kill all engines. So if an engine dies, the leases of all groups
-with a request in it count as expired, and a group with max_attempts expired leases ends as `failed`. Most of these
-groups are innocent. A group with SUSPECT_EXPIRED_LEASES is a suspect, and a server generates only one suspect at a
-time. So a group that kills engines dies without other suspects and uses up its attempts, while innocent suspects finish
-in their turn. Groups with fewer expired leases run in parallel with the suspect, so that the engine stays full; another
-death costs each of them one more.
+Expired leases: a group that kills its engine must not kill all engines. If an engine dies, the leases of all groups
+with a request in it count as expired. Most of these groups are innocent. A group with at least SUSPECT_EXPIRED_LEASES
+is a suspect, and a server runs one suspect at a time: when the guilty one kills the engine, no other suspect is charged
+for it. After max_attempts expired leases it ends as `failed`, and the innocent suspects finish one after the other.
+Groups with fewer expired leases run beside the suspect, so that the engine stays full; another death costs each of them
+one.
 
 Pausing and draining (`admission`): a ticket that arrives after either is given back immediately. A draining dispatcher
 requests no more tickets and ends once its groups have finished. Groups that have not finished after
@@ -55,8 +58,8 @@ from rollout_server.dispatch.outcomes import (
     GroupCounters,
     apply_length_rule,
     attach_rewards,
+    describe_invalid_sample,
     discard_reason,
-    find_invalid_sample,
 )
 from rollout_server.engines.base import Truncation, sample_seed
 from rollout_server.weight_watcher import WeightWatcher
@@ -106,12 +109,12 @@ class Dispatcher:
         )
         self.ticket_wait_since_s: float | None = None
         """Start of the present wait for a ticket, in Unix seconds; None if the dispatcher does not wait for one."""
-        self._seeds_samples = rollout.seeds_samples  # a property of the configuration that takes time to derive
+        self._samples_are_seeded = rollout.seeds_samples  # cached: the property is slow, and every sample reads it
         # The engine loads no weights during an evaluation, so a group may also have to wait for the end of one.
         self._weights_timeout_s = config.weights.update_timeout_s + config.eval.timeout_s
         self._consecutive_failures = 0
         self._suspect_lock = asyncio.Lock()
-        # With few attempts, a group has to become a suspect before its last one.
+        # If max_attempts is small, a group becomes a suspect earlier, so that its last attempt has no other suspect.
         self._suspect_expired_leases = max(1, min(SUSPECT_EXPIRED_LEASES, rollout.max_attempts - 1))
 
     async def run_until_end(self) -> None:
@@ -133,9 +136,10 @@ class Dispatcher:
                     else:
                         await self._drop_groups()
                 finally:
-                    # Take the snapshots before anything is cancelled, because cancelled requests lose their tokens. If
-                    # a group has failed, the others are cancelled already; then `_generate_sample` took the snapshots.
-                    self.groups.freeze_partials()
+                    # Take the partials before anything is cancelled, because cancelled requests lose their tokens. If
+                    # the task of a group has raised, the others are cancelled already: before that, `_generate_sample`
+                    # has taken the partials.
+                    self.groups.snapshot_partials()
                 for task in [*loops, *self._running_tasks()]:
                     task.cancel()
         finally:
@@ -158,7 +162,7 @@ class Dispatcher:
         return [group.task for group in self.groups if group.task is not None and not group.task.done()]
 
     async def _drop_groups(self) -> None:
-        """Drop all unfinished groups: the run has ended, so nobody needs them."""
+        """Drop all unfinished groups: the run has ended, so nobody needs them. Makes no calls to the buffer."""
         for group in self.groups:
             await self.groups.end_group(group, Drop())
 
@@ -201,6 +205,7 @@ class Dispatcher:
                 self.slots.groups_to_fill_free_slots(size),
                 holder=self._context.holder,
                 timeout_s=ADMIT_TIMEOUT_S,
+                # The buffer shares the room in the window among servers in proportion to their capacity.
                 slots=self.slots.groups_to_fill_all_slots(size),
             )
         except WaitTimeout:
@@ -216,8 +221,8 @@ class Dispatcher:
         config = self._context.config
         group = GroupRollout.from_ticket(ticket, config.group_size, oversample=config.rollout.oversample)
         self.groups.add_group(group)
-        if not self._is_suspect(group):
-            self.groups.commit_slots(group)
+        if not self._is_suspect(group):  # a suspect reserves its slots in `_run_group`
+            self.groups.reserve_slots(group)
         return group
 
     def _is_suspect(self, group: GroupRollout) -> bool:
@@ -234,9 +239,9 @@ class Dispatcher:
             await self._watcher.wait_for_version(group.required_version, self._weights_timeout_s)
             if self._is_suspect(group):
                 async with self._suspect_lock:
-                    # Commit its slots only now. Suspects that queue for the lock would otherwise occupy slots, and the
+                    # Reserve its slots only now. Suspects that queue for the lock would otherwise occupy slots, and the
                     # engine would run empty.
-                    self.groups.commit_slots(group)
+                    self.groups.reserve_slots(group)
                     await self._generate_group(group)
             else:
                 await self._generate_group(group)
@@ -278,21 +283,21 @@ class Dispatcher:
                 group.sessions[index] = session
                 sample = await self._workflow_runner.generate_sample(group.ticket.task, session)
                 group.store_sample(index, sample)
-                del group.sessions[index]
+                del group.sessions[index]  # not after an error: partials are read from the session
         except EngineError:
             # Do both before this error cancels the other samples and groups. Afterwards their tokens are lost, and it
             # is no longer known which of them had requests in the engine.
-            self.groups.freeze_partials()
-            self.groups.mark_groups_in_engine()
+            self.groups.snapshot_partials()
+            self.groups.expire_leases_in_engine()
             raise
         finally:
-            self.groups.free_slot(group)
+            self.groups.release_reserved_slot(group)
 
     def _open_session(self, group: GroupRollout, index: int) -> SampleSession:
         ticket = group.ticket
         config = self._context.config
         seed = None
-        if self._seeds_samples:
+        if self._samples_are_seeded:
             seed = sample_seed(config.seed, "train", ticket.task.index, index, ticket.attempt)
         return SampleSession(
             self._context.engine,
@@ -302,6 +307,7 @@ class Dispatcher:
             temperature=config.sampling.temperature,
             max_tokens=config.sampling.max_tokens,
             prior=group.samples[index],
+            # After some attempts new weights no longer interrupt it, or a long sample might never end.
             interruptible=ticket.attempt <= config.rollout.max_interruptions,
             index=index,
             vocabulary=self._context.vocabulary,
@@ -319,9 +325,9 @@ class Dispatcher:
             return
 
         samples = group.finished_samples()
-        invalid = find_invalid_sample(samples)
-        if invalid is not None:
-            await self._discard_group(group, ReleaseReason.FAILED, f"{self._context.name} generated {invalid}")
+        problem = describe_invalid_sample(samples)
+        if problem is not None:
+            await self._discard_group(group, ReleaseReason.FAILED, f"{self._context.name} generated {problem}")
             return
 
         samples = await self._judge_samples(group, samples)
@@ -354,7 +360,7 @@ class Dispatcher:
     async def _discard_group(self, group: GroupRollout, reason: ReleaseReason, detail: str) -> None:
         """Discard the group. Raises RoleFailed or ConfigError after too many failures in a row."""
         if not await self.groups.end_group(group, Discard(reason)):
-            return
+            return  # the lease was lost: the group is another server's by now
         self.counters.groups[reason.value] += 1
         if reason is ReleaseReason.FILTERED:
             self._consecutive_failures = 0
@@ -371,7 +377,7 @@ class Dispatcher:
             "Training cannot continue. Fix the workflow or the verifier"
         )
         # ConfigError, so that the supervisor does not restart us: a workflow or verifier with which no group has ever
-        # succeeded would fail again.
+        # succeeded would fail again. A missed deadline may be due to a slow tool or machine, so a restart may help.
         if not group.missed_deadline and not self.counters.groups["inserted"]:
             raise ConfigError(message)
         raise RoleFailed(message)

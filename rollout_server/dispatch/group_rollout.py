@@ -109,7 +109,7 @@ class GroupRollout:
                 samples[index] = snapshot
         return Partial(seq=self.ticket.seq, attempt=self.ticket.attempt, samples=samples)
 
-    def freeze_partial(self) -> None:
+    def snapshot_partial(self) -> None:
         """Take the snapshot that `partial` returns from now on. Later calls change nothing."""
         self.frozen_partial = self.partial()
 

@@ -7,7 +7,7 @@
 Both loops wait for their timers only. A group whose lease is lost is dropped: another server generates it now, and the
 buffer would reject our insert.
 
-Only this module counts a group's samples in `SampleSlots`: from `commit_slots` until the sample or its group has ended.
+Only this module counts a group's samples in `SampleSlots`: from `reserve_slots` until the sample or its group ends.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ class GroupsInProgress:
             self._remove_group(earlier)
         self._groups[group.ticket.seq] = group
 
-    def commit_slots(self, group: GroupRollout) -> None:
-        """Commit the group's remaining samples, until `free_slot` or the end of the group."""
+    def reserve_slots(self, group: GroupRollout) -> None:
+        """Reserve slots for the remaining samples, until `release_reserved_slot` or the end of the group."""
         group.committed = len(group.remaining_indices)
         self._slots.commit_samples(group.committed)
 
-    def free_slot(self, group: GroupRollout) -> None:
+    def release_reserved_slot(self, group: GroupRollout) -> None:
         """Free the slot of one ended sample. Does nothing after the end of the group, which freed all its slots."""
-        self._free_slots(group, min(1, group.committed))
+        self._release_reserved_slots(group, min(1, group.committed))
 
     async def end_group(self, group: GroupRollout, ending: Ending) -> bool:
         """End a group. Every group that was added ends here, once; there is no other way.
@@ -170,12 +170,12 @@ class GroupsInProgress:
             if group in self and not group.is_ending:
                 await self._save_partial(group)
 
-    def freeze_partials(self) -> None:
+    def snapshot_partials(self) -> None:
         """Take a snapshot of every partial for `GiveBack`, before generation is cancelled and its tokens are lost."""
         for group in self:
-            group.freeze_partial()
+            group.snapshot_partial()
 
-    def mark_groups_in_engine(self) -> None:
+    def expire_leases_in_engine(self) -> None:
         """Mark the groups with a request in the engine, which has died: each of them may have killed it.
 
         Their leases count as expired when they are given back, so that a group that kills every engine ends as `failed`
@@ -237,12 +237,12 @@ class GroupsInProgress:
         """Remove a group that has ended, free its slots and cancel its task. Leaves a newer attempt in place."""
         if group in self:
             del self._groups[group.ticket.seq]
-        self._free_slots(group, group.committed)
+        self._release_reserved_slots(group, group.committed)
         # The task itself calls this for Insert and Discard, and it must not cancel itself.
         if group.task is not None and group.task is not asyncio.current_task():
             group.task.cancel()
 
-    def _free_slots(self, group: GroupRollout, count: int) -> None:
+    def _release_reserved_slots(self, group: GroupRollout, count: int) -> None:
         group.committed -= count
         self._slots.finish_samples(count)
 

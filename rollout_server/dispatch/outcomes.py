@@ -16,7 +16,7 @@ MIN_REWARDS = 2
 """Minimum rewards per group, because an advantage compares the samples of a group."""
 
 
-def find_invalid_sample(samples: Sequence[Sample]) -> str | None:
+def describe_invalid_sample(samples: Sequence[Sample]) -> str | None:
     """Return index and reason of the first sample that `Sample.validate` rejects; None if all are valid."""
     for index, sample in enumerate(samples):
         try:

@@ -195,7 +195,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ),
     "rank_beyond_nodes_taken_in: 0 < other.rank < own.nodes --> 0 < other.rank <= own.nodes",
     ("trainer/ranks/agreement.py", "tests/integration/trainer/test_agreement.py"),
-    "another_first_policy_taken_in: if own.model != first.model: --> if not own.model:",
+    "another_first_policy_taken_in: if own.model != rank_0_claim.model: --> if not own.model:",
     "objection_of_one_rank_alone_heard: rank in range(1, self.ranks)) --> rank in range(1, 2))",
     ("trainer/model/shards.py", "tests/unit/trainer/model/test_shards.py"),
     "ranks_near_rank_0_copy_no_more: local_replicas.get(kind) or all_replicas[kind] --> all_replicas[kind]",

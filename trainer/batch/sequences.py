@@ -6,9 +6,9 @@
     loss            -        trained         -                    trained
     denominator     -        counted         -                    counted
 
-The network reads all tokens of a sequence but the last; position t predicts token t + 1. Trained are the tokens that
-the policy wrote in samples with a reward. Tokens of versions below the batch's `mask_below` are context, like those of
-the environment. A sequence that is longer than a micro-batch loses its last tokens or its whole gradient
+The network reads all tokens of a sequence but the last; position t predicts token t + 1. The trained tokens are those
+that the policy wrote, in samples with a reward. Tokens of versions below the batch's `mask_below` are context, like
+those of the environment. A sequence that is longer than a micro-batch loses its last tokens or its whole gradient
 (`trainer.overlong`). Masked and truncated tokens still count in the denominator of the loss, so dropping them does not
 increase the gradient of the other tokens.
 """
@@ -33,7 +33,7 @@ from async_grpo.wire.sampling_mask import PADDING, SamplingMask, first_occurrenc
 from trainer.batch.layout import PackedSequences, lay_out_sequences
 
 MIXED = -1
-"""In place of a version in int64 tensors: several policies sampled the completion."""
+"""Stands for the version of a completion that several policies sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class TrainingSequence:
     positions_N: npt.NDArray[np.int64]
     """Positions of the trained tokens in the completion; empty if the sample has no reward."""
     advantages_N: npt.NDArray[np.float64]
-    """Advantage of each trained token. Group rules give all tokens of a sample the same."""
+    """Advantage of each trained token. Rules such as GRPO give all tokens of a sample the same advantage."""
     weight: float
     """Weight of each trained token in the loss of the batch."""
     first_index: int
@@ -59,7 +59,7 @@ class TrainingSequence:
     group: int
     """Index of its group in the batch."""
     sampling_mask: SamplingMask | None = None
-    """The tokens that could be sampled at each position of the completion; None without truncated sampling."""
+    """The tokens that could be sampled at each position of the completion; None if all could (no top-k, no top-p)."""
     overlong: bool = False
     """True if it was truncated or dropped because of its length."""
     prox_N: npt.NDArray[np.float32] | None = None
@@ -155,7 +155,8 @@ def split_into_sequences(
 ) -> list[TrainingSequence]:
     """Return one sequence per sample, with advantages and loss weights computed over the whole batch.
 
-    Sequences of more than `max_sequence_tokens` are truncated, or get no gradient if not `truncate`; None keeps all.
+    Sequences of more than `max_sequence_tokens` are truncated if `truncate`; otherwise they get no gradient. None: no
+    limit.
     `reward_weights`, `squared_weights`: see `group_advantages`. Advantages are not normalised over the batch yet: see
     `normalise_advantages`.
     """
@@ -167,8 +168,8 @@ def split_into_sequences(
         max_completion_tokens,
     )
 
-    # Samples with and without a mask meet in one batch after a resume with other truncation settings. A micro-batch
-    # normalises over one kind of support, so those without a mask get no gradient.
+    # If top-k or top-p was changed before a resume, a batch can have samples with and without a sampling mask. A
+    # micro-batch normalises either over the kept tokens or over the vocabulary, so those without get no gradient.
     needs_mask = any(sample.mask_counts for group in batch.groups for sample in group.samples)
 
     sequences: list[TrainingSequence] = []
@@ -189,7 +190,7 @@ def split_into_sequences(
 def reweight_sequences(
     sequences: Sequence[TrainingSequence], objective: ObjectiveConfig, max_completion_tokens: int
 ) -> list[TrainingSequence]:
-    """Return the sequences with the loss weights that they have as a batch: the mini-batch of one update."""
+    """Return the sequences of a mini-batch, with loss weights as if it were the whole batch."""
     weights = _token_weights(
         [sequence.denominator_tokens for sequence in sequences],
         [sequence.group for sequence in sequences],
@@ -269,7 +270,7 @@ def _stack_kept_tokens(sequences: Sequence[TrainingSequence]) -> KeptTokens | No
     repeated_blocks = []
     for sequence in sequences:
         if sequence.sampling_mask is None:
-            continue  # no trained tokens if others have a mask
+            continue  # it has no trained tokens if other sequences have a mask: see `split_into_sequences`
         ids_NW = sequence.sampling_mask.pad_rows(sequence.positions_N)
         first_NW = first_occurrences(sequence.tokens, ids_NW)
         positions_N1 = sequence.prompt_tokens + sequence.positions_N[:, None]
@@ -380,13 +381,13 @@ def group_advantages(
     lengths_BG = torch.tensor(lengths, dtype=None if squared_weights is None else torch.float64)
     valid_BG = torch.tensor(valid)
     if rule == "gdpo":
-        advantages_BG = _separate_advantages(groups, rewards_BG, valid_BG, reward_weights)
+        advantages_BG = _gdpo_advantages(groups, rewards_BG, valid_BG, reward_weights)
     else:
         advantages_BG = load_advantage(rule)(rewards_BG, valid_BG, lengths_BG)
     return [row[: len(group.samples)] for row, group in zip(advantages_BG.tolist(), groups, strict=True)]
 
 
-def _separate_advantages(
+def _gdpo_advantages(
     groups: Sequence[Group], rewards_BG: Tensor, valid_BG: Tensor, reward_weights: Mapping[str, float]
 ) -> Tensor:
     """Advantages of GDPO. The part of the reward that no function explains (a length penalty, a divergence) counts as
@@ -402,6 +403,7 @@ def _separate_advantages(
     weights_K = torch.tensor([reward_weights[name] for name in names], dtype=torch.float64)
     rest_BG = rewards_BG - torch.einsum("k,kbg->bg", weights_K, parts_KBG)
 
+    # Rounding leaves a rest of 1e-16, which the division by its own deviation would make as large as a real function.
     if float(rest_BG[valid_BG].abs().max() if valid_BG.any() else 0.0) < 1e-9:
         return gdpo(parts_KBG, weights_K, valid_BG)
     one = torch.ones(1, dtype=torch.float64)
@@ -431,15 +433,15 @@ def _make_sequence(
 
 
 def _shorten(sequence: TrainingSequence, max_tokens: int) -> TrainingSequence:
-    """Return the first `max_tokens` positions of the sequence; with 0 it gets no gradient."""
+    """Cut the sequence to `max_tokens` positions, which is one token more. 0 leaves no completion, so no gradient."""
     completion_tokens = max(0, max_tokens + 1 - sequence.prompt_tokens)
-    is_left_N = sequence.positions_N < completion_tokens
+    is_kept_N = sequence.positions_N < completion_tokens
     return replace(
         sequence,
         tokens=sequence.tokens[: max_tokens + 1],
         behaviour_C=sequence.behaviour_C[:completion_tokens],
         versions_C=sequence.versions_C[:completion_tokens],
-        positions_N=sequence.positions_N[is_left_N],
-        advantages_N=sequence.advantages_N[is_left_N],
+        positions_N=sequence.positions_N[is_kept_N],
+        advantages_N=sequence.advantages_N[is_kept_N],
         overlong=True,
     )

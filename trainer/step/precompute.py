@@ -3,11 +3,12 @@
     micro-batches --forward, reference weights--> log pi_ref                 if there is a reference model
     micro-batches --forward, policy weights-----> log pi before the step     if something needs it:
                                                     - several updates, and pi_prox is the policy before the step
-                                                    - several updates, and corrections, which use that policy
-                                                    - a correction that needs the whole batch
-                                                    - an advantage that weighs samples by importance weight
-    --sum over ranks--> values of all trained tokens, on every rank --> advantages
-                                                                    --> columns of the sequences, learning rate scale
+                                                    - several updates, and corrections: their weights are those
+                                                      of the policy before the step
+                                                    - a correction computed over the whole batch
+                                                    - an advantage that weights samples by importance weight
+    --sum over ranks--> both log-probabilities of all trained tokens, on every rank --> advantages, corrections,
+                                                                                        learning rate scale
 
 Every rank fills in its own tokens and leaves 0 elsewhere, so the sum over ranks is exact. Every rank then computes the
 same results, which depend neither on micro-batches nor on the number of ranks.
@@ -53,9 +54,10 @@ from trainer.ranks.distributed import is_counting_rank, sum_over_ranks
 def prepare_sequences(
     policy: Policy, batch: Batch, config: RunConfig, *, reference: Reference | None, phases: PhaseTimer
 ) -> tuple[list[TrainingSequence], float | None]:
-    """Return the sequences of a batch (or of a part of one), and the scale of the learning rate.
+    """Return the sequences of a batch, and the scale of the learning rate. Under streaming, of a part of the batch.
 
-    The scale is None if it follows from the backward passes. Forward passes are made only if something needs them.
+    The scale is None if the learning rate is not scaled, or if its scale is computed from the backward passes.
+    Forward passes are made only if something needs them.
     """
     objective = config.trainer.objective
     needs_policy = needs_policy_pass(config.trainer)
@@ -68,14 +70,14 @@ def prepare_sequences(
 
     with phases.span("pack"):
         packed = build_micro_batches(sequences, config, policy.shape.attention_cost)
-    tokens = sum(sequence.trained_tokens for sequence in sequences)
+    trained_count = sum(sequence.trained_tokens for sequence in sequences)
     logprobs_N = reference_N = None
     if reference is not None:
         with phases.span("reference"), reference.activate_weights() as weights:
-            reference_N = batch_logprobs(weights, packed, tokens)
+            reference_N = batch_logprobs(weights, packed, trained_count)
     if needs_policy:
         with phases.span("prox"):
-            logprobs_N = batch_logprobs(policy, packed, tokens)
+            logprobs_N = batch_logprobs(policy, packed, trained_count)
 
     # Some advantages depend on these passes. The sequences above have advantages from the rewards alone, so build them
     # again.
@@ -83,30 +85,29 @@ def prepare_sequences(
     if objective.advantages_use_weights:
         assert logprobs_N is not None
         squared_weights = squared_sample_weights(logprobs_N, sequences, objective, batch.version)
-    changes_rewards = objective.subtracts_kl_from_rewards and not objective.subtracts_kl_from_advantages
-    if changes_rewards:
+    if objective.subtracts_kl_from_rewards:
         assert reference_N is not None
         batch = subtract_kl_from_rewards(batch, sequences, reference_N, objective)
-    if objective.advantages_use_weights or changes_rewards:
+    if objective.advantages_use_weights or objective.subtracts_kl_from_rewards:
         with phases.span("pack"):
             sequences = build_sequences(batch, config, squared_weights)
     if objective.subtracts_kl_from_advantages:
         assert reference_N is not None
         sequences = subtract_kl_from_advantages(sequences, reference_N, objective, batch.version)
     if objective.advantage_norm == "batch":
-        sequences = normalise_advantages(sequences)
+        sequences = normalise_advantages(sequences)  # last, so that the trained advantages have mean 0
 
     if logprobs_N is None:
         return attach_columns(sequences, reference_N=reference_N), None
     theta = theta_version(batch.version, config.trainer.updates)
-    before = objective_tokens(logprobs_N, stack_trained_tokens(sequences), objective, theta)
+    tokens_before_step = objective_tokens(logprobs_N, stack_trained_tokens(sequences), objective, theta)
     sequences = attach_columns(
         sequences,
         reference_N=reference_N,
         prox_N=logprobs_N if objective.prox == "recompute" else None,
-        multiplier_N=correction_multiplier(before, objective),
+        multiplier_N=correction_multiplier(tokens_before_step, objective),
     )
-    lr_scale = ess_scale(*ess_sums(before).tolist()) if objective.scales_learning_rate else None
+    lr_scale = ess_scale(*ess_sums(tokens_before_step).tolist()) if objective.scales_learning_rate else None
     return sequences, lr_scale
 
 
@@ -115,18 +116,23 @@ def needs_policy_pass(trainer: TrainerConfig) -> bool:
     objective = trainer.objective
     if objective.needs_forward_pass:
         return True
+    # With one update, the forward pass of the update itself evaluates the policy before the step.
     return trainer.updates > 1 and bool(objective.prox == "recompute" or objective.corrections)
 
 
-def batch_logprobs(policy: Policy, packed: PackedBatch, tokens: int) -> Tensor:
-    """Return log pi of all `tokens` trained tokens of the batch, in order, on every rank."""
+def batch_logprobs(policy: Policy, packed: PackedBatch, trained_count: int) -> Tensor:
+    """Return log pi of all trained tokens of the batch, in order, on every rank."""
     results = policy.run_micro_batches(
-        packed.micro_batches, lambda values_N, _entropy, _batch: (values_N.sum(), values_N), train=False
+        # It expects a loss first, which is not used here.
+        packed.micro_batches,
+        lambda logprobs_N, _entropy, _micro_batch: (logprobs_N.sum(), logprobs_N),
+        train=False,
     )
-    logprobs_N = torch.zeros(tokens)
+    logprobs_N = torch.zeros(trained_count)
     if is_counting_rank():
-        for batch, values_N in zip(packed.micro_batches, results, strict=False):  # only the last stage has results
-            logprobs_N[batch.index_N] = values_N
+        # Not strict: all stages but the last have no results.
+        for micro_batch, micro_batch_logprobs_N in zip(packed.micro_batches, results, strict=False):
+            logprobs_N[micro_batch.index_N] = micro_batch_logprobs_N
     return sum_over_ranks(logprobs_N)
 
 
@@ -142,7 +148,11 @@ def squared_sample_weights(
 def subtract_kl_from_rewards(
     batch: Batch, sequences: Sequence[TrainingSequence], reference_N: Tensor, objective: ObjectiveConfig
 ) -> Batch:
-    """Return the batch with rewards R - beta * KL, KL being summed over the trained tokens of the sample."""
+    """Return the batch with rewards R - beta * KL, KL being summed over the trained tokens of the sample.
+
+    The divergence is that of the policy that sampled, from the reference. M: samples with a trained token; the others
+    keep their rewards, which still belong to the baseline of their group.
+    """
     columns = stack_trained_tokens(sequences)
     tokens = objective_tokens(columns.behaviour_N, columns, objective, batch.version)
     samples = [sample for group in batch.groups for sample in group.samples]
@@ -162,7 +172,10 @@ def subtract_kl_from_rewards(
 def subtract_kl_from_advantages(
     sequences: Sequence[TrainingSequence], reference_N: Tensor, objective: ObjectiveConfig, version: int
 ) -> list[TrainingSequence]:
-    """Return the sequences with advantages A - beta * KL, KL being summed over the token and those after it."""
+    """Return the sequences with advantages A - beta * KL, KL being summed over the token and those after it.
+
+    The divergence is that of the policy that sampled, from the reference.
+    """
     columns = stack_trained_tokens(sequences)
     tokens = objective_tokens(columns.behaviour_N, columns, objective, version)
     advantages_N = advantages_less_kl(
@@ -172,10 +185,11 @@ def subtract_kl_from_advantages(
 
 
 def theta_version(version: int, updates: int) -> int:
-    """Return the version that `prox: loglinear` takes for the trained policy; pi_prox is one version behind it.
+    """Return the version number of the trained weights for `prox: loglinear`.
 
-    In a step with one update the trained policy is `version`. With several, pi_prox must be the policy before the step,
-    so the policy between the updates already counts as the next version.
+    That rule estimates the policy one version before this number. With one update, the number is `version`. With
+    several, pi_prox must be the policy before the step, which is `version`, so the weights that the updates change
+    count as version + 1.
     """
     return version + 1 if updates > 1 else version
 
@@ -183,9 +197,10 @@ def theta_version(version: int, updates: int) -> int:
 def objective_tokens(
     logprobs_N: Tensor, columns: TrainedTokens, objective: ObjectiveConfig, theta: int, entropy_N: Tensor | None = None
 ) -> Tokens:
-    """Return the tokens as input of the objective, evaluated by the weights of version `theta`.
+    """Return the input of the objective. `logprobs_N` are from the trained weights, which `theta` numbers.
 
-    `prox_N` and `multiplier_N` are taken from the columns if they were computed before the step.
+    `prox_N` and `multiplier_N` are taken from the columns if they were computed before the step. Otherwise pi_prox
+    follows from `logprobs_N`: with one update, `recompute` returns just these.
     """
     prox_N = columns.prox_N
     if prox_N is None:

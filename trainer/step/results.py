@@ -78,7 +78,12 @@ def trained_row(batch: Batch, config: RunConfig, *, skipped: bool) -> dict[str, 
     """
     objective = config.trainer.objective
     advantages: list[list[float]] | None = None
-    if not (objective.subtracts_kl_from_rewards or objective.advantages_use_weights):
+    needs_pass = (
+        objective.subtracts_kl_from_rewards
+        or objective.subtracts_kl_from_advantages
+        or objective.advantages_use_weights
+    )
+    if not needs_pass:
         weights = {function.name: function.weight for function in config.rewards.functions}
         advantages = group_advantages(batch.groups, objective.advantage, reward_weights=weights)
 

@@ -106,7 +106,8 @@ class RunProgress:
         return False
 
     async def expire_leases(self, server: str) -> None:
-        """Return the groups of a dead rollout server to the buffer. By default they wait until its leases expire."""
+        """Return the groups of a dead rollout server to the buffer. This default does nothing: the groups return when
+        the server's leases expire."""
 
 
 class RestartDecision(Enum):
@@ -162,12 +163,13 @@ class Supervisor:
         warn: Receives a message for each role that has failed.
         stop_timeout_s: Seconds from SIGTERM to SIGKILL.
         progress: Progress of the run, for decisions about restarts.
-        sees_whole_run: False if other commands run servers of the same run and nobody calls `mark_ready`. Then a
-            server that exits is never needed, and one that is starting counts as running.
+        sees_whole_run: False if other commands run roles of the same run, and nobody calls `mark_ready`. Then it is
+            unknown which servers are left or ready: a role that exits with 0 is not restarted, and a server that is
+            starting counts as running.
         end_leftovers: Called after all roles have ended, to end processes that they shared.
         """
         self._runners = {runner.name: runner for runner in (*runners, *spares)}
-        self._first = [runner.name for runner in runners]
+        self._initial = [runner.name for runner in runners]
         self._spares = [runner.name for runner in spares]
         self._warn = warn
         self._stop_timeout_s = stop_timeout_s
@@ -182,7 +184,7 @@ class Supervisor:
         self._ends: dict[str, asyncio.Future[RoleEnd]] = {}
         """Role that has been started -> future with its end."""
         self._started_s: dict[str, float] = {}
-        self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._first}
+        self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._initial}
 
     async def watch(self) -> None:
         """Start all roles and wait until they have ended.
@@ -193,7 +195,7 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 self._tasks = group
-                for name in self._first:
+                for name in self._initial:
                     group.create_task(self._run_with_restarts(self._runners[name]), name=f"run {name}")
         except* AsyncGrpoError as failures:
             raise failures.exceptions[0] from None
@@ -220,14 +222,14 @@ class Supervisor:
     def give_up_role(self, name: str, why: str) -> None:
         """Stop a rollout server permanently; the run continues with the others.
 
-        Raises RoleFailed with the reason `why` for the trainer and for the last server.
+        Raises RoleFailed with the message `why` if it is the trainer or the last server.
         """
-        self._continue_without(name, why, self._other_servers(name, ACTIVE))
+        self._give_up_or_fail(name, why, self._other_servers(name, ACTIVE))
         if self._tasks is not None and not self._stopping:
             self._tasks.create_task(self._terminate(name), name=f"give up {name}")
 
     def can_retire(self, name: str) -> bool:
-        """True if the role is a server that `retire_server` would stop."""
+        """True if the role is a spare server that is not retired yet."""
         return name in self._spares and name not in self._retired
 
     def is_active(self, name: str) -> bool:
@@ -235,7 +237,7 @@ class Supervisor:
         return name in self.states and self.states[name].state in ACTIVE
 
     def mark_ready(self, name: str) -> float | None:
-        """Record that the role is ready. Returns the seconds that its start took; None if it was ready before."""
+        """Record that the role is ready. Returns the seconds that its start took; None if it was not starting."""
         role = self.states[name]
         if role.state != "starting" or name not in self._ends:
             return None
@@ -287,7 +289,7 @@ class Supervisor:
     async def _run_with_restarts(self, runner: RoleRunner) -> None:
         """Run the role, and restart it as long as `decide_restart` allows it."""
         name = runner.name
-        used = 0
+        restarts_used = 0
         while not self._stopping and name not in self.given_up:
             try:
                 end = await self._run_once(runner)
@@ -295,7 +297,7 @@ class Supervisor:
                 others = self._other_servers(name, ACTIVE)
                 if name == TRAINER or not others:
                     raise
-                self._continue_without(name, str(error), others)
+                self._give_up_or_fail(name, str(error), others)
                 return
 
             if end.is_moved and self._is_wanted(name):
@@ -305,15 +307,15 @@ class Supervisor:
 
             if end.code and name != TRAINER and not self._stopping:
                 # A server that died has not returned its groups. Without this, no other server would continue them
-                # until their leases expire.
+                # until their leases expire. While the run stops, no other server would take them.
                 await self._progress.expire_leases(name)
 
             decision = decide_restart(
                 code=end.code,
                 stopping=not self._is_wanted(name),
                 over=name != TRAINER and not self._stopping and await self._progress.is_generated(),
-                needed=end.code != 0 or await self._is_needed(name),
-                restarts=used,
+                needed=end.code != 0 or await self._is_needed(name),  # asked only after exit code 0
+                restarts=restarts_used,
                 limit=runner.max_restarts,
             )
             if decision is RestartDecision.DONE:
@@ -324,16 +326,18 @@ class Supervisor:
                 # the same configuration and would fail the same way.
                 counted = ("running",) if end.code == EXIT_CONFIG and self._sees_whole_run else ACTIVE
                 others = self._other_servers(name, counted)
-                self._continue_without(name, f"{end.explanation}. {_explain_no_restart(end.code, used)}", others)
+                self._give_up_or_fail(
+                    name, f"{end.explanation}. {_explain_no_restart(end.code, restarts_used)}", others
+                )
                 return
 
-            used += 1
+            restarts_used += 1
             self.states[name] = RoleState(name, "restarting", self.states[name].restarts + 1)
             self._warn(
-                f"{end.explanation}; restart {used} of {runner.max_restarts}",
+                f"{end.explanation}; restart {restarts_used} of {runner.max_restarts}",
                 failed_role=name,
                 **_exit_fields(end.code),
-                restart=used,
+                restart=restarts_used,
                 restart_limit=runner.max_restarts,
             )
 
@@ -343,7 +347,7 @@ class Supervisor:
         await runner.start()
         self._started_s[name] = time.monotonic()
         self._ends[name] = asyncio.ensure_future(runner.wait())
-        if name not in self.given_up:
+        if name not in self.given_up:  # the state of a role that was given up stays `failed`
             self._set_state(name, "starting")
         if not self._is_wanted(name):
             # The role was stopped, retired or given up while it was starting, before there was a process to signal.
@@ -374,7 +378,8 @@ class Supervisor:
         if not end.done():
             self._runners[name].kill()
 
-    def _continue_without(self, name: str, why: str, others: Sequence[str]) -> None:
+    def _give_up_or_fail(self, name: str, why: str, others: Sequence[str]) -> None:
+        """Continue without a server. Raises RoleFailed if it is the trainer or has no `others` beside it."""
         self._set_state(name, "failed")
         if name == TRAINER or not others:
             raise RoleFailed(f"{why}; the same command resumes the run")

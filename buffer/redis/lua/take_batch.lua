@@ -1,13 +1,15 @@
 #!lua flags=allow-oom
 -- After: state pages records record_lists endings leases steps
--- READY -> TAKEN for the P groups of a step. ARGV[2..5]: epoch, version, number of groups that the caller has, and
--- 'whole' (all or nothing) or 'part' (as many as may be taken now).
+-- READY -> TAKEN for the groups of a step (groups_per_step). ARGV[2..5]: epoch, version, number of groups that the
+-- caller has, and 'whole' (all or nothing) or 'part' (as many as may be taken now).
 --
 -- Returns one of
 --   {'ok', replayed, mask_below, missing, seq, attempt, ...}   the groups that the caller does not have
 --   {'wait', ms}            not enough READY groups; ms until the next lease expires, or -1
 --   {'fenced', epoch}, {'late', committed} or {'ended'}
--- Groups that the log has of the step are delivered again in the same order.
+-- Groups that an earlier call has recorded for this step are delivered again, in the same order.
+--
+-- allow-oom: taking a batch is what lets the trainer commit steps, which frees memory.
 local epoch = tonumber(ARGV[2])
 local version = tonumber(ARGV[3])
 local have = tonumber(ARGV[4])
@@ -15,7 +17,8 @@ local whole = ARGV[5] == 'whole'
 local now = now_ms()
 
 if is_fenced(epoch) then
-  wake_waiter(WAKE_TAKE) -- we may have taken the element that should wake the trainer that took over
+  -- The blocking pop of this caller may have consumed the element that should wake the new trainer. Pass it on.
+  wake_waiter(WAKE_TAKE)
   return {'fenced', meta_number('epoch')}
 end
 
@@ -40,11 +43,12 @@ local function deliver()
   return reply
 end
 
+-- A step that is complete is delivered whatever else holds. A caller that takes parts first gets what is recorded.
 local has_new_groups = #step.seqs > have
 if is_started and (missing == 0 or (not whole and has_new_groups)) then return deliver() end
 -- A delayed repetition of an old call would take groups that nobody trains.
 if not is_started and version < meta_number('committed') then return {'late', meta_number('committed')} end
--- Only now: a step that is complete is delivered even after the end of the run.
+-- Tested only here, because a step that is complete is delivered even after the end of the run.
 if meta_number('ended') == 1 then
   wake_waiter(WAKE_TAKE)
   return {'ended'}
@@ -53,9 +57,10 @@ end
 local staleness = meta_number('max_staleness')
 local on_stale = meta_text('on_stale')
 
--- too_old_to_train and too_old_to_finish in selection.py.
-local function end_groups_too_old()
-  if on_stale == 'wait' then return end
+-- End the groups that are too old, by the rules too_old_to_train (READY groups) and too_old_to_finish (groups in
+-- progress) of selection.py. With `mask`, old tokens are masked later, so only groups without a young token end here.
+local function end_stale_groups()
+  if on_stale == 'wait' then return end -- the window keeps servers from making groups too old
   local below = '(' .. (version - staleness)
   end_as_stale(redis.call('ZRANGEBYSCORE', AGES, '-inf', below))
   if on_stale ~= 'drop' then return end
@@ -66,7 +71,8 @@ end
 
 -- The selectors, with the same rules as in selection.py.
 
--- READY groups upwards; one in flight ends the scan `selector_window` sequences behind it.
+-- Collect READY groups in ascending order. The scan stops `selector_window` sequence numbers after the first group that
+-- is still in flight, so that no group overtakes it by more.
 local function scan_in_order()
   local chosen = {}
   local first_in_flight = nil
@@ -90,9 +96,9 @@ local function scan_in_order()
   return chosen
 end
 
--- Ranks among the READY groups without replacement, from the generator of Park and Miller. It is seeded by the step, so
--- that a repetition of the step draws the same.
-local function draw()
+-- Draw READY groups uniformly without replacement, with the generator of Park and Miller. It is seeded by the step: a
+-- repeated call draws the same groups if the same groups are READY.
+local function draw_uniformly()
   local modulus = 2147483647
   local state = (meta_number('seed') + version * 1000003) % modulus
   if state == 0 then state = 1 end
@@ -101,7 +107,7 @@ local function draw()
     return state
   end
   for _ = 1, 3 do
-    next_number()
+    next_number() -- the first numbers of seeds that are close to each other are close, too
   end
 
   local chosen = {}
@@ -122,7 +128,7 @@ local SELECTORS = {
   windowed_fifo = scan_in_order,
   exact_age = scan_in_order,
   freshest = take_freshest,
-  uniform = draw,
+  uniform = draw_uniformly,
 }
 local select_groups = SELECTORS[meta_text('selector')]
 
@@ -146,18 +152,19 @@ local function ratio_allows_batch()
   return balance >= meta_number('min_diff')
 end
 
--- Leave word in `wanted`, so that inserts wake this call only when it can succeed.
-local function wait_for_groups()
+-- Reply that there are too few groups. Inserts read `wanted` and wake this caller only once so many are READY.
+local function reply_with_wait()
   local wanted = required_ready()
   if meta_number('wanted') ~= wanted then redis.call('HSET', META, 'wanted', wanted) end
   return wait_reply(now)
 end
 
-reclaim_expired_leases(now) -- also ends the groups that would block the scan for ever
-end_groups_too_old()
-if redis.call('ZCARD', READY) < required_ready() or not ratio_allows_batch() then return wait_for_groups() end
+-- Groups that have used up their attempts would stay in flight and block the scan forever; this ends them.
+reclaim_expired_leases(now)
+end_stale_groups()
+if redis.call('ZCARD', READY) < required_ready() or not ratio_allows_batch() then return reply_with_wait() end
 local chosen = select_groups()
-if #chosen < required then return wait_for_groups() end
+if #chosen < required then return reply_with_wait() end
 table.sort(chosen, function(a, b) return tonumber(a) < tonumber(b) end)
 
 remove_from_ready(chosen)
@@ -167,14 +174,14 @@ local first_uses = 0
 for _, record in ipairs(records) do
   if record.uses == 0 then first_uses = first_uses + 1 end
   record.uses = record.uses + 1
-  record.references = record.references + 1 -- the log of the step
+  record.references = record.references + 1 -- the step's entry in the log needs the record now
 end
 write_records(chosen, records)
 redis.call('HINCRBY', META, 'used_active', first_uses)
 redis.call('HINCRBY', META, 'used', #chosen)
 wake_waiter(WAKE_ADMIT) -- if the ratio of uses to inserts is limited, admission waits for uses
 
--- The policy may have been updated between two parts of the step.
+-- max_staleness may have changed between two parts of the step. The bound of the first part must not fall.
 if on_stale == 'mask' then step.mask_below = math.max(step.mask_below, version - staleness) end
 step.epoch = epoch
 for _, seq in ipairs(chosen) do

@@ -28,7 +28,7 @@ Agree = Callable[..., list[str]]
 
 def claim(folder: Path, lr: float = 1.0, model: str = "the same") -> Claim:
     config = yaml.safe_dump({"seed": 1, "trainer": {"optimizer": {"lr": lr}}})
-    return Claim(config=config, model=model, folder=str(folder / "checkpoints"), token=f"{time.time_ns():x}")
+    return Claim(config=config, model=model, folder=str(folder / "checkpoints"), nonce=f"{time.time_ns():x}")
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_ranks_that_agree_leave_no_file_behind(tmp_path: Path, agree: Agree) -> 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"lr": 2.0}, "rank 2 has other values than rank 0 for trainer.optimizer.lr, and"),
-        ({"model": "another"}, "rank 2 has another first policy than rank 0"),
+        ({"lr": 2.0}, "rank 2 has other values than rank 0 for trainer.optimizer.lr, but"),
+        ({"model": "another"}, "rank 2 loads other initial weights than rank 0"),
     ],
 )
 def test_what_one_rank_would_do_otherwise_is_told_to_all(
@@ -78,7 +78,7 @@ def test_what_one_rank_would_do_otherwise_is_told_to_all(
 def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_told_which_it_is(
     tmp_path: Path, agree: Agree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "LOOK_S", 0.5)
+    monkeypatch.setattr(agreement, "VISIBLE_WITHIN_S", 0.5)
     (tmp_path / "elsewhere" / "checkpoints").mkdir(parents=True)
     (tmp_path / "elsewhere" / "checkpoints" / ".rank-0").write_text("left by a rank 0 that was killed")
     reason, same = agree(claim(tmp_path), claim(tmp_path / "elsewhere"))
@@ -92,7 +92,7 @@ def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_told_which_it_is(
 def test_a_folder_that_cannot_be_written_to_is_named(
     tmp_path: Path, agree: Agree, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    monkeypatch.setattr(agreement, "LOOK_S", 0.5)
+    monkeypatch.setattr(agreement, "VISIBLE_WITHIN_S", 0.5)
     claims = [claim(tmp_path), claim(tmp_path)]
     (tmp_path / "file").touch()
     claims[rank] = claim(tmp_path / "file")
