@@ -1,7 +1,7 @@
-"""Writes dashboards/async-grpo.json from the table below: python deploy/grafana/make_dashboard.py
+"""Writes dashboards/async-grpo.json from the table ROWS: python deploy/grafana/make_dashboard.py
 
-Curves that other displays have too take title, unit and labels from `telemetry.charts`. Panels for operations exist
-only here. A test compares the file with the table, and runs every query against a Prometheus that scrapes a run.
+Panels that other displays share take title, unit and labels from `telemetry.charts`. Panels for operations exist only
+here. One test compares the file with the table, another runs every query against a Prometheus that scrapes a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH, HEIGHT = 8, 7
 """Size of a panel. Grafana's grid has 24 columns."""
 
 UNITS = {"s": "s", "share": "percentunit"}
-"""Unit of a chart -> Grafana's name of it. All others are `short`, a plain number."""
+"""Unit of a chart -> unit in Grafana. All others are `short`, a plain number."""
 
 TRAINER_TIME = "async_grpo_trainer_phase_seconds_total"
 
@@ -52,21 +52,21 @@ class Panel:
 
     title: str
     unit: str
-    """Grafana's name of the unit."""
+    """Unit in Grafana."""
     queries: dict[str, str]
     """Query -> legend."""
     stacked: bool = False
 
 
 def chart_panel(chart: Chart, extra_queries: dict[str, str] | None = None) -> Panel:
-    """Make a panel of a chart's curves, as far as Prometheus has them, and of `extra_queries`."""
+    """Return a panel with `extra_queries` and the curves of a chart that Prometheus has."""
     queries = {QUERIES[series.key]: series.label for series in chart.series if series.key in QUERIES}
     queries.update(extra_queries or {})
     return Panel(chart.heading, UNITS.get(chart.unit, "short"), queries, chart.kind is Kind.STACKED)
 
 
 def metrics_panel(title: str, *keys: str) -> Panel:
-    """Make a panel of several metrics, which must have the same unit."""
+    """Return a panel with several metrics, which must have the same unit."""
     (unit,) = {METRIC_CHARTS[key].unit for key in keys}
     return Panel(title, UNITS.get(unit, "short"), {QUERIES[key]: METRIC_CHARTS[key].title for key in keys})
 
@@ -100,7 +100,7 @@ ROWS: dict[str, list[Panel]] = {
                 "rollout servers"
             },
         ),
-        Panel("Since the last step", "s", {"time() - async_grpo_trainer_last_step_timestamp_seconds": "trainer"}),
+        Panel("Time since the last step", "s", {"time() - async_grpo_trainer_last_step_timestamp_seconds": "trainer"}),
         Panel(
             "Engines",
             "short",
@@ -113,18 +113,18 @@ ROWS: dict[str, list[Panel]] = {
     ],
     "Staleness": [
         chart_panel(AGES),
-        Panel("How full the staleness window is", "percentunit", {"max(async_grpo_window_fill_ratio)": "window"}),
-        metrics_panel("Off-policy: effective sample size, clipped tokens", "ess", "clip_fraction"),
+        Panel("Staleness window, used share", "percentunit", {"max(async_grpo_window_fill_ratio)": "window"}),
+        metrics_panel("Off-policy metrics", "ess", "clip_fraction"),
     ],
     "Weights": [
         Panel(
-            "Versions",
+            "Weight versions",
             "short",
             {"async_grpo_trainer_version": "trainer", "async_grpo_policy_version": "{{instance}}"},
         ),
-        Panel("Versions behind", "short", {"async_grpo_policy_versions_behind": "{{instance}}"}),
+        Panel("Weight versions behind the trainer", "short", {"async_grpo_policy_versions_behind": "{{instance}}"}),
         Panel(
-            "Last weight update of a server",
+            "Last weight update, by server",
             "s",
             {
                 "async_grpo_weight_transfer_seconds": "transfer, {{instance}}",
@@ -144,35 +144,35 @@ ROWS: dict[str, list[Panel]] = {
             {"60 * rate(async_grpo_run_released_groups_total[5m])": "{{reason}}"},
         ),
         Panel(
-            "Memory of redis",
+            "Redis memory",
             "bytes",
             {
                 "async_grpo_run_redis_memory_bytes": "used",
                 "async_grpo_run_redis_memory_limit_bytes": "limit",
-                "async_grpo_run_stored_bytes": "finished groups of this run",
+                "async_grpo_run_stored_bytes": "finished groups of the run",
             },
         ),
     ],
     "Rewards": [
         metrics_panel(f"{REWARD.heading} of the last step", "reward_mean", "reward_std"),
         chart_panel(REWARD_BY_FUNCTION, {"async_grpo_trainer_reward_by_function": "{{function}}"}),
-        metrics_panel("Shares of the last step", "informative_groups", "truncated_fraction"),
+        metrics_panel("Informative groups and truncated completions", "informative_groups", "truncated_fraction"),
         chart_panel(METRIC_CHARTS["completion_tokens_mean"]),
         metrics_panel("Loss and gradient norm", "loss", "grad_norm"),
-        metrics_panel("Nats per token", "entropy_estimate", "logprob_gap_mean", "kl"),
+        metrics_panel("Entropy, log-probability gap and KL (nats per token)", "entropy_estimate", "logprob_gap_mean", "kl"),
     ],
     "Faults": [
-        Panel("Who answers", "short", {'up{job=~"trainer|rollout"}': "{{job}} {{instance}}"}),
+        Panel("Reachable roles", "short", {'up{job=~"trainer|rollout"}': "{{job}} {{instance}}"}),
         Panel(
-            "Started again, and skipped steps",
+            "Trainer restarts and skipped steps",
             "short",
             {
-                "max(async_grpo_trainer_epoch) - 1": "trainer",
+                "max(async_grpo_trainer_epoch) - 1": "trainer restarts",
                 "async_grpo_trainer_skipped_steps_total": "skipped steps",
             },
         ),
         Panel(
-            "Lost, per minute",
+            "Lost leases, groups and rewards, per minute",
             "short",
             {
                 "60 * sum(rate(async_grpo_leases_lost_total[5m]))": "leases",
@@ -181,31 +181,31 @@ ROWS: dict[str, list[Panel]] = {
             },
         ),
         Panel(
-            "Disk of the run folder",
+            "Disk space of the run folder",
             "bytes",
             {"async_grpo_trainer_disk_free_bytes": "free", "async_grpo_trainer_disk_size_bytes": "size"},
         ),
         Panel(
-            "Memory of the processes",
+            "Process memory",
             "bytes",
             {'process_resident_memory_bytes{job=~"trainer|rollout"}': "{{job}} {{instance}}"},
         ),
-        Panel("Alerts", "short", {"ALERTS": "{{alertname}}, {{alertstate}}"}),
+        Panel("Active alerts", "short", {"ALERTS": "{{alertname}}, {{alertstate}}"}),
     ],
 }
 
 
 def make_dashboard() -> dict[str, Any]:
-    """Make the dashboard in Grafana's JSON model."""
+    """Return the dashboard in Grafana's JSON model."""
     panels: list[dict[str, Any]] = []
     top = 0
-    for row, members in ROWS.items():
+    for title, row_panels in ROWS.items():
         position = make_position(0, top, 24, 1)
-        panels.append({"type": "row", "title": row, "collapsed": False, "gridPos": position, "panels": []})
-        for index, panel in enumerate(members):
+        panels.append({"type": "row", "title": title, "collapsed": False, "gridPos": position, "panels": []})
+        for index, panel in enumerate(row_panels):
             position = make_position(WIDTH * (index % 3), top + 1 + HEIGHT * (index // 3), WIDTH, HEIGHT)
             panels.append(make_panel(panel, position))
-        top += 1 + HEIGHT * math.ceil(len(members) / 3)
+        top += 1 + HEIGHT * math.ceil(len(row_panels) / 3)
     numbered = [{"id": number, **panel} for number, panel in enumerate(panels, 1)]
     return {
         "uid": "async-grpo",
@@ -224,7 +224,7 @@ def make_position(x: int, y: int, width: int, height: int) -> dict[str, int]:
 
 
 def make_panel(panel: Panel, position: dict[str, int]) -> dict[str, Any]:
-    """Make a panel in Grafana's JSON model."""
+    """Return a panel in Grafana's JSON model."""
     source = {"type": "prometheus", "uid": "prometheus"}
     targets = []
     for index, (query, legend) in enumerate(panel.queries.items()):
