@@ -159,7 +159,7 @@ ROWS: dict[str, list[Panel]] = {
         metrics_panel("Informative groups and truncated completions", "informative_groups", "truncated_fraction"),
         chart_panel(METRIC_CHARTS["completion_tokens_mean"]),
         metrics_panel("Loss and gradient norm", "loss", "grad_norm"),
-        metrics_panel("Entropy, log-probability gap and KL (nats per token)", "entropy_estimate", "logprob_gap_mean", "kl"),
+        metrics_panel("Entropy, log-probability gap and KL (nats)", "entropy_estimate", "logprob_gap_mean", "kl"),
     ],
     "Faults": [
         Panel("Reachable roles", "short", {'up{job=~"trainer|rollout"}': "{{job}} {{instance}}"}),
