@@ -25,6 +25,7 @@ class SourceName(StrEnum):
     MINDRLHF = "mindrlhf"
     VERL = "verl"
     TRL = "trl"
+    AREAL = "areal"
 
 
 @exit_with_code()
@@ -44,7 +45,7 @@ def import_config(
         int | None, typer.Option(min=1, help="Rows of the training data, for converting epochs to steps.")
     ] = None,
 ) -> None:
-    """Translate a configuration of MindSpeed-RL, MindRLHF, verl or TRL into one of this project.
+    """Translate a configuration of MindSpeed-RL, MindRLHF, verl, TRL or AReaL into one of this project.
 
     Lists every key of the file as the same, approximated or not supported, with the reason and the key of this project.
     docs/coming-from.md has the tables of keys.

@@ -1,6 +1,7 @@
 """Configurations of other systems, read into this project's YAML.
 
     reading       YAML files and launch scripts (shell) -> dotted keys and values
+    references    ${key} in a YAML file -> the value of that key
     table         tables/NAME.toml: their key -> ours, conversion, note; or the reason why there is no counterpart
     translation   the state of one import, and the file that it writes
     conversions   of one key, by the name in the table; and of several keys, shared by the systems
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from async_grpo.lab.importers.areal import AREAL
 from async_grpo.lab.importers.mindrlhf import MINDRLHF
 from async_grpo.lab.importers.mindspeed_rl import MINDSPEED_RL
 from async_grpo.lab.importers.table import SourceSystem
 from async_grpo.lab.importers.trl import TRL
 from async_grpo.lab.importers.verl import VERL
 
-SOURCES: dict[str, SourceSystem] = {source.name: source for source in (MINDSPEED_RL, MINDRLHF, VERL, TRL)}
+SOURCES: dict[str, SourceSystem] = {source.name: source for source in (MINDSPEED_RL, MINDRLHF, VERL, TRL, AREAL)}
 """Every system of `async-grpo import-config --from`."""
 
 MARK = "<!-- The tables below are written by `make reference`. -->"

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from async_grpo.errors import ConfigError
+from async_grpo.lab.importers.references import resolve_references
 from async_grpo.lab.importers.shell import LaunchScript, options
 from async_grpo.lab.importers.table import SourceSystem
 
@@ -70,12 +71,18 @@ def read_file(source: SourceSystem, file: Path, given: Mapping[str, str]) -> Giv
     Raises ConfigError.
     """
     if source.script is None or file.suffix in (".yaml", ".yml"):
-        return GivenKeys({**read_yaml(file), **_parsed(given)}, file_name=file.name)
+        values = {**read_yaml(file, given), **_parsed(given)}
+        unresolved = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
+        left_out = [
+            ImportedKey(key, values.pop(key), f"it refers to what the file does not have; pass --set {key}=VALUE")
+            for key in unresolved
+        ]
+        return GivenKeys(values, left_out, file_name=file.name)
 
     script = LaunchScript(given)
     program, words = script.words(read_text(file), re.compile(source.script.program))
     arguments = _overrides(words) if source.script.arguments == "overrides" else options(words)
-    values: dict[str, Any] = {}
+    values = {}
     if source.script.config:
         values = read_yaml(_find_config(file, Path(arguments.pop(source.script.config, ""))))
 
@@ -114,15 +121,30 @@ def _find_config(script: Path, named: Path) -> Path:
     )
 
 
-def read_yaml(file: Path) -> dict[str, Any]:
-    """The keys of a YAML file, dotted. Raises ConfigError."""
+def read_yaml(file: Path, given: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The keys of a YAML file, dotted, with references resolved. `given` overrides what references lead to.
+
+    Raises ConfigError.
+    """
     try:
         raw = yaml.safe_load(read_text(file))
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} must hold keys and values (a YAML mapping), but holds {type(raw).__name__}")
-    return flatten(raw)
+    for key, text in (given or {}).items():
+        _override(raw, key.split("."), parse_value(text))
+    return flatten(resolve_references(raw, parse_value))
+
+
+def _override(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    *sections, leaf = path
+    for section in sections:
+        below = raw.setdefault(section, {})
+        if not isinstance(below, dict):
+            return  # the file has a value where the key needs a section
+        raw = below
+    raw[leaf] = value
 
 
 def read_text(file: Path) -> str:

@@ -217,7 +217,7 @@ class Translation:
 def import_file(source: SourceSystem, file: Path, given: Mapping[str, str], rows: int | None = None) -> Imported:
     """Read and translate a file. `given`: the values of --set. Raises ConfigError."""
     keys = read_file(source, file, given)
-    if not keys.values:
+    if not any(source.find_row(key) for key in keys.values):
         raise ConfigError(f"{file} holds no key of {source.title}. Is it the right file, and the right --from?")
     translation = Translation(source, keys, rows)
     source.translate(translation)

@@ -507,7 +507,10 @@ SAMPLING: dict[str, tuple[str, str]] = {
     "mindrlhf": ("generate_config: {sampling_config: {%s}}", "rl_config: {num_rollouts: 4}"),
     "verl": ("actor_rollout_ref: {rollout: {n: 8, %s}}", "data: {train_batch_size: 256}"),
     "trl": ("%s", "per_device_train_batch_size: 8"),
+    "areal": ("gconfig: {n_samples: 8, %s}", "train_dataset: {batch_size: 8}"),
 }
+WITHOUT = {"mindrlhf": ("min_p",), "areal": ("min_p", "repetition_penalty")}
+"""Settings that the system's engine does not get."""
 
 
 @pytest.mark.parametrize("source", SAMPLING)
@@ -529,10 +532,13 @@ def test_each_system_keeps_its_sampled_distribution(
     line = (section % given) if source != "trl" else given.replace(", ", "\n")
     result = import_file(SOURCES[source], write(tmp_path, "run.yaml", f"{line}\n{other}\n"), {})
     sampling = result.config.sampling
-    min_p = 0.0 if source == "mindrlhf" else expected[2]  # which MindRLHF does not pass to its engine
-    values = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
-    assert values == (*expected[:2], min_p, expected[3])
     names = ("top_k", "top_p", "min_p", "repetition_penalty")
+    neutral = {"min_p": 0.0, "repetition_penalty": 1.0}
+    missing = WITHOUT.get(source, ())
+    if missing and approximated == ["repetition_penalty"] and "repetition_penalty" in missing:
+        pytest.skip("the engine of this system has no repetition penalty")
+    for name, value in zip(names, expected, strict=True):
+        assert getattr(sampling, name) == (neutral[name] if name in missing else value), name
     assert [name for name in names if outcomes(result).get(name) == "approximated"] == approximated
 
 
@@ -545,6 +551,12 @@ def test_penalties_that_count_tokens_are_not_supported(tmp_path: Path) -> None:
         "replay the counts"
         in {item.key: item.reason for item in result.left_out}["actor_rollout_ref.rollout.presence_penalty"]
     )
+
+
+def test_a_file_of_another_system_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "run.yaml", "max_staleness: 2\nsteps: 3\n")
+    with pytest.raises(ConfigError, match="no key of MindSpeed-RL"):
+        import_file(SOURCES["mindspeed-rl"], file, {})
 
 
 def test_a_key_that_is_off_loses_nothing(tmp_path: Path) -> None:
