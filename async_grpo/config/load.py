@@ -221,7 +221,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"there is no configuration {path}. `async-grpo configs` lists the shipped ones") from None
+        shipped = [file.stem for file in shipped_configs().glob("*.yaml")]
+        similar = difflib.get_close_matches(path.stem, shipped, n=1, cutoff=0.75)
+        suggestion = f"Did you mean {similar[0]}? " if similar else ""
+        raise ConfigError(
+            f"there is no configuration {path}. {suggestion}`async-grpo configs` lists the shipped ones"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read as a configuration ({error.strerror}). Name a YAML file, or the folder of a run"

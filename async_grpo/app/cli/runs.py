@@ -106,6 +106,14 @@ def samples(
     reward_max: Annotated[
         float | None, typer.Option("--reward-max", help="Only groups with a completion of at most this reward.")
     ] = None,
+    rescore: Annotated[
+        str | None,
+        typer.Option(
+            "--rescore",
+            metavar="FUNCTION",
+            help="Score the selected groups again with this reward function, such as mine:score. Shows both rewards.",
+        ),
+    ] = None,
     count: Annotated[int, typer.Option("-n", min=1, help="Maximum number of groups.")] = 3,
     characters: Annotated[
         int, typer.Option("--characters", min=1, help="Maximum number of characters to show per text.")
@@ -130,9 +138,16 @@ def samples(
             f"none of the {len(opened.samples())} groups in the samples of {run} (every telemetry.samples_every-th "
             "one) matches the conditions. Remove some of them"
         )
+    summary = None
+    if rescore is not None:
+        from async_grpo.app.runs.rescore import rescore_groups
+
+        summary = rescore_groups(groups, rescore)
     for group in groups[:count]:
         for line in format_group(group, characters):
             print(line)
+    if summary is not None:
+        print(f"{summary} ({len(groups)} groups)")
 
 
 @app.command()

@@ -68,8 +68,17 @@ def _evaluation(config: RunConfig) -> str:
     """Return the size of an evaluation and the steps at which it happens."""
     plan, final = config.eval, config.steps
     completions = plan.prompts * (plan.samples + int(plan.greedy))
-    when = "before and after"
+    when, count = "before and after", 2
     if 0 < plan.every_steps < final:
         count = len(range(0, final, plan.every_steps)) + 1
         when = f"every {plan.every_steps} steps, before and after: {count} times"
-    return f"{plan.prompts} held-out prompts, mean@{plan.samples}, {completions:,} completions, {when}"
+    line = f"{plan.prompts} held-out prompts, mean@{plan.samples}, {completions:,} completions, {when}"
+
+    trained = final * config.groups_per_step * config.group_size
+    if count * completions <= trained:
+        return line
+    fewer = max(1, plan.prompts * trained // (10 * count * completions))
+    return (
+        f"{line}. That is more than the {trained:,} samples of training; -o eval.prompts={fewer} would make it a tenth "
+        "of them"
+    )

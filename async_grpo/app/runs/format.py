@@ -133,14 +133,27 @@ def comparison_facts(comparison: Comparison) -> dict[str, Any]:
 
 
 def format_group(row: dict[str, Any], limit: int) -> Iterator[str]:
-    """Yield the lines of a group. Each text has one line of at most `limit` characters; equal completions share one."""
+    """Yield the lines of a group. Each text has one line of at most `limit` characters; equal completions share one.
+
+    Completions of `rescore_groups` have two rewards: `old -> new`.
+    """
     yield f"group {row.get('seq')}, policy version {row.get('admitted_version')}, mean reward {mean_reward(row):.3f}"
     yield f"  prompt: {escape_controls(str(row.get('prompt', '')), limit)}"
     yield f"  answer: {escape_controls(str(row.get('answer', '')), limit)}"
-    completions = Counter((sample.get("reward"), str(sample.get("text", ""))) for sample in row["completions"])
-    for (reward, text), count in sorted(completions.items(), key=lambda entry: -(entry[0][0] or 0.0)):
+    completions = Counter(
+        (sample.get("reward"), _rewards_of(sample), str(sample.get("text", ""))) for sample in row["completions"]
+    )
+    for (_, rewards, text), count in sorted(completions.items(), key=lambda entry: -(entry[0][0] or 0.0)):
         times = f"({count} times) " if count > 1 else ""
-        yield f"  {figure(reward, '.2f'):>6}  {times}{escape_controls(text, limit)}"
+        yield f"  {rewards:>6}  {times}{escape_controls(text, limit)}"
+
+
+def _rewards_of(sample: dict[str, Any]) -> str:
+    """Return the reward, or `old -> new` if the sample was scored again."""
+    reward = figure(sample.get("reward"), ".2f")
+    if "new_reward" not in sample:
+        return reward
+    return f"{reward} -> {figure(sample['new_reward'], '.2f')}"
 
 
 def describe_removal(removal: Removal) -> str:

@@ -151,6 +151,21 @@ def test_an_error_of_the_system_says_which_file_and_what_to_do(
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_misspelt_configuration_gets_the_nearest_name() -> None:
+    result = type_in("run", "quikstart", "--dry-run")
+    assert result.exit_code == 1
+    assert "Did you mean quickstart?" in " ".join(result.output.split())
+
+
+def test_the_plan_warns_of_evaluations_that_outweigh_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = type_in("run", "quickstart", "--dry-run", "--steps", "5")
+    assert "-o eval.prompts=12" in " ".join(short.output.replace("│", " ").split())
+    assert "more than the" not in type_in("run", "quickstart", "--dry-run").output
+
+
 def test_the_gsm8k_run_says_which_file_it_wants() -> None:
     result = type_in("run", str(CONFIGS / "gsm8k_tiny.yaml"), "--dry-run")
     assert result.exit_code == 1

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
@@ -90,6 +91,18 @@ def test_samples_are_chosen_sorted_and_cannot_control_the_terminal(tmp_path: Pat
     assert "group 0," in type_in("samples", path, "--seq", 0).output
     assert type_in("samples", path, "--seq", 7).exit_code == 1
     assert "not a regular expression" in type_in("samples", path, "--grep", "(").output
+
+
+def test_samples_are_scored_again_with_another_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_run(tmp_path, "a")
+    (tmp_path / "fixed_reward.py").write_text("def score(completion, answer):\n    return float(answer == '1')\n")
+    monkeypatch.chdir(tmp_path)
+    shown = type_in("samples", path, "--rescore", "fixed_reward:score").output
+    assert "0.00 -> 1.00" in shown
+    assert "1.00 -> 0.00" in shown
+    assert "rescored 4 completions: 4 have another reward, mean 0.500 -> 0.500" in shown
+    refused = type_in("samples", path, "--rescore", "fixed_reward:nothing")
+    assert refused.exit_code == 1
 
 
 def test_samples_are_filtered_by_the_reward_of_a_completion(tmp_path: Path) -> None:
