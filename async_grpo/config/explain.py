@@ -20,7 +20,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-import async_grpo
 from async_grpo.config.basics import BASIC_KEYS
 from async_grpo.config.load import locate_keys, models_in, read_raw_config, section_at, validate
 from async_grpo.config.schema import RunConfig
@@ -191,7 +190,7 @@ def _checks_of(key: str) -> Iterator[str]:
 
 def _messages() -> Iterator[tuple[str, str]]:
     """Yield class name and text of every message of a check; the class name is empty outside of classes."""
-    root = Path(async_grpo.__file__).parent
+    root = Path(__file__).resolve().parents[1]
     for folder in CHECKED_FOLDERS:
         for file in sorted((root / folder).glob("*.py")):
             if file.name == "load.py":

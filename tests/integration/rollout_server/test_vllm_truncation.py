@@ -25,7 +25,7 @@ TRUNCATIONS = [Truncation(20), Truncation(20, top_p=0.9), Truncation(20, min_p=0
 
 def scaled_logits(lab: Lab, context: Sequence[int], truncation: Truncation) -> np.ndarray:
     """log-probabilities [V] of the token after `context` before truncation, with penalty and temperature."""
-    model = lab.models[-1].double()
+    model = lab.models[lab.engine.version].double()
     with torch.no_grad():
         logits = model(torch.tensor([list(context)])).logits[0, -1]
     model.float()

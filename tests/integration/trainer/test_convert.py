@@ -102,7 +102,7 @@ def test_the_checkpoint_of_a_run_on_two_ranks_is_exported(two_ranks: dict[str, O
 def test_a_target_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen2")
     (tmp_path / "there").mkdir()
-    assert "nothing is overwritten" in run("convert", model, tmp_path / "there", code=1)
+    assert "would be overwritten" in run("convert", model, tmp_path / "there", code=1)
     assert not any((tmp_path / "there").iterdir())
 
 

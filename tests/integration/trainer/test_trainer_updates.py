@@ -40,9 +40,12 @@ VERSIONS = 2
 TRAINED_TOLERANCE = trained_tolerance(LR, 4 * VERSIONS)
 ROOM = 20
 
+NOT_NORMALISED = {"advantage_norm": "none"}
+"""The plain reference has no normalisation over the batch, and a streamed batch cannot have one."""
+
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "recompute": {"behaviour_cap": CAP, "clip_low": LOW, "clip_high": HIGH},
-    "loglinear": {"prox": "loglinear", "behaviour_cap": CAP, "clip_low": LOW, "clip_high": HIGH},
+    "recompute": {"behaviour_cap": CAP, "clip_low": LOW, "clip_high": HIGH, **NOT_NORMALISED},
+    "loglinear": {"prox": "loglinear", "behaviour_cap": CAP, "clip_low": LOW, "clip_high": HIGH, **NOT_NORMALISED},
     "behaviour": {
         "preset": "dapo",
         "clip_low": 0.5,
@@ -51,10 +54,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
 }
 STREAMED: dict[str, dict[str, Any]] = {
-    "token_mean": {"objective": {"corrections": ["ess_lr"], "entropy_coef": 0.1, "kl_beta": 0.2}},
+    "token_mean": {"objective": {"corrections": ["ess_lr"], "entropy_coef": 0.1, "kl_beta": 0.2, **NOT_NORMALISED}},
     "seq_mean_token_mean": {"objective": {"preset": "grpo", "kl_beta": 0.1, "kl_in": "reward"}},
     "seq_mean_token_sum_norm": {"objective": {"preset": "dr_grpo"}, "reference": {"source": "none"}},
-    "token_sum": {"objective": {"aggregation": "token_sum"}, "reference": {"source": "none"}},
+    "token_sum": {"objective": {"aggregation": "token_sum", **NOT_NORMALISED}, "reference": {"source": "none"}},
 }
 PARTS = dict(zip(STREAMED, [[1, 1, 1, 1], [3, 1], [1, 3], [2, 2]], strict=True))
 """How many groups arrive together."""
@@ -86,7 +89,7 @@ def runs(folder: Path) -> dict[int, dict[str, Run]]:
         **{name: streamed(name, None) for name in STREAMED},
         **{f"{name}, streamed": streamed(name, parts) for name, parts in PARTS.items()},
         "buffered": Run(model, {"streaming": True}, {"buffered": True, "parts": [1, 3]}),
-        "not buffered": Run(model),
+        "not buffered": Run(model, {"objective": NOT_NORMALISED}),
         "backwards": Run(model, {**STREAMED["seq_mean_token_sum_norm"]}, {**AGED, "backwards": True}),
         "truncate": Run(model, {"overlong": "truncate", "micro_batch_tokens": ROOM}, AGED),
         "drop": Run(model, {"overlong": "drop", "micro_batch_tokens": ROOM}, AGED),

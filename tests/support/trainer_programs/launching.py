@@ -72,7 +72,7 @@ def adamw(lr: float) -> dict[str, Any]:
     """Keys of a trainer that optimizes as `plain` does."""
     return {
         "optimizer": {"lr": lr, "weight_decay": DECAY, "clip_grad": CLIP, "eps": EPS},
-        "objective": {"behaviour_cap": CAP},
+        "objective": {"behaviour_cap": CAP, "advantage_norm": "none"},
     }
 
 

@@ -44,8 +44,8 @@ async def test_a_killed_server_is_restarted_and_its_groups_are_free_at_once(
     program = HOLDER.format(url=redis_config.url, run=run)
     sleeper = [sys.executable, "-c", "import time; time.sleep(3600)"]
     specs = [
-        RoleSpec("trainer", sleeper, tmp_path / "trainer.log", restarts=0),
-        RoleSpec("rollout-0", [sys.executable, "-c", program], log, restarts=1),
+        RoleSpec("trainer", sleeper, tmp_path / "trainer.log", max_restarts=0),
+        RoleSpec("rollout-0", [sys.executable, "-c", program], log, max_restarts=1),
     ]
     keeper = supervise_processes(
         run, specs, restarts={}, warn=warn_as_text(print), stop_timeout_s=5.0, progress=ExpiringProgress(buffer)

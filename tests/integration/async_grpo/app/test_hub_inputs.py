@@ -222,7 +222,7 @@ async def test_a_model_made_for_data_of_a_hub_is_found_again(
     async def make(argv: object, report_progress: object) -> None:
         made.append(argv)
 
-    monkeypatch.setattr(first_policy, "_make", make)
+    monkeypatch.setattr(first_policy, "_run_generator", make)
     monkeypatch.setattr(first_policy, "check_model", lambda path: path)
     settings = yaml.safe_load(config_file.read_text()) | {"model": {"random": SHAPE.model_dump()}}
     config_file.write_text(yaml.safe_dump(settings))
@@ -270,4 +270,4 @@ def test_prepare_takes_a_name_an_id_and_a_model_of_the_hub(hub: HubServer, tmp_p
 def test_prepare_wants_files_or_one_data_set(words: tuple[str, ...], tmp_path: Path) -> None:
     refused = invoke("prepare", *words, "--model", "m", "--out", tmp_path / "out")
     assert refused.exit_code == 1
-    assert "prepare needs FILEs, one of the names gsm8k, deepscaler, dapo-math" in refused.output
+    assert "one of the names gsm8k, deepscaler, dapo-math" in refused.output

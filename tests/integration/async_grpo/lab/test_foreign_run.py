@@ -109,7 +109,7 @@ async def test_fresh_asks_before_it_deletes_a_run_from_a_shared_server(
     folder = await begin(config)
     first = folder.origin
     async with theirs(config):
-        with pytest.raises(ConfigError, match=r"--fresh was not confirmed: .* dead "):
+        with pytest.raises(ConfigError, match=r"--fresh was not confirmed.* dead "):
             await start_over(config, False)
     [question] = await start_over(config, True)
     assert "run dead " in question and str(folder.path) in question

@@ -122,7 +122,7 @@ from pathlib import Path
 from tests.support.weight_plane import Board, CONFIG
 from async_grpo.weights.node.receiver import SharedWeightReceiver
 async def main():
-    receiver = SharedWeightReceiver(Board().publisher, Path(sys.argv[1]), CONFIG)
+    receiver = SharedWeightReceiver(Board().publisher_address, Path(sys.argv[1]), CONFIG)
     while receiver._writer is None:
         await asyncio.sleep(0.01)
     print("connected", flush=True)

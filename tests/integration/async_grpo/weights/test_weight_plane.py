@@ -124,7 +124,7 @@ async def test_a_hold_that_was_given_up_protects_no_version(
 ) -> None:
     publish(publisher, 0)
     await receiver.wait_for_newer_version(None, 30)
-    taking = asyncio.create_task(receiver._take_hold())
+    taking = asyncio.create_task(receiver._acquire_hold())
     await asyncio.sleep(0)  # the Hold is sent, and nobody waits for the answer
     taking.cancel()
     for version in (1, 2, 3):  # the receiver has two slots: a version that is held would keep it from the third
