@@ -51,13 +51,15 @@ class CorrectionConfig(StrictModel):
     action: Literal["clamp", "mask"] | None = None
     """weight: outside the bounds, `clamp` the weight to them or `mask` the token."""
     estimator: Literal["k1", "k2", "k3"] | None = None
-    """reject: divergence per token, with d = log rho: k1 d (with bounds on rho), k2 d^2 / 2, k3 rho - 1 - d."""
+    """reject: divergence of a token, with d = log rho. `k1`: d, whose bounds are given as bounds of rho. `k2`: d^2 / 2.
+    `k3`: rho - 1 - d."""
     cap: Positive | None = None
     """token_tis, seq_tis: maximum importance weight."""
     low: Positive | None = None
-    """Lower bound: of the weight (weight, icepop) or of rho (reject with k1, seq_mis, geo_rs)."""
+    """Lower bound of the weight (weight, icepop) or of rho (reject with k1, seq_mis, geo_rs)."""
     high: Positive | None = None
-    """Upper bound: of the weight (weight, icepop), of rho or of the divergence (reject, seq_mis, geo_rs)."""
+    """Upper bound of the weight (weight, icepop), of rho (seq_mis, geo_rs, reject with k1) or of the divergence (reject
+    with k2, k3)."""
     limit: Positive | None = None
     """m2po: maximum mean (log rho)^2; opsm: maximum mean KL of a sequence with A < 0; kpop: maximum KL of a token."""
     whole_batch: bool = False
@@ -78,7 +80,7 @@ class CorrectionConfig(StrictModel):
         allowed = (*required, *OPTIONAL_SETTINGS.get(self.kind, ()))
         owner = f"correction {self.kind}"
         yield from _find_wrong_settings(self, owner, CORRECTION_SETTINGS, required=required, allowed=allowed)
-        yield from self._find_wrong_kind()
+        yield from self._find_conflicts_with_kind()
         if self.options or self.whole_batch:
             yield f"options and whole_batch are for custom corrections and have no effect on {self.kind}. Drop them"
         if self.low is not None and self.high is not None and self.low >= self.high:
@@ -87,7 +89,7 @@ class CorrectionConfig(StrictModel):
                 "everything. Lower low or raise high"
             )
 
-    def _find_wrong_kind(self) -> Iterator[str]:
+    def _find_conflicts_with_kind(self) -> Iterator[str]:
         levels = LEVELS.get(self.kind)
         if levels is not None and self.level not in levels:
             yield f"correction {self.kind} has no level {self.level}. Set level to {' or '.join(levels)}"
@@ -139,10 +141,10 @@ class ObjectiveConfig(StrictModel):
     """Source of pi_prox: the weights just before the step, their approximation by token version (A-3PO), or the policy
     that sampled the token (plain PPO)."""
     clip_low: Positive | None = None
-    """Lower half-width of the trust region; see clip_high."""
+    """Width of the trust region below the old policy; see clip_high."""
     clip_high: Positive | None = None
-    """Upper half-width of the trust region: [1 - clip_low, 1 + clip_high] of the ratio; gmpo: of its logarithm;
-    dppo_tv: of pi - mu. cispo: without clip_low (the default) there is no lower bound."""
+    """Width of the trust region above the old policy. The ratio stays in [1 - clip_low, 1 + clip_high]. gmpo: the log
+    ratio stays in [-clip_low, clip_high]. dppo_tv: pi - pi_behaviour does. cispo: no lower bound without clip_low."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """ppo_clip, decoupled: for A < 0, limit the loss to dual_clip * |A|; usually 3. None: off."""
     behaviour_cap: Positive | None = None
@@ -236,8 +238,8 @@ class ObjectiveConfig(StrictModel):
             )
         if self.kl_estimator == "unbiased_k3":
             yield (
-                "kl_estimator unbiased_k3 corrects the loss for the age of a token, and a reward needs no correction: "
-                "its divergence is that of the policy that sampled. Set kl_estimator to k3"
+                "kl_estimator unbiased_k3 weighs the divergence in the loss by rho. With kl_in reward the "
+                "divergence is already that of the policy that sampled, where rho is 1. Set kl_estimator to k3"
             )
 
     @property
@@ -275,7 +277,11 @@ class ObjectiveConfig(StrictModel):
 
     @property
     def needs_forward_pass(self) -> bool:
-        """True if a step, even with one update, needs a forward pass over the batch first."""
+        """True if every step needs a forward pass over the batch before its first update.
+
+        Advantages or corrections then depend on importance weights of the whole batch. With several updates a step
+        needs one anyway, for pi_prox.
+        """
         return self.advantages_use_weights or any(correction.needs_whole_batch for correction in self.corrections)
 
     @property

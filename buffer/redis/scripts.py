@@ -91,7 +91,7 @@ class RunKeys:
         return self.prefix + "*"
 
 
-PARTS_PREFIX = "-- After: "
+PARTS_PREFIX = "-- Requires: "
 
 
 @dataclass(frozen=True, slots=True)

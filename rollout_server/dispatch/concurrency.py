@@ -1,7 +1,7 @@
 """Limits the number of samples in the engine, and decides when the dispatcher requests the next group.
 
     ConcurrencyController --resize (every second)------------------------> SampleSlots
-    Dispatcher -------------commit_samples, occupy_slot, finish_samples--> SampleSlots
+    Dispatcher -------------reserve_samples, occupy_slot, release_samples--> SampleSlots
 
 - `SampleSlots`: samples queue for a slot; the end of a sample or a larger capacity unblocks them.
 - `ConcurrencyController` waits for its timer only. It gives the engine as many samples as it can run without queueing
@@ -32,14 +32,14 @@ STEP_FRACTION = 0.1
 class SampleSlots:
     """Slots for `capacity` concurrent samples; more samples queue, first come first served.
 
-    Every sample of an admitted group is committed until it has finished. Another group is wanted while
-    committed < capacity, so with groups of G samples at most capacity - 1 + G are committed: the engine stays full, and
+    Every sample of an admitted group has a reservation until it has finished. Another group is wanted while
+    reserved < capacity, so with groups of G samples at most capacity - 1 + G are reserved: the engine stays full, and
     fewer than G samples queue. A smaller capacity takes effect as samples finish.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.committed = 0
+        self.reserved = 0
         self.in_use = 0
         self._queue: deque[asyncio.Future[None]] = deque()
         self._changed = asyncio.Event()
@@ -47,7 +47,7 @@ class SampleSlots:
     @property
     def has_room(self) -> bool:
         """True if another group is wanted."""
-        return self.committed < self.capacity
+        return self.reserved < self.capacity
 
     def groups_to_fill_free_slots(self, size: int) -> int:
         """Number of groups of `size` samples that leave no slot free, at least one.
@@ -55,7 +55,7 @@ class SampleSlots:
         >>> SampleSlots(20).groups_to_fill_free_slots(8)
         3
         """
-        free = self.capacity - self.committed
+        free = self.capacity - self.reserved
         return max(1, math.ceil(free / size))
 
     def groups_to_fill_all_slots(self, size: int) -> int:
@@ -78,13 +78,13 @@ class SampleSlots:
         self._changed.set()
         self._grant_slots()
 
-    def commit_samples(self, samples: int) -> None:
-        """Count the samples of a group that was just admitted."""
-        self.committed += samples
+    def reserve_samples(self, samples: int) -> None:
+        """Reserve slots for the samples of a group that was just admitted."""
+        self.reserved += samples
 
-    def finish_samples(self, samples: int = 1) -> None:
-        """Subtract committed samples that need no slot any more."""
-        self.committed -= samples
+    def release_samples(self, samples: int = 1) -> None:
+        """Give up the reservations of samples that need no slot any more."""
+        self.reserved -= samples
         self._changed.set()
 
     @asynccontextmanager

@@ -42,8 +42,8 @@ class GroupRollout:
     """The latest save of the partial, running or done."""
     saved_tokens: int = 0
     """Number of tokens in the partial that the buffer has."""
-    committed: int = 0
-    """Samples of this group that are committed in `SampleSlots`; only `GroupsInProgress` changes it."""
+    reserved_slots: int = 0
+    """Slots reserved in `SampleSlots` for samples of this group; only `GroupsInProgress` changes it."""
     frozen_partial: Partial | None = None
     """Snapshot of the partial from just before generation was cancelled."""
     counts_as_expired: bool = False

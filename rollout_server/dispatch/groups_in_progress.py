@@ -91,12 +91,12 @@ class GroupsInProgress:
 
     def reserve_slots(self, group: GroupRollout) -> None:
         """Reserve slots for the remaining samples, until `release_reserved_slot` or the end of the group."""
-        group.committed = len(group.remaining_indices)
-        self._slots.commit_samples(group.committed)
+        group.reserved_slots = len(group.remaining_indices)
+        self._slots.reserve_samples(group.reserved_slots)
 
     def release_reserved_slot(self, group: GroupRollout) -> None:
         """Free the slot of one ended sample. Does nothing after the end of the group, which freed all its slots."""
-        self._release_reserved_slots(group, min(1, group.committed))
+        self._release_reserved_slots(group, min(1, group.reserved_slots))
 
     async def end_group(self, group: GroupRollout, ending: Ending) -> bool:
         """End a group. Every group that was added ends here, once; there is no other way.
@@ -237,14 +237,14 @@ class GroupsInProgress:
         """Remove a group that has ended, free its slots and cancel its task. Leaves a newer attempt in place."""
         if group in self:
             del self._groups[group.ticket.seq]
-        self._release_reserved_slots(group, group.committed)
+        self._release_reserved_slots(group, group.reserved_slots)
         # The task itself calls this for Insert and Discard, and it must not cancel itself.
         if group.task is not None and group.task is not asyncio.current_task():
             group.task.cancel()
 
     def _release_reserved_slots(self, group: GroupRollout, count: int) -> None:
-        group.committed -= count
-        self._slots.finish_samples(count)
+        group.reserved_slots -= count
+        self._slots.release_samples(count)
 
 
 def _retrieve_error(saving: asyncio.Task[None]) -> None:

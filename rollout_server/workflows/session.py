@@ -70,6 +70,7 @@ class SampleSession:
         self._completion = _empty_generation()
         """Completed turns and observations so far."""
         self._turns: list[Turn] = []
+        """Boundaries of the turns and observations in `_completion`."""
         self._playback = deque(_recorded_pieces(prior))
         """Pieces of `prior` that are not played back yet."""
         self._turn_start = _empty_generation()
@@ -110,7 +111,8 @@ class SampleSession:
     async def observe(self, make: Callable[[], Awaitable[Sequence[int]]]) -> Tokens:
         """Append an observation and return its tokens, int32 [n], truncated at the token limit.
 
-        `make` is called only if the observation is not recorded by an earlier attempt. Raises RuntimeError before the
+        `make` is called unless an earlier attempt has recorded the observation, even if none of its tokens fit: it may
+        be the last action of an environment, on which the reward depends. Raises RuntimeError before the
         first turn, ValueError for a token id outside the vocabulary.
         """
         if not self._completion.spans:
@@ -126,9 +128,6 @@ class SampleSession:
         if len(tokens) >= self.tokens_left:
             tokens = tokens[: self.tokens_left]
             self._finish_reason = LENGTH
-        if not self.tokens_left:
-            return tokens  # nothing of it fits
-
         version = self._completion.spans[-1].version
         spans = [VersionSpan(version, 0, len(tokens))] if len(tokens) else []
         logprobs = np.zeros(len(tokens), np.float32)
@@ -138,13 +137,17 @@ class SampleSession:
     def sample(self, text: str) -> Sample:
         """The sample with this text, without rewards; unfinished (finish reason "") if the engine interrupted it."""
         if self.is_cut_short:
-            return self._unfinished_sample(self._completion, self._turns)
+            return self._build_sample(self._completion, self._turns)
+        # A single turn is the whole completion, which the record of a sample without turns already says.
         turns = self._turns if len(self._turns) > 1 else []
-        sample = self._unfinished_sample(self._completion, turns)
+        sample = self._build_sample(self._completion, turns)
         return msgspec.structs.replace(sample, text=text, finish_reason=self._finish_reason)
 
     def snapshot(self) -> Sample | None:
-        """The sample so far, including tokens of the running request; None if there is nothing new to save."""
+        """Copy of the unfinished sample, including tokens that the engine has generated but not yet returned.
+
+        None if there are no tokens yet, or none that the earlier attempt has not saved already.
+        """
         completion = self._completion
         turns = self._turns
         if self._request_in_engine:
@@ -152,11 +155,12 @@ class SampleSession:
             current_turn = self._turn_start
             if generated is not None:
                 current_turn = join_generations(current_turn, generated)
+            # The boundaries of turns go with the tokens: an engine that continues the sample needs both.
             turns = [*turns, *_record_turn(completion, current_turn, by_policy=True, finish_reason="")]
             completion = join_generations(completion, current_turn)
         elif self._playback:
             return None  # playback has not reached the end of `prior`, which is already saved
-        return self._unfinished_sample(completion, turns) if len(completion.tokens) else None
+        return self._build_sample(completion, turns) if len(completion.tokens) else None
 
     async def _continue_turn(self, start: Generation) -> Generation:
         """Generate the remainder of a turn after its recorded start (may be empty); returns the whole turn."""
@@ -215,7 +219,7 @@ class SampleSession:
         self._turns += _record_turn(self._completion, generation, by_policy=by_policy, finish_reason=finish_reason)
         self._completion = join_generations(self._completion, generation)
 
-    def _unfinished_sample(self, completion: Generation, turns: list[Turn]) -> Sample:
+    def _build_sample(self, completion: Generation, turns: list[Turn]) -> Sample:
         mask = completion.sampling_mask
         return Sample(
             tokens=tokens_to_bytes(completion.tokens),

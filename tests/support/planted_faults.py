@@ -153,7 +153,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ("buffer/redis/connection.py", "tests/unit/buffer/test_redis_packing.py"),
     'small_parts_sent_twice: small = [b"\\r\\n"] --> small = [*small, b"\\r\\n"]',
     ("rollout_server/dispatch/concurrency.py", "tests/unit/rollout_server/dispatch/test_slots.py"),
-    "slots_not_released: self.committed -= samples --> self.committed -= min(1, samples)",
+    "slots_not_released: self.reserved -= samples --> self.reserved -= min(1, samples)",
     ("rollout_server/weight_watcher.py", "tests/unit/rollout_server/test_weight_watcher.py"),
     "versions_go_back: if newest.version >= self._engine.version: --> if newest.version >= 0:",
     ("rollout_server/dispatch/group_rollout.py", "tests/unit/rollout_server/dispatch/test_dispatcher.py"),

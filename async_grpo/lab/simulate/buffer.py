@@ -268,7 +268,7 @@ class SimulatedBuffer:
         if len(self.state.tasks) < self._tasks_ahead:
             self._put_tasks(1)
         self.wake_servers()
-        self._context.events.call_later(self._context.timings.task_s, self._read_next_task, recurring=True)
+        self._context.events.call_later(self._context.timings.task_s, self._read_next_task, background=True)
 
     def _put_tasks(self, count: int) -> None:
         """Add `count` tasks without text."""

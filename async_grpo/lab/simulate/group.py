@@ -16,10 +16,10 @@ class SimulatedGroup:
 
     __slots__ = (
         "admitted_s",
-        "committed_slots",
         "finished",
         "is_prompt_read",
         "needed",
+        "reserved_slots",
         "samples",
         "seq",
         "ticket",
@@ -35,8 +35,8 @@ class SimulatedGroup:
         self.is_prompt_read = False
         """True if the prompt is in the prefix cache of the engine."""
         self.ticket: Ticket | None = None
-        self.committed_slots = 0
-        """Samples that the server's slots count as committed."""
+        self.reserved_slots = 0
+        """Slots that the server has reserved for samples of this group."""
         self.admitted_s = 0.0
         self.versions_until_insert = 0
         """Versions published between the group's admission and its insert."""
@@ -98,7 +98,7 @@ class SimulatedGroups(dict[int, SimulatedGroup]):
 
     def _draw_lengths(self) -> None:
         lengths = self._lengths.draw_groups(
-            self._generator, GROUPS_PER_DRAW, self._settings.started_samples, first=self._drawn_groups
+            self._generator, GROUPS_PER_DRAW, self._settings.samples_started_per_group, first=self._drawn_groups
         )
         self._next_lengths = lengths[::-1].tolist()
         self._drawn_groups += GROUPS_PER_DRAW

@@ -77,7 +77,7 @@ class SimulatedServer:
         """Number of the latest scheduled engine check. Earlier ones do nothing."""
         self._verifiers_free_at_s = [0.0] * self._timings.verifier.workers
         if self._settings.min_concurrency:
-            self._events.call_later(ADJUST_INTERVAL_S, self._adjust_slots, recurring=True)
+            self._events.call_later(ADJUST_INTERVAL_S, self._adjust_slots, background=True)
 
     def start(self) -> None:
         """Evaluate the first version if it is due, then request tickets."""
@@ -90,14 +90,14 @@ class SimulatedServer:
     @property
     def priority(self) -> tuple[float, int]:
         """Priority among waiting servers, as in `buffer.fair_share`: the fraction of free slots, then the number."""
-        size = self._settings.started_samples
+        size = self._settings.samples_started_per_group
         free_fraction = self.slots.groups_to_fill_free_slots(size) / self.slots.groups_to_fill_all_slots(size)
         return free_fraction, -self._number
 
     def request_tickets(self) -> None:
         """Request tickets until the slots are full or the buffer has none."""
         slots = self.slots
-        size = self._settings.started_samples
+        size = self._settings.samples_started_per_group
         self._buffer.stop_waiting(self)
 
         while self.is_up and self._requests_tickets and slots.has_room:
@@ -121,21 +121,18 @@ class SimulatedServer:
         group.ticket = ticket
         group.admitted_s = self._events.now_s
         self.groups[ticket.seq] = group
-        group.committed_slots = len(group.unfinished_samples)
-        self.slots.commit_samples(group.committed_slots)
+        group.reserved_slots = len(group.unfinished_samples)
+        self.slots.reserve_samples(group.reserved_slots)
 
-        # A continued group may hold tokens of another server's newer version. If our older engine continued it,
-        # versions within a sample would decrease.
-        needed_version = max([ticket.version, *(v for sample in group.samples for v in sample.tokens_by_version)])
-        if self.engine.version < needed_version:
+        if self.engine.version < _find_required_version(group):
             self._waiting_for_weights.append(group)
         else:
             call_s = self._timings.engine.call_s
             self._buffer.schedule_exchange(lambda: self._events.call_later(call_s, lambda: self._queue_group(group)))
 
     def _release_slots(self, group: SimulatedGroup, samples: int) -> None:
-        group.committed_slots -= samples
-        self.slots.finish_samples(samples)
+        group.reserved_slots -= samples
+        self.slots.release_samples(samples)
 
     # Samples
 
@@ -198,9 +195,7 @@ class SimulatedServer:
 
         if self._evaluation is not None:
             self._continue_evaluation(self._evaluation)
-        if self._is_draining and self.slots.in_use == 0:
-            self._is_draining = False
-            self._load_newest_version()
+        self._end_drain_if_idle()
         self._start_samples()
         if self._settings.groups_in_flight is None:
             self.request_tickets()
@@ -217,7 +212,7 @@ class SimulatedServer:
         # The group is complete. With over-sampling, others are still running and no longer needed.
         for extra in group.samples:
             self._abort_sample(group, extra)
-        self._release_slots(group, group.committed_slots)
+        self._release_slots(group, group.reserved_slots)
         self._judge_group(group)
 
     def _abort_sample(self, group: SimulatedGroup, sample: SimulatedSample, *, lost_tokens: float = 0.0) -> None:
@@ -268,6 +263,8 @@ class SimulatedServer:
         if self.groups.get(group.seq) is not group:
             return
         self._remove_group(group)
+        # These may have been the last running samples. No other sample would then end the drain.
+        self._end_drain_if_idle()
         self._start_samples()
         self._buffer.offer_tickets(self)
 
@@ -285,7 +282,7 @@ class SimulatedServer:
     def _remove_group(self, group: SimulatedGroup, *, lost_tokens: float = 0.0) -> None:
         """Remove a group. Its samples keep their tokens, except the last `lost_tokens` of each."""
         del self.groups[group.seq]
-        self._release_slots(group, group.committed_slots)
+        self._release_slots(group, group.reserved_slots)
         for sample in group.samples:
             self._abort_sample(group, sample, lost_tokens=lost_tokens)
         group.is_prompt_read = False  # the next attempt may run on another server
@@ -314,6 +311,11 @@ class SimulatedServer:
             self._give_back_groups()
         self._load_newest_version()
 
+    def _end_drain_if_idle(self) -> None:
+        if self._is_draining and self.slots.in_use == 0:
+            self._is_draining = False
+            self._load_newest_version()
+
     def _load_newest_version(self) -> None:
         version = self._newest_version
         loaded_s = self.engine.load_weights(
@@ -338,7 +340,7 @@ class SimulatedServer:
         ready: list[SimulatedGroup] = []
         waiting: list[SimulatedGroup] = []
         for group in self._waiting_for_weights:
-            if group.ticket and group.ticket.version <= self.engine.version:
+            if _find_required_version(group) <= self.engine.version:
                 ready.append(group)
             else:
                 waiting.append(group)
@@ -397,7 +399,7 @@ class SimulatedServer:
         self._buffer.stop_waiting(self)
         for group in list(self.groups.values()):
             self._remove_group(group, lost_tokens=since_progress_s * tokens_per_s)
-            self._events.call_later(leased_s, partial(self._buffer.give_back_group, group), recurring=True)
+            self._events.call_later(leased_s, partial(self._buffer.give_back_group, group), background=True)
 
         for sample in self._evaluation_samples:
             self.engine.stop_sample(self._events.now_s, sample)
@@ -405,7 +407,7 @@ class SimulatedServer:
         self._evaluation = None
         self._evaluation_samples = set()
         self._requests_tickets = True
-        self._events.call_later(restart_s, self._restart, recurring=True)
+        self._events.call_later(restart_s, self._restart, background=True)
 
     def _restart(self) -> None:
         self.is_up = True
@@ -424,7 +426,20 @@ class SimulatedServer:
         self.slots.resize(min(settings.max_concurrency, max(settings.min_concurrency, wanted)))
         self._start_samples()
         self._buffer.offer_tickets(self)
-        self._events.call_later(ADJUST_INTERVAL_S, self._adjust_slots, recurring=True)
+        self._events.call_later(ADJUST_INTERVAL_S, self._adjust_slots, background=True)
+
+
+def _find_required_version(group: SimulatedGroup) -> int:
+    """Return the oldest version that may continue the group.
+
+    A group that another server has begun may contain tokens of a newer version than its ticket. An older engine must
+    not continue it, because versions within a sample never decrease.
+    """
+    assert group.ticket is not None
+    versions = [group.ticket.version]
+    for sample in group.samples:
+        versions.extend(sample.tokens_by_version)
+    return max(versions)
 
 
 def _engine_timings(timings: Timings, number: int, servers: int) -> EngineTimings:

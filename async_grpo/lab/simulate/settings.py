@@ -73,7 +73,7 @@ class SimulatedSettings:
     """Steps between two versions that are sent to the engines."""
 
     @property
-    def started_samples(self) -> int:
+    def samples_started_per_group(self) -> int:
         """Number of samples with which a group starts."""
         return self.group_size + self.oversample
 

@@ -104,7 +104,7 @@ class Simulation:
         return self._collect_results()
 
     def _is_stalled(self) -> bool:
-        """True if the run has made no progress for longer than any recurring action takes to cause some.
+        """True if the run has made no progress for longer than any background action takes to cause some.
 
         These actions are: a task is read, slots are added, a role restarts, or a crash ends the leases of an idle
         server.
@@ -139,7 +139,7 @@ class Simulation:
             self._schedule_crash(every_s, crash)
 
         delay_s = float(self.context.generator.exponential(every_s))
-        self.context.events.call_later(delay_s, crash_and_schedule_next, recurring=True)
+        self.context.events.call_later(delay_s, crash_and_schedule_next, background=True)
 
     def _collect_results(self) -> SimulatedRun:
         state = self.buffer.state

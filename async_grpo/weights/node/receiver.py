@@ -1,4 +1,4 @@
-"""A rollout server's handle: its connection to the receiver process of the machine.
+"""Client of the receiver process, which all rollout servers of a run on one machine share.
 
     run board --address--> _follow_publisher --FollowPublisher--> receiver process (one per machine, shared)
                               _keep_connected <--ReceiverState--         |
@@ -53,15 +53,18 @@ START_TIMEOUT_S = 60.0
 HOLD_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 _CONNECT_RETRY_S = 0.05
-_SUCCESSOR_S = 0.5
-"""Seconds within which another server of this machine would have started a new receiver."""
+_REPLACEMENT_TIMEOUT_S = 0.5
+"""Seconds within which another server of this machine would have started a new receiver process."""
 _messages = msgspec.msgpack.Decoder(ToServer)
 
 log = structlog.get_logger()
 
 
 class SharedWeightReceiver:
-    """`WeightReceiver` of all transports. Receivers with the same `store_path` share one receiver process."""
+    """Client of one receiver process: the `WeightReceiver` of a rollout server, for all transports.
+
+    Clients with the same `store_path` share one process, and the first of them starts it.
+    """
 
     def __init__(self, resolve: Resolve, store_path: Path, config: WeightsConfig, *, name: str = "") -> None:
         """Start to receive. Needs a running event loop. `resolve` looks up the publisher's address.
@@ -82,7 +85,8 @@ class SharedWeightReceiver:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._address: PublisherAddress | None = None
-        self._last_loaded: WeightVersion | None = None
+        self._last_held: WeightVersion | None = None
+        """The version that this server held last. A new process continues after it."""
         self._holding: WeightVersion | None = None
         """The version that an engine loads now."""
         self._hold_number = 0
@@ -129,7 +133,7 @@ class SharedWeightReceiver:
         """
         async with self._hold_lock:
             self._holding = await self._acquire_hold()
-            self._last_loaded = self._holding
+            self._last_held = self._holding
             try:
                 yield HeldWeights.in_store(self.store_path, epoch=self._holding.epoch, version=self._holding.version)
             finally:
@@ -148,9 +152,9 @@ class SharedWeightReceiver:
             with suppress(subprocess.TimeoutExpired):  # it ends by itself, unless another server has just connected
                 await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
         if is_abandoned(self._paths):
-            # The receiver was killed. If there is another server, it starts a new receiver, which adopts the store. If
-            # we are the last, nobody else would remove the files, so we wait a little and then do it.
-            await asyncio.sleep(_SUCCESSOR_S)
+            # The process was killed. If there is another server, it starts a new one, which adopts the store. If we are
+            # the last, nobody else would remove the files, so we wait a little and then do it.
+            await asyncio.sleep(_REPLACEMENT_TIMEOUT_S)
             if remove_abandoned_files(self._paths):
                 log.warning("removed the weights of a receiver process that was killed", store=str(self.store_path))
 
@@ -205,7 +209,8 @@ class SharedWeightReceiver:
                     if answer.identity is not None:
                         return WeightVersion(*answer.identity)
 
-                    # The process is alive but has no version now. Wait longer than for one that does not answer.
+                    # The process is alive, but writes its only slot now. That may take as long as a transfer, so each
+                    # answer extends the deadline, up to the time that a whole update may take.
                     deadline = min(time.monotonic() + HOLD_TIMEOUT_S, started_s + self._config.update_timeout_s)
                     await asyncio.sleep(_CONNECT_RETRY_S)
         raise WaitTimeout("the receiver process to hold the newest weights", HOLD_TIMEOUT_S, "Is it alive")
@@ -236,7 +241,7 @@ class SharedWeightReceiver:
         while True:
             reader, self._writer = await self._connect()
             # A new process does not have our hold: repeat it, or the version could be overwritten while it is loaded.
-            self._send(ServerHello(name=self._name, has=self._last_loaded, holding=self._holding))
+            self._send(ServerHello(name=self._name, has=self._last_held, holding=self._holding))
             if self._address is not None:
                 self._send(FollowPublisher(address=self._address))
             await self._listen(reader)
@@ -255,6 +260,9 @@ class SharedWeightReceiver:
             make_private_folder(self.store_path.parent)
             with suppress(OSError):
                 return await asyncio.open_unix_connection(self._paths.socket)
+            # A process that fails before anyone has connected would fail again: its configuration or address is wrong.
+            # After a connection the failure was an accident (a kill, say), so a new process is started. Code 0 means
+            # that another server's process already listens.
             if self._process is not None and self._process.poll() not in (None, 0) and self.restarts == 0:
                 raise WeightsError(
                     f"the receiver process ended with code {self._process.returncode} before it was ready; "

@@ -1,5 +1,5 @@
 #!lua
--- After: state pages records record_lists endings leases
+-- Requires: state pages records record_lists endings leases
 -- WAITING -> INFLIGHT for new groups, and a next lease for groups without a holder. ARGV[2..6]: limit, request, holder,
 -- slots, reserved_since (see BufferState.admit_groups; 0: none).
 --

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state pages records record_lists endings steps trained_steps
+-- Requires: state pages records record_lists endings steps trained_steps
 -- A checkpoint with the weights `version` is on disk, so no step before it will be replayed: delete these steps from the
 -- log, and the records that nothing else refers to. ARGV[2], ARGV[3]: epoch, version.
 if is_fenced(ARGV[2]) then return {'fenced', meta_number('epoch')} end

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state pages records record_lists endings
+-- Requires: state pages records record_lists endings
 -- INFLIGHT -> RELEASED(reason). ARGV[2..4]: seq, attempt, reason.
 if read_leased_record(ARGV[2], ARGV[3]) then
   release_unfinished(ARGV[2], ARGV[4], 'discard')

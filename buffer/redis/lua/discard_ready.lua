@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state pages records record_lists endings
+-- Requires: state pages records record_lists endings
 -- READY -> RELEASED for every group, as if it were too old. Returns {'ok', count}.
 local seqs = redis.call('ZRANGE', READY, 0, -1)
 end_as_stale(seqs)

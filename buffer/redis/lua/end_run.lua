@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state
+-- Requires: state
 -- End the run. Each process that wakes finds that it has ended, and wakes the next one.
 redis.call('HSET', META, 'ended', 1)
 wake_waiter(WAKE_ADMIT)

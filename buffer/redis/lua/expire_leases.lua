@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state records holders
+-- Requires: state records holders
 -- Expire the leases that a server took in lives that are over. ARGV[2], ARGV[3]: its name, the last of these lives.
 local name = ARGV[2]
 local last_life = tonumber(ARGV[3])

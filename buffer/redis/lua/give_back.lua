@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state records
+-- Requires: state records
 -- End a lease, so that the next admit can lease the group again. ARGV[2..4]: seq, attempt, 1 to count the lease as
 -- expired (else 0). A repetition finds the lease ended, so it does not count twice.
 local seq = ARGV[2]

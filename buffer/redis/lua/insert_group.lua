@@ -1,10 +1,11 @@
 #!lua flags=allow-oom
--- After: state records
+-- Requires: state records
 -- INFLIGHT -> READY. The payload was SET before, at the key of this attempt. ARGV[2..6]: seq, attempt, versions of the
 -- oldest and of the newest token, tokens of the longest completion.
 --
--- If Redis was out of memory, the SET failed and the client retries. A payload without an insert is deleted when the
--- lease ends.
+-- The script may run while Redis is out of memory (allow-oom): the payload is stored already, and inserting it frees the
+-- task and the partial. If the SET itself failed for lack of memory, the client retries both. A payload without an
+-- insert is deleted when the lease ends.
 local seq = ARGV[2]
 local attempt = ARGV[3]
 local key = group_key(seq, attempt)
@@ -29,11 +30,13 @@ if record and size > 0 then
   return {'ok'}
 end
 
--- A repetition. The payload is still that of the first call, because SET has the option NX.
+-- Either a retry of an insert that succeeded, or the lease is gone, or the payload was never stored. In a retry the
+-- payload is still that of the first call, because SET has the option NX.
 record = read_record(seq)
-local is_finished = record and not redis.call('ZSCORE', LEASES, seq)
-if is_finished and record.attempt == tonumber(attempt) then return {'ok'} end
+local was_inserted = record and not redis.call('ZSCORE', LEASES, seq)
+if was_inserted and record.attempt == tonumber(attempt) then return {'ok'} end
 
--- The lease is lost, or the group has ended: nothing refers to the payload.
+-- Nothing refers to the payload. Without a payload a live lease counts as lost too: it expires, and the group is
+-- generated again.
 redis.call('UNLINK', key)
 return {has_ended_by('insert', seq, attempt) and 'ok' or 'lost'}

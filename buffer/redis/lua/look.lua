@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- After: state
+-- Requires: state
 -- Return all state keys for an observer: meta, leases, begun, ready, taken, groups, log (hashes and scored sets as
 -- lists of name, value, ...), 1 if the run is drained, and the time. One script, so that they are consistent. No
 -- transaction: Redis 7.0 refuses those while its memory is full, even if they only read.

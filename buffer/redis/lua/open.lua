@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state pages records record_lists policy
+-- Requires: state pages records record_lists policy
 -- Start the run, or attach to it. ARGV[2..]: the policy, then reserved_bytes, room_bytes, group_bytes, lease_ms and
 -- max_attempts. Returns {'ok'} or {'format', stored, own}.
 local stored_format = meta_text('format')

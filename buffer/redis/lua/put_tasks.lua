@@ -1,5 +1,5 @@
 #!lua
--- After: state
+-- Requires: state
 -- Append tasks. The same transaction has SET their payloads, where there were none. ARGV[2], ARGV[3]: first, count.
 -- Returns {'ok', next} or {'gap', next}, with the index of the next task.
 local first = tonumber(ARGV[2])

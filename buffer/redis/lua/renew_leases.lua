@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state records
+-- Requires: state records
 -- Renew leases. ARGV[2..]: seq, attempt, ... Returns the sequences whose lease is lost.
 local lost = {}
 local deadline = now_ms() + meta_number('lease_ms')

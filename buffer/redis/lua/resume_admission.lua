@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state
+-- Requires: state
 -- Undo stop_admission. Returns 0 if admission was not stopped, or if the policy was updated since.
 local drained_key = ARGV[1] .. 'drained'
 local saved_text = redis.call('GET', drained_key)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state pages records record_lists endings steps trained_steps
+-- Requires: state pages records record_lists endings steps trained_steps
 -- A trainer takes over at `version`. ARGV[2..4]: version, request, 'accept_loss' to restart generation at a version
 -- whose steps are deleted. Returns {'ok', epoch, head_version, lost_steps} or {'forgotten', committed}.
 local version = tonumber(ARGV[2])

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state records
+-- Requires: state records
 -- Store the staged partial and renew the lease. ARGV[2..5]: seq, attempt, version of the oldest token (0 without
 -- tokens), tokens of the longest completion.
 local seq = ARGV[2]

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state
+-- Requires: state
 -- Set the effective S of admission, bounded as by ReplayPolicy.with_staleness. ARGV[2], ARGV[3]: epoch, S.
 if is_fenced(ARGV[2]) then return {'fenced', meta_number('epoch')} end
 local max_staleness = meta_number('max_staleness')

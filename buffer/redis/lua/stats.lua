@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- After: state
+-- Requires: state
 -- Return a consistent snapshot: meta, released, lengths (as lists of name, value, ...), |leases|, |ready|, |taken|, and
 -- the number of stored groups (those that have a record and no lease). No transaction: Redis 7.0 refuses those while
 -- its memory is full, even if they only read.

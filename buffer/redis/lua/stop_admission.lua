@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state
+-- Requires: state
 -- Admit nothing more: set horizon 0 and no limit of the ratio, so that the groups that exist can still be trained. The
 -- key `drained` saves the former values for resume_admission. Returns 0 if admission is stopped already.
 local STOPPED = {horizon = 0, min_size = 0, samples_per_insert = 1, min_diff = -1e15, max_diff = 1e15}

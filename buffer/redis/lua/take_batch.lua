@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state pages records record_lists endings leases steps
+-- Requires: state pages records record_lists endings leases steps
 -- READY -> TAKEN for the groups of a step (groups_per_step). ARGV[2..5]: epoch, version, number of groups that the
 -- caller has, and 'whole' (all or nothing) or 'part' (as many as may be taken now).
 --

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- After: state pages records record_lists policy
+-- Requires: state pages records record_lists policy
 -- Replace the policy of a live run. ARGV[2..]: the policy.
 write_policy(2)
 wake_waiter(WAKE_ADMIT)

@@ -159,7 +159,7 @@ async def failure_of_group_0(
             await until_buffer(buffer, lambda stats: stats.released["failed"] == 1 and stats.ready == 4)
             assert not running.done()
             assert len(dispatcher.groups) == 0
-            assert dispatcher.slots.committed == 0
+            assert dispatcher.slots.reserved == 0
     (entry,) = [entry for entry in logs if entry["event"] == "group discarded"]
     assert (entry["seq"], (await buffer.stats()).admitted) == (0, 5)
     return str(entry["why"]).partition(":")[0]

@@ -68,7 +68,7 @@ async def test_the_engine_stays_full_and_is_never_overfilled(tmp_path: Path) -> 
         for _ in range(12):
             engine.release(next(iter(engine.held)))
             await until(lambda: len(engine.held) == 6)
-            assert dispatcher.slots.committed <= 6 - 1 + 4
+            assert dispatcher.slots.reserved <= 6 - 1 + 4
         assert engine.peak == 6
 
 
@@ -87,7 +87,7 @@ async def test_all_free_slots_are_filled_with_one_request(tmp_path: Path) -> Non
     engine.hold = True
     async with dispatching(context_of(tmp_path, config, engine, buffer)) as (dispatcher, _):
         await until(lambda: len(engine.held) == 10)
-        assert (limits, dispatcher.slots.committed) == ([3], 12)
+        assert (limits, dispatcher.slots.reserved) == ([3], 12)
 
 
 async def test_a_new_group_starts_while_another_is_unfinished(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ async def test_a_group_whose_lease_was_lost_is_dropped(tmp_path: Path) -> None:
         await buffer.give_back(group.ticket)
         await buffer.admit_groups(1, holder="rollout-1", timeout_s=1.0)
         await dispatcher.groups.renew_leases()
-        await until(lambda: engine.held == {} and dispatcher.slots.committed == 0)
+        await until(lambda: engine.held == {} and dispatcher.slots.reserved == 0)
         assert dispatcher.groups.lost_leases == 1
         assert list(dispatcher.groups) == []
 

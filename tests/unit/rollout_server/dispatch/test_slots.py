@@ -108,16 +108,16 @@ def test_a_paused_engine_keeps_its_capacity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "committed", "wanted"), [(20, 0, 3), (20, 12, 1), (20, 11, 2), (20, 19, 1), (4, 7, 1)]
+    ("capacity", "reserved", "wanted"), [(20, 0, 3), (20, 12, 1), (20, 11, 2), (20, 19, 1), (4, 7, 1)]
 )
-def test_groups_are_requested_for_all_free_slots(capacity: int, committed: int, wanted: int) -> None:
+def test_groups_are_requested_for_all_free_slots(capacity: int, reserved: int, wanted: int) -> None:
     slots = SampleSlots(capacity)
-    slots.commit_samples(committed)
+    slots.reserve_samples(reserved)
     assert slots.groups_to_fill_free_slots(8) == wanted
 
 
 async def test_finished_samples_make_room_for_another_group() -> None:
     slots = SampleSlots(4)
-    slots.commit_samples(8)
-    slots.finish_samples(5)
-    assert (slots.committed, slots.has_room) == (3, True)
+    slots.reserve_samples(8)
+    slots.release_samples(5)
+    assert (slots.reserved, slots.has_room) == (3, True)

@@ -75,10 +75,18 @@ async def test_turns_of_the_policy_and_answers_of_tools_are_recorded_apart() -> 
 
 
 async def test_a_completion_never_exceeds_max_tokens() -> None:
-    for max_tokens, turns in [(3, [True]), (4, [True, False]), (5, [True, False, True])]:
+    for max_tokens, turns in [(3, [True, False]), (4, [True, False]), (5, [True, False, True])]:
         sample = await converse(session_on(await engine_at(0), max_tokens=max_tokens), Tool())
         assert (sample.length, sample.finish_reason) == (max_tokens, "length")
-        assert [turn.by_policy for turn in sample.turns or [Turn(0, 3, True)]] == turns
+        assert [turn.by_policy for turn in sample.turns] == turns
+
+
+async def test_a_tool_whose_answer_does_not_fit_is_not_called_again_on_resume() -> None:
+    tool = Tool()
+    session = session_on(await engine_at(0), max_tokens=3)
+    await converse(session, tool)
+    resumed = await converse(session_on(await engine_at(0), session.snapshot(), max_tokens=3), tool)
+    assert (resumed.length, tool.calls) == (3, 1)
 
 
 async def test_a_sample_interrupted_within_a_turn_continues_after_its_last_token() -> None:

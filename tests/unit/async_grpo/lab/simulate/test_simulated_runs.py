@@ -281,7 +281,7 @@ def test_a_run_that_would_stall_is_an_error() -> None:
     ],
     ids=["adaptive slots", "slow source", "crashing servers", "crashing trainer"],
 )
-def test_a_run_with_recurring_events_that_would_stall_is_an_error(
+def test_a_run_with_background_events_that_would_stall_is_an_error(
     timings: dict[str, object], others: dict[str, object]
 ) -> None:
     # No slot ever gets free, because there is none.
