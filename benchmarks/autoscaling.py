@@ -97,7 +97,7 @@ class WatchedSimulation(Simulation):
         super().__init__(settings, workload.timings, seed=SEED, buffer_class=WatchedBuffer)
         self.demand = ServerDemand(
             settings.policy,
-            started_samples=settings.started_samples,
+            started_samples=settings.samples_started_per_group,
             slots=settings.max_concurrency,
             streaming=settings.streaming,
         )

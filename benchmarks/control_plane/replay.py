@@ -161,7 +161,7 @@ async def _run_bare_engine(plan: ReplayPlan, number: int, ended_s: list[float]) 
     async def generate_sample(seed: int) -> None:
         async with slots.occupy_slot():
             await engine.generate(GenerationRequest(str(seed), PROMPT, max_tokens=max(plan.lengths), seed=seed))
-        slots.finish_samples()
+        slots.release_samples()
 
     async def generate_group(first_seed: int) -> None:
         await asyncio.gather(*(generate_sample(first_seed + index) for index in range(plan.group_size)))
@@ -172,7 +172,7 @@ async def _run_bare_engine(plan: ReplayPlan, number: int, ended_s: list[float]) 
         while True:
             await slots.wait_for_room()
             for _ in range(slots.groups_to_fill_free_slots(plan.group_size)):
-                slots.commit_samples(plan.group_size)
+                slots.reserve_samples(plan.group_size)
                 tasks.create_task(generate_group((number * ENDLESS + group_count) * plan.group_size))
                 group_count += 1
 
