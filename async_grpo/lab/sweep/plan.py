@@ -163,8 +163,8 @@ class Point:
 class SweepRequest:
     """The points that a command requests."""
 
-    name: str
-    """Prefix of every run's name."""
+    base_name: str
+    """Name of the configuration, without overrides."""
     overrides: Sequence[str]
     axes: Sequence[Axis]
     seeds: Sequence[int]
@@ -193,7 +193,7 @@ def plan_points(request: SweepRequest, existing: Sequence[Point], resolve: Resol
     rejections: dict[str, int] = {}  # in order, without repeating them for each seed
     for values, seed in product(combinations(request.axes), request.seeds):
         try:
-            name = point_name(request.name, values, seed, taken_names)
+            name = point_name(request.base_name, values, seed, taken_names, overrides=request.overrides)
             point = Point(values, resolve(_overrides(request, values, seed, name)))
         except ConfigError as error:
             rejections.setdefault(f"{', '.join(assignments(values))}: {error}", seed)
@@ -212,18 +212,31 @@ def plan_points(request: SweepRequest, existing: Sequence[Point], resolve: Resol
     return SweepPlan([*others, *requested], names)
 
 
-def point_name(base: str, values: Mapping[str, str], seed: int, taken: Collection[str] = ()) -> str:
-    """Return the name of a point's run: readable, plus a digest if that name is too long or taken.
+def point_name(
+    base: str,
+    values: Mapping[str, str],
+    seed: int,
+    taken: Collection[str] = (),
+    *,
+    overrides: Sequence[str] = (),
+) -> str:
+    """Return the name of a point's run: base, overrides of the whole sweep, values and seed of the point.
 
-    >>> point_name("quickstart", {"max_staleness": "4"}, 2)
-    'quickstart-max_staleness.4-seed.2'
+    If that is too long or taken, a digest replaces the overrides: the values are what tells the points apart.
+
+    >>> point_name("quickstart", {"max_staleness": "4"}, 2, overrides=["steps=60"])
+    'quickstart-steps.60-max_staleness.4-seed.2'
     """
-    name = run_name(base, [*assignments(values), f"seed={seed}"])
+    sweep_name = run_name(base, overrides)
+    own_values = [*assignments(values), f"seed={seed}"]
+    name = run_name(sweep_name, own_values)
     if len(name) < _NAME_LENGTH and name not in taken:
         return name
-    identity = json.dumps([base, dict(values), seed], sort_keys=True)
+
+    identity = json.dumps([sweep_name, dict(values), seed], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:_DIGEST_LENGTH]
-    return f"{name[: _NAME_LENGTH - _DIGEST_LENGTH - 1]}-{digest}"
+    short_name = run_name(base, own_values)
+    return f"{short_name[: _NAME_LENGTH - _DIGEST_LENGTH - 1]}-{digest}"
 
 
 def assignments(values: Mapping[str, str]) -> list[str]:

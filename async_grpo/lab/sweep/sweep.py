@@ -77,7 +77,7 @@ def make_plan(options: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
     name = run_name(base.name, options.overrides)
     folder = SweepFolder(options.out or base.runs_dir / f"{name}-sweep")
     seeds = (base.seed,) if options.seeds is None else parse_seeds(options.seeds)
-    request = SweepRequest(name, options.overrides, axes, seeds, folder.runs_dir)
+    request = SweepRequest(base.name, options.overrides, axes, seeds, folder.runs_dir)
     existing = folder.load_points(folder.read_record())
 
     # New points get the Hub revisions of the existing ones. Otherwise a sweep extended later would compare runs of

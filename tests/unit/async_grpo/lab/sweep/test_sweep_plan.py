@@ -122,6 +122,15 @@ def test_names_stay_unique_when_they_are_cut_or_omit_a_key(plan: PlanPoints) -> 
     assert len(set(names(plan(["launch.stop_timeout_s=10,20"])))) == 2
 
 
+def test_overrides_of_the_whole_sweep_do_not_crowd_out_the_values_of_a_point() -> None:
+    overrides = ["eval.prompts=128", "eval.every_steps=30", "rollout.max_concurrency=64", "steps=60"]
+    grid = [{"trainer.objective.preset": preset, "max_staleness": s} for preset in ("grpo", "dapo") for s in "28"]
+    made = [point_name("quickstart", values, 1, overrides=overrides) for values in grid]
+    assert made[0].startswith("quickstart-max_staleness.2-seed.1-preset.grpo-")
+    assert made[0] != point_name("quickstart", grid[0], 1, overrides=overrides[1:])
+    assert len(set(made)) == 4
+
+
 def test_only_combinations_that_are_not_allowed_are_reported(
     plan: PlanPoints,
 ) -> None:
