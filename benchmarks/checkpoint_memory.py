@@ -202,7 +202,7 @@ def use_megatron(policy: Any, folder: Path, loads: bool) -> None:
     from megatron.core import dist_checkpointing
 
     from trainer.checkpoint.state import metadata
-    from trainer.model.optimizer import distributed_optimizers, prepare_for_checkpoint
+    from trainer.model.optimizer_state import distributed_optimizers, prepare_for_checkpoint
 
     # Megatron expects moments, but torch's AdamW has none before its first step.
     prepare_for_checkpoint(policy.optimizer)

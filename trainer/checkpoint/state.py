@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from trainer.checkpoint.manifest import RankLayout
 from trainer.model.lora import Adapters
-from trainer.model.optimizer import load_optimizer_state, parameter_states, prepare_for_checkpoint
+from trainer.model.optimizer_state import load_optimizer_state, parameter_states, prepare_for_checkpoint
 from trainer.model.policy import Policy
 
 _TRAITS = (

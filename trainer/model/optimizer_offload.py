@@ -27,7 +27,7 @@ from torch import Tensor
 
 from async_grpo.errors import WaitTimeout
 from trainer.model.host_slabs import HostSlabs
-from trainer.model.optimizer import MOMENTS, distributed_optimizers, parameter_states
+from trainer.model.optimizer_state import MOMENTS, distributed_optimizers, parameter_states
 
 
 class StateOffload:

@@ -311,7 +311,7 @@ def offload(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict
 def lent(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
     """The files of a checkpoint of an offloaded optimizer, written in peace and during a step, and what was copied."""
     from trainer.checkpoint.snapshot import SavePlanner
-    from trainer.model.optimizer import parameter_states
+    from trainer.model.optimizer_state import parameter_states
 
     config = reconfigured(config, "bfloat16", True)
     policy = make(config, model, platform)
@@ -345,7 +345,7 @@ def brought(config: RunConfig, model: Path, platform: Any, _folder: Path) -> lis
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from trainer.model.optimizer import parameter_states
+    from trainer.model.optimizer_state import parameter_states
 
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -390,7 +390,7 @@ def reconfigured(config: RunConfig, precision: str, offloaded: bool) -> RunConfi
 
 
 def state_hash(policy: Any) -> str:
-    from trainer.model.optimizer import parameter_states
+    from trainer.model.optimizer_state import parameter_states
 
     digest = hashlib.sha256()
     for parameter, state in parameter_states(policy.optimizer):

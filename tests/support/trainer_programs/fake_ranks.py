@@ -294,7 +294,7 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
     from async_grpo.telemetry.timeline import PhaseTimer
     from trainer.batch.packing import own_micro_batches
     from trainer.model.builder import DTYPES
-    from trainer.model.optimizer import parameter_states, prepare_for_checkpoint
+    from trainer.model.optimizer_state import parameter_states, prepare_for_checkpoint
     from trainer.model.policy import build_policy
     from trainer.ranks.distributed import lay_out
     from trainer.step.step import train_step

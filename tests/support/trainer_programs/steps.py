@@ -183,7 +183,7 @@ def swap(policy: Any, reference: Any) -> dict[str, Any]:
     """Whether the weights inside are others, and whether everything outside came back bit for bit."""
     import torch
 
-    from trainer.model.optimizer import parameter_states
+    from trainer.model.optimizer_state import parameter_states
 
     def everything() -> list[Any]:
         states = [tensor for _, state in parameter_states(policy.optimizer) for tensor in state.values()]
