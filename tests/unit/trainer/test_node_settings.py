@@ -67,7 +67,7 @@ def test_where_a_machine_finds_the_others_is_its_own_affair() -> None:
 
 
 def said(config: str) -> Claim:
-    return Claim(config=config, model="the same", folder="", token="")
+    return Claim(config=config, model="the same", folder="", nonce="")
 
 
 @pytest.mark.parametrize("place", [0, -1])

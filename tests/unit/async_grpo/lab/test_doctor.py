@@ -319,7 +319,7 @@ def test_the_first_row_goes_through_the_template_and_the_reward_functions(tmp_pa
 
 
 def test_missing_requirements_are_reported_with_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "model_bytes", lambda _config: 15 << 30)
+    monkeypatch.setattr(doctor, "count_model_bytes", lambda _config: 15 << 30)
     monkeypatch.setattr(doctor, "FIND_TIMEOUT_S", 0.2)
     monkeypatch.setattr(doctor, "_check_first_row", lambda _config: Finding("First row", True, ""))
     monkeypatch.setattr("shutil.disk_usage", lambda _place: type("Usage", (), {"free": 1 << 30}))

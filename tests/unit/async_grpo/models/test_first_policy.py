@@ -70,7 +70,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights that break off": (cut, "model.safetensors is not a complete safetensors file"),
     "another shape": (
         change(intermediate_size=64),
-        "has shape (128, 64), but config.json asks for (64, 64)",
+        "has shape (128, 64), but config.json requires (64, 64)",
     ),
     "a tensor too few": (without_a_tensor, f"the checkpoint has no tensor {GATE}"),
     "tensors too many": (
@@ -80,7 +80,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no JSON": (written("config.json", "{"), "config.json cannot be read as JSON"),
     "deep JSON": (written("config.json", "[" * 20_000), "config.json cannot be read as JSON (maximum recursion depth"),
     "no object": (written("config.json", "[1]"), "config.json is a JSON list, not an object"),
-    "a word for a size": (change(num_hidden_layers="two"), "is not one that transformers reads"),
+    "a word for a size": (change(num_hidden_layers="two"), "transformers cannot read model/config.json"),
     "no heads": (change(num_attention_heads=0), "describes no model (integer division or modulo by zero)"),
     "no tokenizer": (written("tokenizer.json", "{"), "the tokenizer in model cannot be loaded"),
 }

@@ -71,6 +71,7 @@ def test_every_module_of_vllm_that_is_named_in_a_string_is_in_the_table() -> Non
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"vllm(\.\w+)+", node.value)
     }
+    strings -= {"vllm.gpu_memory_utilization"}  # a key of AReaL's configurations
     assert "vllm.v1.executor.uniproc_executor.UniProcExecutor" in strings
     assert {name for name in strings if not any(known.replace(":", ".").startswith(name) for known in LISTED)} == set()
 

@@ -22,7 +22,7 @@ def report(queue):
     queue.put((os.getppid(), os.environ["SET_LATER"], os.path.exists("/proc/self/fd/200")))
 
 if __name__ == "__main__":
-    fork_server._MODULES, fork_server._ENGINE_STARTER_MODULE = ("colorsys",), "cmd"  # vLLM takes seconds
+    fork_server._PRELOADED_MODULES, fork_server._ENGINE_STARTER_MODULE = ("colorsys",), "cmd"  # vLLM takes seconds
     fcntl.fcntl(1, fcntl.F_DUPFD, 200)
     fork_server.import_and_fork(VllmConfig())
     os.environ["SET_LATER"] = "seen"

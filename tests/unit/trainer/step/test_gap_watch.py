@@ -104,5 +104,5 @@ def test_few_tokens_may_have_the_same_gap_again() -> None:
 def test_a_probe_without_a_token_of_its_version_has_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "own_micro_batches", lambda *_: [])
     monkeypatch.setattr(step, "reduce_sums", lambda _: (dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0)))
-    policy = cast(Policy, SimpleNamespace(run=lambda *_, **__: []))
+    policy = cast(Policy, SimpleNamespace(run_micro_batches=lambda *_, **__: []))
     assert step.measure_gap(policy, batch_of(20, versions=[4]), config_of(max_staleness=1)) == {"gap_tokens": 0}
