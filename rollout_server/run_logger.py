@@ -128,7 +128,7 @@ def _completion_fields(sample: Sample, version: int, pieces: TokenPieces | None)
         "unverifiable": sample.unverifiable,
         "finish_reason": sample.finish_reason,
         "spans": [[span.version, span.start, span.end] for span in sample.spans],
-        "age": version - sample.oldest_version,
+        "age": version - sample.oldest_version if sample.spans else 0,  # a failed sample may have no tokens
     }
     if sample.turns:
         fields["turns"] = [[turn.start, turn.end, turn.by_policy] for turn in sample.turns]

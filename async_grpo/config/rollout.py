@@ -317,6 +317,23 @@ class MultiTurnConfig(StrictModel):
             yield f"tools {names} contains a name twice, so a call would be ambiguous. Rename one of the tools"
 
 
+EndRule = Literal["mask", "zero"]
+
+
+class EndsConfig(StrictModel):
+    """Treatment of samples without a reward, by the way in which they ended. `mask`: the sample leaves the mean and
+    deviation of its group, and its tokens get no gradient. `zero`: its reward is 0, as if the policy had failed."""
+
+    workflow_error: EndRule = "mask"
+    """The workflow or one of its tools raised an error, or returned no finished sample."""
+    deadline: EndRule = "mask"
+    """The workflow did not return by rollout.sample_deadline_s."""
+    refused: EndRule = "mask"
+    """The engine refused a request, for example because its prompt was too long."""
+    unverifiable: EndRule = "mask"
+    """A required reward function failed."""
+
+
 class RolloutConfig(StrictModel):
     """A rollout server."""
 
@@ -327,6 +344,7 @@ class RolloutConfig(StrictModel):
     workflow: str = "single_turn"
     """Workflow that generates a sample: `single_turn`, `multi_turn`, or `module:attribute` (docs/workflows.md)."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
+    ends: EndsConfig = EndsConfig()
     max_concurrency: PositiveInt = 64
     """Maximum number of training samples in flight per engine. Completions for evaluations (up to the same number) and
     for HTTP (`rollout.http.max_concurrency`) are additional."""
@@ -347,9 +365,9 @@ class RolloutConfig(StrictModel):
     """Seconds between two saves of unfinished samples to the buffer. If a server dies, only the tokens since its last
     save are lost."""
     sample_deadline_s: Seconds | None = None
-    """Maximum seconds per sample; after that its group is `failed`. None: ten times the duration of a completion of
-    sampling.max_tokens at this server's average speed, but at least 120 s and at most half of trainer.take_timeout_s.
-    That half also applies until the first sample is done."""
+    """Maximum seconds per sample; after that it ends as rollout.ends.deadline. None: ten times the duration of a
+    completion of sampling.max_tokens at this server's average speed, but at least 120 s and at most half of
+    trainer.take_timeout_s. That half also applies until the first sample is done."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal (`filtered`) and admit the same number of new ones."""
     max_attempts: PositiveInt = 5

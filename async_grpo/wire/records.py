@@ -100,7 +100,8 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     """One completion of the policy.
 
     Without turns, the policy wrote all tokens. Tokens of the environment have log-probability 0 and the version of the
-    token before them. `reward` is None if no verifier could judge the sample, which is then masked, not scored 0.
+    token before them. `reward` is None if no verifier could judge the sample, which is then masked, not scored 0;
+    `unverifiable` has the reason. Only such a sample may have no tokens.
 
     Under truncated sampling, `mask_ids` (int32) and `mask_counts` (uint16, one per token) hold the tokens that could be
     sampled at each position, the sampled one included. Both are empty without truncation.
@@ -173,7 +174,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         """Raise ValueError if the arrays, spans and turns are inconsistent."""
         tokens = self.token_ids()
         logprobs = self.token_logprobs()
-        if len(tokens) == 0:
+        if len(tokens) == 0 and not self.unverifiable:
             raise ValueError("a sample has no tokens")
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens but {len(logprobs)} log-probabilities")
@@ -282,12 +283,12 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
     @property
     def oldest_version(self) -> int:
         """Version of the oldest token in the group."""
-        return min(sample.oldest_version for sample in self.samples)
+        return min(sample.oldest_version for sample in self.samples if sample.spans)
 
     @property
     def newest_version(self) -> int:
         """Version of the newest token in the group."""
-        return max(sample.newest_version for sample in self.samples)
+        return max(sample.newest_version for sample in self.samples if sample.spans)
 
     @property
     def longest(self) -> int:

@@ -29,8 +29,9 @@ Pausing and draining (`admission`): a ticket that arrives after either is given 
 requests no more tickets and ends once its groups have finished. Groups that have not finished after
 rollout.http.drain_timeout_s, or at an urgent stop, are saved and given back.
 
-Deadlines: a workflow that does not return by its deadline (`workflows.sample_rollout`) makes its group `failed`, so
-that its lease is not renewed forever.
+Failures: a workflow that raises, or that does not return by its deadline (`workflows.sample_rollout`), costs its sample
+and not its group. The group continues with the other samples, and ends as `failed` if fewer than two can be judged. If
+every 20th sample fails, only 44% of groups of 16 have none that does.
 
 Over-sampling: a group starts G + k samples and is complete once G have finished; the others are aborted.
 """
@@ -44,7 +45,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from async_grpo.errors import ConfigError, EngineError, RoleFailed, RunEnded, SampleOverdue, WaitTimeout
+from async_grpo.errors import ConfigError, EngineError, RoleFailed, RunEnded, WaitTimeout
 from async_grpo.rewards.base import RewardInput
 from async_grpo.telemetry.rows import REWARD_FAILURES_PREFIX
 from async_grpo.utils.aio import root_cause
@@ -56,10 +57,13 @@ from rollout_server.dispatch.group_rollout import GroupRollout
 from rollout_server.dispatch.groups_in_progress import Discard, Drop, GiveBack, GroupsInProgress, Insert
 from rollout_server.dispatch.outcomes import (
     GroupCounters,
+    apply_end_rule,
     apply_length_rule,
     attach_rewards,
-    describe_invalid_sample,
+    describe_problem,
     discard_reason,
+    failure_kind,
+    replace_failed_sample,
 )
 from rollout_server.engines.base import Truncation, sample_seed
 from rollout_server.weight_watcher import WeightWatcher
@@ -73,10 +77,10 @@ MIN_RECORDED_WAIT_S = 0.05
 SUSPECT_EXPIRED_LEASES = 2
 """Number of expired leases that make a group a suspect. Not 1: when a machine fails, all of its groups have one, and
 generating those one at a time would starve the trainer."""
-MAX_CONSECUTIVE_FAILURES = 32
-"""Number of groups in a row that fail or cannot be judged before the server gives up."""
-MAX_CONSECUTIVE_OVERDUE = 4
-"""The limit if the last of these groups missed its deadline: 32 would take longer than the trainer waits."""
+MIN_GROUPS_BEFORE_GIVING_UP = 32
+"""Minimum number of groups in a row without a reward before the server gives up, for small windows."""
+MIN_OVERDUE_GROUPS_BEFORE_GIVING_UP = 4
+"""The same for samples that miss their deadline: 32 groups could take longer than the trainer waits."""
 
 log = structlog.get_logger()
 
@@ -112,7 +116,8 @@ class Dispatcher:
         self._samples_are_seeded = rollout.seeds_samples  # cached: the property is slow, and every sample reads it
         # The engine loads no weights during an evaluation, so a group may also have to wait for the end of one.
         self._weights_timeout_s = config.weights.update_timeout_s + config.eval.timeout_s
-        self._consecutive_failures = 0
+        self._samples_without_reward = 0
+        """Samples in a row that failed or could not be judged."""
         self._suspect_lock = asyncio.Lock()
         # If max_attempts is small, a group becomes a suspect earlier, so that its last attempt has no other suspect.
         self._suspect_expired_leases = max(1, min(SUSPECT_EXPIRED_LEASES, rollout.max_attempts - 1))
@@ -259,7 +264,7 @@ class Dispatcher:
             await self.groups.end_group(group, GiveBack())
 
     async def _generate_group(self, group: GroupRollout) -> None:
-        """Generate samples until the group is complete. A failing workflow sets `group.error`. Raises EngineError."""
+        """Generate samples until the group is complete. Raises EngineError."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 samples = [tasks.create_task(self._generate_sample(group, index)) for index in group.remaining_indices]
@@ -270,18 +275,21 @@ class Dispatcher:
                 for task in samples:
                     task.cancel()
         except ExceptionGroup as errors:
-            cause = root_cause(errors)
-            if isinstance(cause, EngineError):
-                raise cause from None
-            group.error = f"{type(cause).__name__}: {cause}"
-            group.missed_deadline = isinstance(cause, SampleOverdue)
+            raise root_cause(errors) from None
 
     async def _generate_sample(self, group: GroupRollout, index: int) -> None:
         try:
             async with self.slots.occupy_slot():
                 session = self._open_session(group, index)
                 group.sessions[index] = session
-                sample = await self._workflow_runner.generate_sample(group.ticket.task, session)
+                try:
+                    sample = await self._workflow_runner.generate_sample(group.ticket.task, session)
+                except EngineError:
+                    raise
+                except Exception as error:
+                    # Workflows and their tools may raise anything. It costs this sample alone.
+                    cause = root_cause(error)
+                    sample = session.end_early(failure_kind(cause), f"{type(cause).__name__}: {cause}")
                 group.store_sample(index, sample)
                 del group.sessions[index]  # not after an error: partials are read from the session
         except EngineError:
@@ -316,68 +324,96 @@ class Dispatcher:
 
     async def _finish_group(self, group: GroupRollout) -> None:
         """Insert the group, discard it, or give it back if the engine interrupted samples. Raises RoleFailed."""
-        if group.error is not None:
-            await self._discard_group(group, ReleaseReason.FAILED, group.error)
-            return
         if group.remaining_indices:
             self.counters.groups["interrupted"] += 1
             await self.groups.end_group(group, GiveBack())
             return
 
-        samples = group.finished_samples()
-        problem = describe_invalid_sample(samples)
-        if problem is not None:
-            await self._discard_group(group, ReleaseReason.FAILED, f"{self._context.name} generated {problem}")
-            return
-
+        samples = [self._check_sample(sample) for sample in group.ended_samples()]
         samples = await self._judge_samples(group, samples)
         reason = discard_reason(samples, dynamic_sampling=self._context.config.rollout.dynamic_sampling)
         if reason is not None:
-            await self._discard_group(group, reason, samples[0].unverifiable)
+            unverifiable = [sample.unverifiable for sample in samples if sample.unverifiable]
+            await self._discard_group(group, reason, samples, unverifiable[0] if unverifiable else "")
             return
 
         finished = group.build_group(self._context.name, samples)
         if await self.groups.end_group(group, Insert(finished)):
-            self._consecutive_failures = 0
+            self._samples_without_reward = 0
             self.counters.count_inserted(samples)
             self._context.logger.record_group(finished, version=self._context.engine.version)
 
-    async def _judge_samples(self, group: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with their rewards, and count failures of reward functions by kind."""
-        task = group.ticket.task
-        judged = await self._context.pool.judge([RewardInput.from_sample(sample, task) for sample in samples])
-        results = [
-            apply_length_rule(sample, result, self._context.config)
-            for sample, result in zip(samples, judged, strict=True)
-        ]
+    def _check_sample(self, sample: Sample) -> Sample:
+        """Return the sample; if it cannot be trained, an empty one with the reason."""
+        problem = describe_problem(sample)
+        if problem is None:
+            return sample
+        reason = f"{self._context.name} generated an invalid sample: {problem}"
+        return replace_failed_sample(sample, "workflow_error", reason)
 
-        failures = Counter(failure.kind for result in results for failure in result.failures.values())
+    async def _judge_samples(self, group: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with their rewards, and count those without by the kind of failure."""
+        config = self._context.config
+        task = group.ticket.task
+        finished = [sample for sample in samples if not sample.unverifiable]
+        failed = [sample for sample in samples if sample.unverifiable]
+        if failed:
+            log.warning("samples failed", seq=group.ticket.seq, samples=len(failed), why=failed[0].unverifiable)
+        failures: Counter[str] = Counter(sample.finish_reason for sample in failed)
+
+        judged: list[Sample] = []
+        results = await self._context.pool.judge([RewardInput.from_sample(sample, task) for sample in finished])
+        for sample, result in zip(finished, results, strict=True):
+            result = apply_length_rule(sample, result, config)
+            failures.update(failure.kind for failure in result.failures.values())
+            judged.append(attach_rewards(sample, result))
+
         for kind, count in failures.items():
             self.counters.reward_failures[kind] += count
             await self._context.board.add_to_counter(f"{REWARD_FAILURES_PREFIX}{kind}", count)
-        return [attach_rewards(sample, result) for sample, result in zip(samples, results, strict=True)]
 
-    async def _discard_group(self, group: GroupRollout, reason: ReleaseReason, detail: str) -> None:
-        """Discard the group. Raises RoleFailed or ConfigError after too many failures in a row."""
+        in_order = iter(judged)
+        all_samples = [sample if sample.unverifiable else next(in_order) for sample in samples]
+        reward_names = [function.name for function in config.rewards.functions]
+        return [apply_end_rule(sample, config.rollout.ends, reward_names) for sample in all_samples]
+
+    async def _discard_group(
+        self, group: GroupRollout, reason: ReleaseReason, samples: Sequence[Sample], detail: str
+    ) -> None:
+        """Discard the group. Raises RoleFailed or ConfigError after too many samples in a row without a reward."""
         if not await self.groups.end_group(group, Discard(reason)):
             return  # the lease was lost: the group is another server's by now
         self.counters.groups[reason.value] += 1
         if reason is ReleaseReason.FILTERED:
-            self._consecutive_failures = 0
+            self._samples_without_reward = 0
             return
 
         log.warning("group discarded", seq=group.ticket.seq, reason=reason.value, why=detail)
-        self._consecutive_failures += 1
-        limit = MAX_CONSECUTIVE_OVERDUE if group.missed_deadline else MAX_CONSECUTIVE_FAILURES
-        if self._consecutive_failures < limit:
+        if any(sample.reward is not None for sample in samples):
+            self._samples_without_reward = 0
+            return
+
+        self._samples_without_reward += len(samples)
+        missed_deadline = any(sample.finish_reason == "deadline" for sample in samples)
+        if self._samples_without_reward < self._max_samples_without_reward(missed_deadline):
             return
 
         message = (
-            f"{self._consecutive_failures} groups in a row ended as {reason.value}, the last because: {detail}. "
+            f"{self._samples_without_reward} samples in a row ended without a reward, the last because: {detail}. "
             "Training cannot continue. Fix the workflow or the verifier"
         )
         # ConfigError, so that the supervisor does not restart us: a workflow or verifier with which no group has ever
         # succeeded would fail again. A missed deadline may be due to a slow tool or machine, so a restart may help.
-        if not group.missed_deadline and not self.counters.groups["inserted"]:
+        if not missed_deadline and not self.counters.groups["inserted"]:
             raise ConfigError(message)
         raise RoleFailed(message)
+
+    def _max_samples_without_reward(self, missed_deadline: bool) -> int:
+        """Number of samples in a row without a reward after which the server gives up: those of a whole window.
+
+        If samples miss their deadline, those that run at once: another round could take longer than the trainer waits.
+        """
+        config = self._context.config
+        if missed_deadline:
+            return max(self.slots.capacity, MIN_OVERDUE_GROUPS_BEFORE_GIVING_UP * config.group_size)
+        return config.group_size * max(config.staleness_window.capacity, MIN_GROUPS_BEFORE_GIVING_UP)

@@ -3,7 +3,7 @@
 A sample moves through these states; only finished ones count towards `group_size`:
 
     None --session opens--> in sessions[i] --workflow returns--> finished (finish_reason set)
-                               |      ^
+                               |      ^  \--workflow fails----> failed   (finish_reason and unverifiable set)
               engine interrupts|      |session opens, prior=samples[i]
                                v      |
                             unfinished (finish_reason "")
@@ -23,7 +23,7 @@ from rollout_server.workflows.session import SampleSession
 class GroupRollout:
     """One ticket and its samples: `group_size`, or more with over-sampling.
 
-    The group is complete once `group_size` samples have finished.
+    The group is complete once `group_size` samples have finished, or all have finished or failed.
     """
 
     ticket: Ticket
@@ -48,10 +48,6 @@ class GroupRollout:
     """Snapshot of the partial from just before generation was cancelled."""
     counts_as_expired: bool = False
     """True if the lease counts as expired when the group is given back: the engine died with one of its requests."""
-    error: str | None = None
-    """Error of a failed workflow."""
-    missed_deadline: bool = False
-    """True if the workflow failed because it did not return by its deadline."""
 
     @classmethod
     def from_ticket(cls, ticket: Ticket, group_size: int, *, oversample: int = 0) -> GroupRollout:
@@ -63,13 +59,13 @@ class GroupRollout:
         samples = (samples + [None] * size)[:size]
 
         group = cls(ticket, group_size, samples)
-        group.finish_order = [index for index, sample in enumerate(samples) if _is_finished(sample)]
+        group.finish_order = [index for index, sample in enumerate(samples) if _can_be_judged(sample)]
         group.saved_tokens = _count_tokens(samples)
         return group
 
     @property
     def remaining_indices(self) -> list[int]:
-        """Indices of samples that have not finished; empty once the group is complete."""
+        """Indices of samples that have not ended; empty once the group is complete."""
         if len(self.finish_order) >= self.group_size:
             return []
         return [index for index, sample in enumerate(self.samples) if not _is_finished(sample)]
@@ -88,15 +84,21 @@ class GroupRollout:
         return sorted(index for index, session in self.sessions.items() if index in remaining and session.is_generating)
 
     def store_sample(self, index: int, sample: Sample) -> None:
-        """Store the sample that its workflow returned."""
-        if _is_finished(sample):
+        """Store the sample that its workflow returned, or what there is of it if the workflow has failed."""
+        if _can_be_judged(sample):
             self.finish_order.append(index)
         self.samples[index] = sample if sample.length or _is_finished(sample) else None
 
-    def finished_samples(self) -> list[Sample]:
-        """The first `group_size` samples that finished, in order of their index."""
-        chosen = sorted(self.finish_order[: self.group_size])
-        return [sample for index in chosen if (sample := self.samples[index]) is not None]
+    def ended_samples(self) -> list[Sample]:
+        """The first `group_size` samples that finished, in order of their index.
+
+        If fewer have finished, failed samples take the remaining places: a group has a fixed size.
+        """
+        chosen = self.finish_order[: self.group_size]
+        for index, sample in enumerate(self.samples):
+            if len(chosen) < self.group_size and _is_finished(sample) and index not in self.finish_order:
+                chosen = [*chosen, index]
+        return [sample for index in sorted(chosen) if (sample := self.samples[index]) is not None]
 
     def partial(self) -> Partial:
         """All tokens so far, for the server that continues the group; the snapshot if there is one."""
@@ -139,3 +141,8 @@ def _count_tokens(samples: list[Sample | None]) -> int:
 
 def _is_finished(sample: Sample | None) -> bool:
     return sample is not None and sample.finish_reason != ""
+
+
+def _can_be_judged(sample: Sample | None) -> bool:
+    """True for a finished sample whose workflow has not failed. Verifiers have not judged it yet."""
+    return sample is not None and _is_finished(sample) and not sample.unverifiable

@@ -1,14 +1,17 @@
-"""Pure decisions on a group whose samples are complete, and counters of the groups' outcomes."""
+"""Pure decisions on samples that have ended and on complete groups, and counters of the groups' outcomes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import msgspec
 
 from async_grpo.config import RunConfig
+from async_grpo.config.rollout import EndsConfig
+from async_grpo.errors import RequestRefused, SampleOverdue
 from async_grpo.rewards.base import RewardResult, apply_overlong_rule
 from async_grpo.wire import ReleaseReason, Sample
 
@@ -16,14 +19,54 @@ MIN_REWARDS = 2
 """Minimum rewards per group, because an advantage compares the samples of a group."""
 
 
-def describe_invalid_sample(samples: Sequence[Sample]) -> str | None:
-    """Return index and reason of the first sample that `Sample.validate` rejects; None if all are valid."""
-    for index, sample in enumerate(samples):
-        try:
-            sample.validate()
-        except ValueError as error:
-            return f"sample {index}: {error}"
+SampleFailureKind = Literal["workflow_error", "deadline", "refused"]
+"""Ways in which a workflow fails. Each is a key of `rollout.ends` and the finish reason of the sample."""
+
+
+def failure_kind(error: BaseException) -> SampleFailureKind:
+    """Return the way in which a workflow failed that raised this error."""
+    if isinstance(error, SampleOverdue):
+        return "deadline"
+    if isinstance(error, RequestRefused):
+        return "refused"
+    return "workflow_error"
+
+
+def describe_problem(sample: Sample) -> str | None:
+    """Return why `Sample.validate` rejects the sample; None if it is valid."""
+    try:
+        sample.validate()
+    except ValueError as error:
+        return str(error)
     return None
+
+
+def replace_failed_sample(sample: Sample, kind: SampleFailureKind, reason: str) -> Sample:
+    """Return a sample without tokens that failed in this way, in place of one that cannot be trained."""
+    return Sample(
+        tokens=b"",
+        logprobs=b"",
+        spans=[],
+        text=sample.text,
+        finish_reason=kind,
+        unverifiable=f"{kind}: {reason}",
+        started_s=sample.started_s,
+        finished_s=sample.finished_s,
+    )
+
+
+def apply_end_rule(sample: Sample, ends: EndsConfig, reward_names: Iterable[str]) -> Sample:
+    """Return a sample without a reward with reward 0, if `rollout.ends` says so for the way in which it ended.
+
+    `reward_names`: the reward functions, each of which then has score 0.
+    """
+    if sample.reward is not None:
+        return sample
+    kind, _, _ = sample.unverifiable.partition(":")
+    rule = getattr(ends, kind, ends.unverifiable)
+    if rule == "mask":
+        return sample
+    return msgspec.structs.replace(sample, reward=0.0, rewards=dict.fromkeys(reward_names, 0.0))
 
 
 def apply_length_rule(sample: Sample, result: RewardResult, config: RunConfig) -> RewardResult:
@@ -46,12 +89,16 @@ def attach_rewards(sample: Sample, result: RewardResult) -> Sample:
 def discard_reason(samples: Sequence[Sample], *, dynamic_sampling: bool) -> ReleaseReason | None:
     """Reason why the group cannot be trained, or None if it can.
 
-    `unverifiable`: fewer than MIN_REWARDS samples were judged. `filtered`: with dynamic sampling, all rewards are
-    equal, so every advantage would be 0.
+    `failed`: there is no token at all, or there are fewer than MIN_REWARDS rewards because a workflow failed.
+    `unverifiable`: there are fewer for another reason. `filtered`: with dynamic sampling, all rewards are equal, so
+    every advantage would be 0.
     """
+    if not any(sample.length for sample in samples):
+        return ReleaseReason.FAILED
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) < MIN_REWARDS:
-        return ReleaseReason.UNVERIFIABLE
+        has_failed = any(sample.finish_reason in get_args(SampleFailureKind) for sample in samples)
+        return ReleaseReason.FAILED if has_failed else ReleaseReason.UNVERIFIABLE
     if dynamic_sampling and len(set(rewards)) == 1:
         return ReleaseReason.FILTERED
     return None

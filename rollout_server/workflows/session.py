@@ -143,6 +143,12 @@ class SampleSession:
         sample = self._build_sample(self._completion, turns)
         return msgspec.structs.replace(sample, text=text, finish_reason=self._finish_reason)
 
+    def end_early(self, kind: str, reason: str) -> Sample:
+        """The sample up to its last complete turn, after its workflow has failed. `kind` becomes the finish reason."""
+        turns = self._turns if len(self._turns) > 1 else []
+        sample = self._build_sample(self._completion, turns)
+        return msgspec.structs.replace(sample, finish_reason=kind, unverifiable=f"{kind}: {reason}")
+
     def snapshot(self) -> Sample | None:
         """Copy of the unfinished sample, including tokens that the engine has generated but not yet returned.
 

@@ -96,16 +96,55 @@ async def test_stopping_a_server_counts_no_lease_as_expired(tmp_path: Path) -> N
     assert [ticket.expired_leases for ticket in tickets] == [0, 0]
 
 
-async def test_a_refused_request_fails_its_group_and_not_the_server(tmp_path: Path) -> None:
-    config = config_of()
-    buffer = buffer_of(config)
+def refuse(prefix: str) -> FakeEngine:
+    """Engine that refuses requests whose ID starts with `prefix`."""
 
     def answer(request: GenerationRequest) -> str:
-        if request.request_id.startswith("0-"):
+        if request.request_id.startswith(prefix):
             raise RequestRefused("rollout-0: vLLM refused request 0-1-0.0: too long")
         return "yes"
 
-    assert await failure_of_group_0(tmp_path, buffer, FakeEngine(answer)) == "RequestRefused"
+    return FakeEngine(answer)
+
+
+async def test_refused_requests_fail_their_group_and_not_the_server(tmp_path: Path) -> None:
+    why = await failure_of_group_0(tmp_path, buffer_of(config_of()), refuse("0-"))
+    assert why.startswith("refused: RequestRefused")
+
+
+async def insert_with_failed_sample(tmp_path: Path, ends: dict[str, str], **rollout: object) -> list[Sample]:
+    """Samples of group 0 if the engine refuses its second sample."""
+    config = config_of(rollout={"ends": ends, **rollout})
+    buffer = buffer_of(config)
+    async with dispatching(context_of(tmp_path, config, refuse("0-1-1."), buffer)) as (dispatcher, _):
+        await until_buffer(buffer, lambda stats: stats.ready == 4)
+        assert dispatcher.slots.reserved == 0
+        assert dispatcher.counters.reward_failures == {"refused": 1}
+    stats = await buffer.stats()
+    assert (stats.released["failed"], stats.released["unverifiable"]) == (0, 0)
+    batch = await buffer.take_batch(epoch=0, version=0, timeout_s=1.0)
+    return batch.groups[0].samples
+
+
+async def test_a_failed_sample_is_masked_and_its_group_continues(tmp_path: Path) -> None:
+    samples = await insert_with_failed_sample(tmp_path, {})
+    assert [sample.reward is None for sample in samples] == [False, True, False, False]
+    assert (samples[1].length, samples[1].finish_reason) == (0, "refused")
+
+
+async def test_a_failed_sample_gets_reward_zero_if_its_rule_says_so(tmp_path: Path) -> None:
+    samples = await insert_with_failed_sample(tmp_path, {"refused": "zero"})
+    assert samples[1].reward == 0.0
+    assert samples[1].rewards == dict.fromkeys(samples[0].rewards, 0.0)
+
+
+async def test_an_oversampled_group_takes_a_finished_sample_instead_of_a_failed_one(tmp_path: Path) -> None:
+    config = config_of(rollout={"oversample": 1, "max_concurrency": 16})
+    buffer = buffer_of(config)
+    async with dispatching(context_of(tmp_path, config, refuse("0-1-1."), buffer)):
+        await until_buffer(buffer, lambda stats: stats.ready == 4)
+    batch = await buffer.take_batch(epoch=0, version=0, timeout_s=1.0)
+    assert [sample.reward is None for sample in batch.groups[0].samples] == [False] * 4
 
 
 class Misbehaves(SingleTurn):
@@ -145,13 +184,14 @@ class Misbehaves(SingleTurn):
 async def test_a_misbehaving_workflow_fails_its_group_with_a_named_error(
     tmp_path: Path, ending: str, error: str
 ) -> None:
-    assert await failure_of_group_0(tmp_path, buffer_of(config_of()), FakeEngine(), Misbehaves(ending)) == error
+    why = await failure_of_group_0(tmp_path, buffer_of(config_of()), FakeEngine(), Misbehaves(ending))
+    assert why.startswith(f"workflow_error: {error}: ")
 
 
 async def failure_of_group_0(
     tmp_path: Path, buffer: InMemoryBuffer, engine: FakeEngine, workflow: SingleTurn | None = None
 ) -> str:
-    """Name of the error that failed group 0. Checks that no other group failed."""
+    """Reason why group 0 failed. Checks that no other group failed."""
     context = replace(context_of(tmp_path, config_of(), engine, buffer), vocabulary=256)
     context = context if workflow is None else replace(context, workflow=workflow)
     with structlog.testing.capture_logs() as logs:
@@ -162,7 +202,7 @@ async def failure_of_group_0(
             assert dispatcher.slots.reserved == 0
     (entry,) = [entry for entry in logs if entry["event"] == "group discarded"]
     assert (entry["seq"], (await buffer.stats()).admitted) == (0, 5)
-    return str(entry["why"]).partition(":")[0]
+    return str(entry["why"])
 
 
 class CancelledPool(FakePool):
@@ -199,7 +239,7 @@ class WrongLogprobs(FakeEngine):
 @pytest.mark.parametrize("logprob", [np.nan, -np.inf, np.inf, 0.5])
 async def test_invalid_log_probabilities_fail_the_group_and_name_the_server(tmp_path: Path, logprob: float) -> None:
     why = await failure_of_group_0(tmp_path, buffer_of(config_of()), WrongLogprobs(logprob))
-    assert why == "rollout-0 generated sample 0"
+    assert why.startswith("workflow_error: rollout-0 generated an invalid sample")
 
 
 class SlowProgress(InMemoryBuffer):

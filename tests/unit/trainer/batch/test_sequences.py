@@ -70,6 +70,27 @@ def test_masking_does_not_change_the_weight_of_the_other_tokens(aggregation: str
     assert masked.weights_N.tolist() == whole.weights_N[3:].tolist()
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
+def test_a_failed_sample_without_tokens_changes_nothing_for_the_others(aggregation: str) -> None:
+    objective = ObjectiveConfig(aggregation=aggregation)
+    failed = Sample(tokens=b"", logprobs=b"", spans=[], finish_reason="deadline", unverifiable="deadline: late")
+    failed.validate()
+    samples = [replace(OLD_AND_NEW, reward=1.0), replace(NEW, reward=0.0)]
+    alone, beside = (
+        make_micro_batch(split_into_sequences(batch_of(*group), objective, 64))
+        for group in (samples, [samples[0], failed, samples[1]])
+    )
+    assert beside.advantages_N.tolist() == alone.advantages_N.tolist()
+    assert beside.weights_N.tolist() == alone.weights_N.tolist()
+    row = step_row(
+        batch_of(*samples, failed),
+        {metric.key: 0 for metric in METRICS if metric.reduce is not None},
+        lr=0.1,
+        seconds={},
+    )
+    assert (row["unverifiable_samples"], row["reward_mean"]) == (1, 0.5)
+
+
 def test_ages_count_only_tokens_with_a_gradient() -> None:
     result = {metric.key: 0 for metric in METRICS if metric.reduce is not None}
     rows = [step_row(batch_of(OLD_AND_NEW, NEW, mask_below=below), result, lr=0.1, seconds={}) for below in (0, 2)]
