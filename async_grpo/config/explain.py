@@ -94,6 +94,41 @@ def _explain_field(key: str, field: FieldInfo, config: RunConfig, origins: _Orig
 
 
 @dataclass(frozen=True, slots=True)
+class ChangedSetting:
+    """A setting of a run that differs from the default of its key."""
+
+    key: str
+    value: Any
+    default: Any
+    """None also if the key is required, or not a key of this release."""
+
+
+def list_changed_settings(settings: Mapping[str, Any]) -> list[ChangedSetting]:
+    """Return the settings of a resolved configuration that differ from their defaults, in the order of the file.
+
+    `settings` is plain data and may be from another release: keys that this one does not have count as changed.
+    """
+    fields = dict(_fields(RunConfig))
+    changed = []
+    for key, value in _leaf_settings(settings, fields, ""):
+        default = fields[key].get_default(call_default_factory=True) if key in fields else PydanticUndefined
+        plain_default = None if default is PydanticUndefined else json.loads(_as_text(default))
+        if default is PydanticUndefined or json.loads(_as_text(value)) != plain_default:
+            changed.append(ChangedSetting(key, value, plain_default))
+    return changed
+
+
+def _leaf_settings(node: Mapping[str, Any], fields: Mapping[str, FieldInfo], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value). A section that is not set is no setting."""
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in fields:
+            yield from _leaf_settings(value, fields, f"{key}.")
+        elif key in fields or value is not None:
+            yield key, value
+
+
+@dataclass(frozen=True, slots=True)
 class _Origins:
     """Knows where the values of one configuration were set."""
 

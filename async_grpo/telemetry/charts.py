@@ -300,5 +300,12 @@ STEP_TIME = Chart(
     ),
 )
 
+OVERVIEW: dict[str, tuple[Chart, ...]] = {
+    "learning": (REWARD, HELD_OUT),
+    "speed": (METRIC_CHARTS["tokens_per_s"], IDLE),
+    "soundness": (AGES, METRIC_CHARTS["logprob_gap_mean"]),
+}
+"""Question of `telemetry.verdict` -> charts that show its answer, on the overview of a run and first in its report."""
+
 FAMILIES = (REWARD_BY_FUNCTION, BUFFER, RELEASED)
 """Charts whose curves depend on the run's data."""

@@ -69,7 +69,7 @@ def test_a_chart_is_read_by_keyboard_and_a_run_can_be_hidden(
 def test_a_live_run_grows_in_its_chart_without_a_reload(shown: tuple[str, Path], open_page: Callable[..., Any]) -> None:
     page = open_page(view_of(shown[0], "first", "staleness"))
     page.locator(".verdict-line").filter(has_text="oldest trained token was 2 steps").wait_for()
-    page.locator(".age-strip p").filter(has_text="From step 10: age 0: 50 %, age 1: 50 %").wait_for()
+    page.locator(".age-strip p").filter(has_text="From step 10: age 0: 50%, age 1: 50%").wait_for()
     write_metrics(shown[1] / "first", range(11, 14))
     page.locator(".chart .values").filter(has_text="trained 52").wait_for()  # 4 groups a step
     assert page.locator("#live").inner_text() == "live"
@@ -94,7 +94,7 @@ def test_without_uplot_the_page_says_how_to_get_it(shown: tuple[str, Path], open
     page.route("**/api/metrics", lambda route: route.fulfill(json={**route.fetch().json(), "charts": False}))
     page.goto(f"{shown[0]}/#/run/first/curves")
     page.locator(".note").filter(has_text="python -m async_grpo.lab.view.vendor").wait_for()
-    page.locator(".chart .values").filter(has_text="first").first.wait_for()
+    page.locator(".chart .values").filter(has_text="last").first.wait_for()
 
 
 def test_a_sweep_leads_to_the_reports_of_its_runs(tmp_path: Path, open_page: Callable[..., Any]) -> None:
@@ -113,7 +113,7 @@ def test_a_sweep_leads_to_the_reports_of_its_runs(tmp_path: Path, open_page: Cal
         frame.get_by_role("link", name="S=0").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
         frame.get_by_role("link", name="S=0").click()
-        page.get_by_role("heading", name="grid/runs/S=0: report").wait_for()
+        page.get_by_role("heading", name="grid/runs/S=0 report").wait_for()
         frame.get_by_text("settings").click()
         frame.get_by_text("steps: 10").wait_for()
         page.close()

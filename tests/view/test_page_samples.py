@@ -17,7 +17,7 @@ def facts_of(page: Any) -> dict[str, str]:
 
 
 def test_what_a_token_tells_when_it_is_pointed_at_and_by_keyboard(address: str, open_page: Callable[..., Any]) -> None:
-    page = open_page(view_of(address, "plain", "samples?sort=oldest"))
+    page = open_page(view_of(address, "plain", "samples?sort=oldest&order=sampled"))
     row = sample_row(0)
     page.locator(".completion").nth(1).locator("[data-place='3']").hover()
     first = row["completions"][1]
@@ -34,7 +34,7 @@ def test_what_a_token_tells_when_it_is_pointed_at_and_by_keyboard(address: str, 
 
 
 def test_tokens_are_told_apart_by_more_than_their_colour(address: str, open_page: Callable[..., Any]) -> None:
-    page = open_page(view_of(address, "plain", "samples?sort=oldest"))
+    page = open_page(view_of(address, "plain", "samples?sort=oldest&order=sampled"))
     tokens = page.locator(".completion").first.locator(".token")
     styles = [tokens.nth(place).evaluate("e => getComputedStyle(e).borderBottomStyle") for place in (0, 23)]
     assert styles == ["solid", "dashed"]
@@ -50,7 +50,7 @@ def test_tokens_without_a_gradient_say_why(tmp_path: Path, open_page: Callable[.
     with (run / "trained.jsonl").open("a") as file:
         file.write('{"step": 21, "skipped": false, "mask_below": 20, "groups": {"77": null}}\n')
     with serving(tmp_path / "runs") as address:
-        page = open_page(view_of(address, "tools", "samples"))
+        page = open_page(view_of(address, "tools", "samples?order=sampled"))
         first = page.locator(".completion").first
         seen = {}
         for place in (3, 13, 17):

@@ -24,7 +24,6 @@ from async_grpo.telemetry.rows import (
     Facts,
     Row,
     latest_rows,
-    mean,
     number,
     numbers,
     rate,
@@ -33,6 +32,7 @@ from async_grpo.telemetry.rows import (
     tokens_per_s,
 )
 from async_grpo.telemetry.timeline import ENGINE_NOTE, PROCESS_TRACK
+from async_grpo.telemetry.verdict import training_reward
 from async_grpo.telemetry.weight_updates import update_seconds
 from async_grpo.utils.text import figure
 from async_grpo.wire.board import Evaluation
@@ -72,7 +72,7 @@ def summarize(
         **_settings(config),
         **_held_out_scores(evaluations),
         "steps": len(steps),
-        **_training_reward(steps),
+        **training_reward(numbers(steps, "reward_mean")),
         "generated_tokens": generated_tokens,
         "trained_tokens": int(sum(numbers(steps, "trained_tokens"))),
         "wall_s": wall_s,
@@ -192,13 +192,6 @@ def _held_out_scores(evaluations: Sequence[Evaluation]) -> Facts:
         "greedy_accuracy_before": before and before.greedy_accuracy,
         "greedy_accuracy_after": after and after.greedy_accuracy,
     }
-
-
-def _training_reward(steps: Sequence[Row]) -> Facts:
-    """Return the mean training reward of the first and of the last tenth of the steps."""
-    rewards = numbers(steps, "reward_mean")
-    tenth = max(1, len(rewards) // 10)
-    return {"reward_first": mean(rewards[:tenth]), "reward_last": mean(rewards[-tenth:])}
 
 
 def _ages(steps: Sequence[Row]) -> Facts:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,10 @@ from async_grpo.config import RunConfig, validate
 from async_grpo.config.load import remove_former_values
 from async_grpo.errors import ConfigError
 from async_grpo.lab.view.columns import READ_S, StepColumns
+from async_grpo.lab.view.overview import AdviceCache, make_overview
 
+SPARKLINE_POINTS = 40
+"""Points of the reward curve in the list of runs."""
 SEPARATOR = "~"
 """Replaces the slash in ids, so that the id of a run in a subfolder is one segment of a URL."""
 SWEEP_RECORD = "points.json"
@@ -31,12 +36,12 @@ class ViewedRun:
         self.run = Run(path)
         self.columns = StepColumns(path)
         self._lock = threading.Lock()
-        # A separate lock: computing a summary takes seconds, and the list of runs must not wait for it.
-        self._summary_lock = threading.Lock()
+        # With a lock of its own: an explanation takes seconds, and the list of runs must not wait for it.
+        self._advice = AdviceCache(path)
         self._fingerprint: Any = None
         self._entry: dict[str, Any] = {}
-        self._summary_fingerprint: Any = None
-        self._summary: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
+        self._settings_written_ns = 0
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Return a value that changes when the run writes, starts or ends."""
@@ -62,7 +67,7 @@ class ViewedRun:
 
     def _read_entry(self, budget_s: float) -> dict[str, Any]:
         read = self.columns.read_new_rows(budget_s)
-        settings = self.run.settings()
+        settings = self.settings()
         evaluations = self.run.evaluations()
         config = self._validate(settings)
         times = self.columns.column("time_s")
@@ -81,12 +86,23 @@ class ViewedRun:
             "capacity": config and config.capacity_groups,
             "age_max": float(np.nanmax(ages)) if not np.isnan(ages).all() else None,
             "reward": self.columns.last_value("reward_mean"),
+            "rewards": self.columns.mean_in_ranges("reward_mean", SPARKLINE_POINTS),
             "accuracy": evaluations[-1].get("sampled_accuracy") if evaluations else None,
             "tokens_per_s": self.columns.tokens_per_s(settings.get("max_staleness")),
             "started_s": float(times[0]) if len(times) else None,
             "changed_s": max(path.stat().st_mtime for path in (self.run.path, *self.run.path.glob("metrics.jsonl"))),
             "duration_s": self.run.state().wall_s or steps_s,
         }
+
+    def settings(self) -> dict[str, Any]:
+        """Return config.yaml as plain data, parsed again only when the file has changed: it takes milliseconds, and the
+        list of a large sweep needs it for every point."""
+        file = self.run.folder.config_file
+        written_ns = file.stat().st_mtime_ns if file.exists() else 0
+        if written_ns != self._settings_written_ns:
+            self._settings = self.run.settings()
+            self._settings_written_ns = written_ns
+        return copy.deepcopy(self._settings)
 
     def _validate(self, settings: dict[str, Any]) -> RunConfig | None:
         """Return the configuration; None if this release rejects it."""
@@ -97,31 +113,26 @@ class ViewedRun:
             return None
 
     def details(self) -> dict[str, Any]:
-        """Return the data of the run's overview page."""
+        """Return the data of the run's overview page. `read` below 1 means that the next call reads further."""
+        until = time.monotonic() + READ_S
+        entry = self.list_entry(READ_S)
+        read = min(entry["read"], self.columns.read_new_spans(until - time.monotonic()))
         folder = self.run.path
         return {
-            **self.list_entry(),
+            **entry,
+            **make_overview(self.run, self.columns, entry),
+            "read": read,
             "path": str(folder),
-            "settings": self.run.settings(),
             "evaluations": self.run.evaluations(),
             "warnings": list(self.columns.warnings),
             "logs": [file.stem for file in self.run.files("logs") if file.suffix == ".log"],
             "has_report": (folder / "report.md").is_file(),
         }
 
-    def summary(self) -> dict[str, Any]:
-        """Return the metrics of the whole run; {} while it is live.
-
-        Takes seconds for a long run that has not written its summary.json.
-        """
-        with self._summary_lock:
-            if self.list_entry()["status"] == RunStatus.LIVE:
-                return {}
-            fingerprint = self.fingerprint()
-            if fingerprint != self._summary_fingerprint:
-                self._summary = self.run.summary()
-                self._summary_fingerprint = fingerprint
-            return {key: value for key, value in self._summary.items() if key != "evaluations"}
+    def advice(self) -> dict[str, Any]:
+        """Return the advice of `async-grpo why`. Takes seconds for a long run."""
+        is_live = self.list_entry()["status"] == RunStatus.LIVE
+        return self._advice.advise(self.fingerprint(), is_live=is_live)
 
 
 class RunsRoot:

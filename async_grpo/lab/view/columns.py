@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.lab.view.followed import FollowedFiles
-from async_grpo.telemetry.charts import METRIC_CHARTS, ROLLOUT_IDLE, TOKENS_BY_AGE, TRAINER_IDLE, Chart
+from async_grpo.telemetry.charts import AGES, METRIC_CHARTS, ROLLOUT_IDLE, TOKENS_BY_AGE, TRAINER_IDLE, Chart
 from async_grpo.telemetry.idle import GENERATING, idle_s
 from async_grpo.telemetry.jsonl import parse_rows
 from async_grpo.telemetry.rows import count_warmup_steps, rate
@@ -33,7 +33,7 @@ READ_S = 0.25
 MAX_POINTS = 2000
 """Maximum points of a curve, more than a screen has columns."""
 MAX_WARNINGS = 200
-AGES = f"{TOKENS_BY_AGE.family}."
+AGE_PREFIX = f"{TOKENS_BY_AGE.family}."
 """Prefix of the keys of tokens by age."""
 
 Floats = npt.NDArray[np.float64]
@@ -141,6 +141,17 @@ class StepColumns:
                 means[key] = float(np.nanmean(values))
         return means
 
+    def mean_in_ranges(self, key: str, count: int) -> list[float]:
+        """Return the means of at most `count` ranges of neighbouring steps, in order, without empty ones."""
+        values = self.column(key)
+        values = values[~np.isnan(values)]
+        if not len(values):
+            return []
+        starts = _column_starts(len(values), count)
+        sums = np.add.reduceat(values, starts)
+        means: list[float] = np.round(sums / np.diff([*starts, len(values)]), 4).tolist()
+        return means
+
     def tokens_per_s(self, max_staleness: Any) -> float | None:
         """Return the tokens trained per second over the steps after the head start, as in reports; None if unknown."""
         window = max_staleness if isinstance(max_staleness, int) else 0
@@ -165,11 +176,11 @@ class StepColumns:
         Neighbouring steps share a column if there are more than `max_columns`.
         """
         with self.lock:
-            ages = sorted(int(key.removeprefix(AGES)) for key in self.keys() if key.startswith(AGES))
+            ages = sorted(int(key.removeprefix(AGE_PREFIX)) for key in self.keys() if key.startswith(AGE_PREFIX))
             x = self.x_values(axis)
             if not ages:
                 return {"x": [], "ages": [], "share": []}
-            tokens = np.array([np.nan_to_num(self.column(f"{AGES}{age}")) for age in ages])
+            tokens = np.array([np.nan_to_num(self.column(f"{AGE_PREFIX}{age}")) for age in ages])
         starts = _column_starts(len(x), max_columns)
         summed = np.add.reduceat(tokens, starts, axis=1)
         share = summed / np.maximum(summed.sum(axis=0), 1)
@@ -249,9 +260,16 @@ def group_curves() -> list[dict[str, Any]]:
 
     Reward, staleness and idle shares come first.
     """
-    groups: dict[str, list[dict[str, str]]] = {"reward": [], "staleness": [], "idle": []}
+    only_if_varying = {series.key for series in AGES.series if series.only_if_varying}
+    groups: dict[str, list[dict[str, Any]]] = {"reward": [], "staleness": [], "idle": []}
     for key, chart in METRIC_CHARTS.items():
-        entry = {"key": key, "label": chart.title, "unit": chart.unit, "doc": chart.doc}
+        entry = {
+            "key": key,
+            "label": chart.title,
+            "unit": chart.unit,
+            "doc": chart.doc,
+            "only_if_varying": key in only_if_varying,
+        }
         groups.setdefault(chart.group, []).append(entry)
     return [{"group": group, "metrics": metrics} for group, metrics in groups.items()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -29,6 +30,7 @@ from async_grpo.telemetry.charts import (
     FAMILIES,
     HELD_OUT,
     IDLE,
+    OVERVIEW,
     RELEASED,
     ROLLOUT_IDLE,
     TOKENS_BY_AGE,
@@ -39,10 +41,17 @@ from async_grpo.utils.files import read_end
 
 LOG_BYTES = 64 << 10
 """Maximum bytes of a log that are shown, from its end."""
+MAX_LOG_LINES = 500
+"""Maximum lines that a search in a log returns."""
+LogLevel = Literal["any", "warning", "error"]
+LOG_RANKS = {"warning": 1, "error": 2, "critical": 3}
+_LOG_LEVEL = re.compile(r'(?i)(?:^|[\s"])(debug|info|warning|error|critical)(?=[\s":])')
+"""The level in a line of `telemetry.logging`, as text or JSON, and of most libraries."""
 _DETAILS_TAG = re.compile(r"<details><summary>(.+)</summary>|</details>")
 """A line that opens or closes a collapsible section of a report."""
-SHOWN_BY_MEAN = (TRAINER_IDLE, ROLLOUT_IDLE)
-"""Curves summarised by their mean. Their last value means little: at the end of a run one side always waits."""
+SHOWN_BY_MEAN = (TRAINER_IDLE, ROLLOUT_IDLE, "tokens_per_s", *(series.key for series in BUFFER.series))
+"""Curves summarised by their mean. Their last value means little: at the end of a run one side always waits, the buffer
+is empty, and the last step waits for an evaluation."""
 Axis = Literal["step", "time"]
 Runs = Annotated[list[str], Query(max_length=50)]
 Keys = Annotated[list[str], Query(max_length=200)]
@@ -56,17 +65,24 @@ def run_routes(root: RunsRoot) -> APIRouter:
     def runs() -> list[dict[str, Any]]:
         """Return all runs, the latest first."""
         until = time.monotonic() + READ_S  # shared by all runs
-        return [run.list_entry(until - time.monotonic()) for run in root.viewed_runs()]
+        viewed = root.viewed_runs()
+        differing = find_settings_of_points(root, viewed)
+        return [{**run.list_entry(until - time.monotonic()), "differing": differing.get(run.id, {})} for run in viewed]
+
+    @routes.get("/api/run-names")
+    def run_names() -> list[str]:
+        """Return the ids of all runs, the latest first. Reads no metrics, so it is fast for any folder."""
+        return [run.id for run in root.viewed_runs()]
 
     @routes.get("/api/runs/{name}")
     def run_details(name: str) -> dict[str, Any]:
-        """Return metrics, settings, evaluations and warnings of a run."""
+        """Return verdict, progress, settings, evaluations and warnings of a run."""
         return root.find_run(name).details()
 
-    @routes.get("/api/runs/{name}/summary")
-    def summary(name: str) -> dict[str, Any]:
-        """Return the metrics of the whole run, with its bottleneck and restarts; {} while it is live."""
-        return root.find_run(name).summary()
+    @routes.get("/api/runs/{name}/advice")
+    def advice(name: str) -> dict[str, Any]:
+        """Return the main cause of waiting and the advice for it, as `async-grpo why` prints them."""
+        return root.find_run(name).advice()
 
     @routes.get("/api/runs/{name}/staleness")
     def staleness(name: str, x: Axis = "step") -> dict[str, Any]:
@@ -80,12 +96,41 @@ def run_routes(root: RunsRoot) -> APIRouter:
         }
 
     @routes.get("/api/runs/{name}/logs/{role}")
-    def log(name: str, role: str) -> dict[str, str]:
-        """Return the end of a role's log."""
-        end = read_end(_file_in(root.find_run_folder(name), "logs", f"{role}.log"), LOG_BYTES)
-        return {"role": role, "text": end.decode("utf-8", "replace")}
+    def log(name: str, role: str, q: str = "", level: LogLevel = "any") -> dict[str, Any]:
+        """Return the end of a role's log; with `q` or `level`, the last matching lines of the whole log."""
+        file = _file_in(root.find_run_folder(name), "logs", f"{role}.log")
+        if q or level != "any":
+            return {"role": role, **search_log(file, q, level)}
+        text = read_end(file, LOG_BYTES).decode("utf-8", "replace")
+        return {"role": role, "text": text, "cut": file.stat().st_size > LOG_BYTES}
+
+    @routes.get("/api/runs/{name}/logs/{role}/file")
+    def log_file(name: str, role: str) -> FileResponse:
+        """Return a role's whole log as a download."""
+        file = _file_in(root.find_run_folder(name), "logs", f"{role}.log")
+        return FileResponse(file, media_type="text/plain; charset=utf-8", filename=f"{name}-{role}.log")
 
     return routes
+
+
+def search_log(file: Path, text: str, level: LogLevel) -> dict[str, Any]:
+    """Return the last lines that contain `text`, in either case, and have at least this level.
+
+    A line without a level, such as one of a traceback, belongs to the line before it.
+    """
+    wanted = text.lower()
+    rank = 0
+    lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+    found = 0
+    with file.open(encoding="utf-8", errors="replace") as log:
+        for line in log:
+            match = _LOG_LEVEL.search(line[:200])
+            if match is not None:
+                rank = LOG_RANKS.get(match[1].lower(), 0)
+            if rank >= LOG_RANKS.get(level, 0) and wanted in line.lower():
+                found += 1
+                lines.append(line)
+    return {"text": "".join(lines), "cut": found > len(lines)}
 
 
 def curve_routes(root: RunsRoot) -> APIRouter:
@@ -101,6 +146,9 @@ def curve_routes(root: RunsRoot) -> APIRouter:
             "held_out": describe_chart(HELD_OUT),
             "staleness": [describe_chart(chart) for chart in (AGES, IDLE, BUFFER, RELEASED)],
             "tokens_by_age": describe_chart(TOKENS_BY_AGE),
+            "overview": {
+                question: [describe_chart(chart) for chart in charts] for question, charts in OVERVIEW.items()
+            },
             "charts": is_unpacked(UPLOT),
         }
 
@@ -219,11 +267,22 @@ def _evaluations(run: ViewedRun, axis: Axis) -> list[dict[str, Any]]:
 
 def find_differences(runs: list[ViewedRun]) -> list[dict[str, Any]]:
     """Return the dotted keys of config.yaml that differ between any two runs, with the value in each run."""
-    settings = [run.run.settings() for run in runs]
+    settings = [run.settings() for run in runs]
     keys: set[str] = set()
     for other in settings[1:]:
-        keys.update(differing_keys(settings[0], other, ignored=("name",)))
+        keys.update(differing_keys(settings[0], other, ignored=("name", "runs_dir")))
     return [{"key": key, "values": [look_up(config, key) for config in settings]} for key in sorted(keys)]
+
+
+def find_settings_of_points(root: RunsRoot, runs: list[ViewedRun]) -> dict[str, dict[str, Any]]:
+    """Return for each run of a sweep the settings in which its points differ: run id -> {key: value}."""
+    settings: dict[str, dict[str, Any]] = {}
+    for folder in root.sweep_folders():
+        points = [run for run in runs if run.run.path.is_relative_to(folder)]
+        for difference in find_differences(points):
+            for run, value in zip(points, difference["values"], strict=True):
+                settings.setdefault(run.id, {})[difference["key"]] = value
+    return settings
 
 
 def _sweep_entry(root: RunsRoot, path: Path, runs: list[ViewedRun]) -> dict[str, Any]:

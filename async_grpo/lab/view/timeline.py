@@ -25,8 +25,17 @@ from async_grpo.lab.view.columns import READ_S
 from async_grpo.lab.view.followed import FollowedFiles
 from async_grpo.lab.view.recent_runs import RecentRuns
 from async_grpo.lab.view.sample_index import NameTable
-from async_grpo.telemetry.idle import GENERATING, busy_share
-from async_grpo.telemetry.timeline import TRACK, WAIT, lane_numbers, role_order
+from async_grpo.telemetry.idle import GENERATING, Span, busy_share, merged
+from async_grpo.telemetry.timeline import (
+    CPU_TRACK,
+    PROCESS_TRACK,
+    START,
+    STARTED,
+    TRACK,
+    WAIT,
+    lane_numbers,
+    role_order,
+)
 
 MANY_LANES = 6
 """Tracks with more lanes are shown as a density unless the query expands them."""
@@ -178,6 +187,23 @@ class Track:
                 shares[kind] = busy_share(starts, ends, from_s, to_s)
         return shares
 
+    def waited_share(self, from_s: float, to_s: float) -> float:
+        """Return the share of the range that `waited_s` of the spans adds up to. A span at an edge counts in part."""
+        waited_s = 0.0
+        for position in np.flatnonzero((self.end > from_s) & (self.start < to_s)):
+            args = self._args[int(self.order[position])]
+            start, end = float(self.start[position]), float(self.end[position])
+            if args and end > start:
+                inside = (min(end, to_s) - max(start, from_s)) / (end - start)
+                waited_s += inside * float(msgspec.json.decode(args).get("waited_s") or 0.0)
+        return waited_s / (to_s - from_s)
+
+    def starts_of(self, kind: str) -> Floats:
+        """Return the sorted starts of all spans of this kind."""
+        if kind not in self._kinds.all:
+            return np.zeros(0)
+        return np.sort(self.start[self.kind == self._kinds.all.index(kind)])
+
     def spans_in_range(self, from_s: float, to_s: float, kind: int | None = None) -> tuple[Floats, Floats]:
         """Return starts and ends of the spans that overlap the range, optionally of one kind."""
         overlaps = (self.end > from_s) & (self.start < to_s)
@@ -236,6 +262,11 @@ class RunTimeline:
                 "read": read,
                 "behind": is_behind,
                 "shares": self._make_shares(from_s, to_s),
+                "outages": [
+                    {"role": role, "start": start - origin_s, "end": end - origin_s}
+                    for role, tracks in self._tracks.items()
+                    for start, end in _find_outages(tracks)
+                ],
             }
 
     def _make_row(self, role: str, name: str, track: Track, from_s: float, to_s: float, query: TimelineQuery) -> Any:
@@ -255,11 +286,14 @@ class RunTimeline:
         shares = []
         for role in sorted(self._tracks, key=role_order):
             tracks = self._tracks[role]
-            parts = [
-                {"track": name, "kind": kind, "share": share}
-                for name, track in tracks.items()
-                for kind, share in track.busy_shares(from_s, to_s).items()
-            ]
+            parts = []
+            for name, track in tracks.items():
+                # A span of this track is a measurement of `waited_s`, so its own length means nothing.
+                if name == CPU_TRACK:
+                    parts.append({"track": name, "kind": name, "share": track.waited_share(from_s, to_s)})
+                    continue
+                for kind, share in track.busy_shares(from_s, to_s).items():
+                    parts.append({"track": name, "kind": kind, "share": share})
             shares.append({"role": role, "parts": parts, "idle": _idle_share(tracks, from_s, to_s)})
         return shares
 
@@ -291,6 +325,30 @@ class RunTimeline:
             tracks[event.track].add_event(event)
             self._origin_s = event.start_s if self._origin_s is None else min(self._origin_s, event.start_s)
             self._end_s = max(self._end_s, event.start_s, event.end_s or 0.0)
+
+
+def _find_outages(tracks: dict[str, Track]) -> list[Span]:
+    """Return the intervals in which the role was away: a server until it generates again (`telemetry.idle.outages`),
+    the trainer until its next process waits for its first batch."""
+    if PROCESS_TRACK in tracks:
+        starts = tracks[PROCESS_TRACK].starts_of(STARTED)
+        back = np.sort(np.concatenate([tracks[name].start for name in GENERATING if name in tracks] or [np.zeros(0)]))
+    elif TRACK in tracks:
+        starts = back = tracks[TRACK].starts_of(START)
+    else:
+        return []
+
+    ends = np.sort(np.concatenate([track.end for track in tracks.values()]))
+    intervals = []
+    for started in starts[1:]:
+        last = int(np.searchsorted(ends, started, side="right")) - 1
+        first = int(np.searchsorted(back, started))
+        # The instant `started` is an event too, so look at the one before it.
+        while last >= 0 and ends[last] >= started:
+            last -= 1
+        if last >= 0 and first < len(back):
+            intervals.append((float(ends[last]), float(back[first])))
+    return merged(intervals)
 
 
 def _idle_share(tracks: dict[str, Track], from_s: float, to_s: float) -> float | None:

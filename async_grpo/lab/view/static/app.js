@@ -9,8 +9,10 @@
 // that the run has written (views of several runs: with the ids of the changed runs), `close` before another view opens.
 
 import { compareView, curvesView } from "./curves.js";
-import { el } from "./dom.js";
-import { logsView, overviewView, reportView, sweepsView, sweepView } from "./run.js";
+import { el, fetchJson, nameOf } from "./dom.js";
+import { logsView } from "./logs.js";
+import { overviewView } from "./overview.js";
+import { reportView, sweepsView, sweepView } from "./reports.js";
 import { runsView } from "./runs.js";
 import { samplesView } from "./samples.js";
 import { stalenessView } from "./staleness.js";
@@ -32,7 +34,8 @@ const PAGES = {
   sweep: { title: "Sweep", make: sweepView },
 };
 
-const page = Object.fromEntries(["views", "live", "theme", "title", "view", "main"].map((id) => [id, document.getElementById(id)]));
+const IDS = ["pages", "run-bar", "run-choice", "views", "live", "theme", "title", "view", "main"];
+const page = Object.fromEntries(IDS.map((id) => [id, document.getElementById(id)]));
 let openView = null;
 
 /** The parts of the address: kind, name of the run or sweep, view, and parameters. */
@@ -40,7 +43,9 @@ function parseAddress() {
   const [path, query] = location.hash.replace(/^#/, "").split("?");
   const [, kind = "", name = "", view] = path.split("/");
   const parameters = new URLSearchParams(query);
-  if (kind === "run" && name) return { kind, name: decodePart(name), view: VIEWS[view] ? view : "overview", parameters };
+  if (kind === "run" && name) {
+    return { kind, name: decodePart(name), view: VIEWS[view] ? view : "overview", parameters };
+  }
   return { kind: PAGES[kind] ? kind : "", name: decodePart(name), view: "", parameters };
 }
 
@@ -54,35 +59,39 @@ function decodePart(part) {
 
 function formatAddress({ kind, name, view, parameters }) {
   const path = [kind, name, view].filter(Boolean).map(encodeURIComponent).join("/");
-  return `#/${path}${String(parameters) && `?${parameters}`}`;
+  const query = String(parameters ?? "");
+  return `#/${path}${query && `?${query}`}`;
 }
 
 function showAddress() {
-  if (location.hash === "#main") return page.main.focus();
+  if (location.hash === "#main") {
+    page.main.focus();
+    return;
+  }
   const target = parseAddress();
   if (openView?.address === formatAddress(target)) return;
+
   openView?.close();
-  const { title } = target.kind === "run" ? VIEWS[target.view] : PAGES[target.kind];
-  const label = target.name ? `${target.name.replaceAll("~", "/")}: ${title.toLowerCase()}` : title;
-  document.title = `${label} · async-grpo`;
-  page.title.textContent = label;
-  page.live.textContent = "";
+  showTitle(target);
   showNavigation(target);
+  page.live.textContent = "";
   openView = openTarget(target);
 }
 
 function openTarget(target) {
   const current = { address: formatAddress(target) };
-  const view = target.kind === "run" ? VIEWS[target.view] : PAGES[target.kind];
+  const view = viewOf(target);
   const changed = (parameters) => {
     current.address = formatAddress({ ...target, parameters });
     history.replaceState(null, "", current.address);
   };
   page.view.replaceChildren();
   const controls = view.make(page.view, target.name, target.parameters, changed);
+
   const events = followChanges(target, (names) => {
     page.live.textContent = "live";
-    if (!view.files || names.some((name) => view.files.test(name) || name === "run.lock")) controls.refresh?.(names);
+    const concernsView = !view.files || names.some((name) => view.files.test(name) || name === "run.lock");
+    if (concernsView) controls.refresh?.(names);
   });
   current.close = () => {
     events.close();
@@ -90,6 +99,8 @@ function openTarget(target) {
   };
   return current;
 }
+
+const viewOf = ({ kind, view }) => (kind === "run" ? VIEWS[view] : PAGES[kind]);
 
 /** Open the stream of changes of one run's files, or of all runs; `onChange` gets their names. */
 function followChanges({ kind, name }, onChange) {
@@ -99,14 +110,41 @@ function followChanges({ kind, name }, onChange) {
   return events;
 }
 
+function showTitle(target) {
+  const { title } = viewOf(target);
+  const parts = target.name ? [nameOf(target.name), " ", el("small", {}, title.toLowerCase())] : [title];
+  page.title.replaceChildren(...parts);
+  document.title = `${page.title.textContent} · async-grpo`;
+}
+
 function showNavigation({ kind, name, view }) {
   const link = (href, title, isCurrent) => el("a", { href, "aria-current": isCurrent ? "page" : null }, title);
-  const runLinks = Object.entries(VIEWS).map(([id, { title }]) => link(`#/run/${encodeURIComponent(name)}/${id}`, title, id === view));
-  page.views.replaceChildren(
-    link("#/", "Runs", kind === ""),
-    link("#/sweeps", "Sweeps", kind === "sweeps"),
-    ...(kind === "run" ? runLinks : []),
+  page.pages.replaceChildren(
+    link("#/", "Runs", kind === "" || kind === "compare"),
+    link("#/sweeps", "Sweeps", kind === "sweeps" || kind === "sweep"),
   );
+
+  page["run-bar"].hidden = kind !== "run";
+  if (kind !== "run") return;
+  const links = Object.entries(VIEWS).map(([id, { title }]) => link(formatAddress({ kind, name, view: id }), title, id === view));
+  page.views.replaceChildren(...links);
+  showRunChoice(name, view);
+}
+
+/** Fill the list that switches to the same view of another run. */
+async function showRunChoice(name, view) {
+  const choice = page["run-choice"];
+  const fill = (names) => {
+    choice.replaceChildren(...names.map((id) => el("option", { value: id }, nameOf(id))));
+    choice.value = name;
+  };
+  choice.onchange = () => {
+    location.hash = formatAddress({ kind: "run", name: choice.value, view });
+  };
+  if (choice.value !== name) fill([name]);
+  const names = await fetchJson("/api/run-names").catch(() => []);
+  const isStillOpen = parseAddress().name === name;
+  if (isStillOpen && names.includes(name)) fill(names);
 }
 
 function setTheme(name) {
@@ -117,8 +155,11 @@ function setTheme(name) {
 }
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-setTheme(localStorage.getItem("theme") ?? (prefersDark.matches ? "dark" : "light"));
-prefersDark.addEventListener("change", () => localStorage.getItem("theme") ?? setTheme(prefersDark.matches ? "dark" : "light"));
+const systemTheme = () => (prefersDark.matches ? "dark" : "light");
+setTheme(localStorage.getItem("theme") ?? systemTheme());
+prefersDark.addEventListener("change", () => {
+  if (localStorage.getItem("theme") === null) setTheme(systemTheme());
+});
 page.theme.addEventListener("click", () => {
   const other = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   localStorage.setItem("theme", other);

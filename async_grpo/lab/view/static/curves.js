@@ -1,14 +1,22 @@
 // Curves over steps or time: of one run, or of several together, with the settings in which they differ.
 
-import { chart, COLOURS, loadCharts, missingCharts, smoothed, swatch } from "./charts.js";
-import { el, fetchJson, readAgain, stillReading } from "./dom.js";
+import { COLOURS, loadCharts, makeChart, missingCharts, smoothValues, swatch } from "./charts.js";
+import { el, fetchJson, nameOf, readAgain, scrollingTable, showError, stillReading } from "./dom.js";
+import { isVarying } from "./series.js";
 
-const OPEN = ["evaluation", "reward", "staleness", "idle", "speed", "rollout"];
+const OPEN_GROUPS = ["reward", "staleness", "idle", "speed", "rollout"];
+const GROUP_TITLES = {
+  reward: "Reward and held-out score",
+  idle: "Who waits",
+  cpu: "Processors",
+  logprob_gap: "Log-probability gap",
+  other: "Other metrics",
+};
 const AXES = { step: "optimizer step", time: "wall time" };
 
 /** Curves of one run. */
 export function curvesView(root, run, parameters, changed) {
-  return groupsOfCurves(root, [run], parameters, changed);
+  return groupedCurves(root, [run], parameters, changed);
 }
 
 /** Curves of the runs in the address, and the settings in which they differ. */
@@ -18,153 +26,245 @@ export function compareView(root, _, parameters, changed) {
     root.replaceChildren(el("p", {}, "No runs are chosen. ", el("a", { href: "#/" }, "Choose some in the list of runs"), "."));
     return {};
   }
+
   const settings = el("section", { class: "differences" });
   const curves = el("div");
   root.replaceChildren(settings, curves);
   const query = new URLSearchParams(runs.map((run) => ["run", run]));
   fetchJson(`/api/differences?${query}`).then(
-    (found) => settings.replaceChildren(...differences(runs, found)),
-    (error) => settings.replaceChildren(el("p", { class: "error", role: "alert" }, error.message)),
+    (differences) => settings.replaceChildren(...differencesTable(runs, differences)),
+    (error) => showError(settings, error),
   );
-  return groupsOfCurves(curves, runs, parameters, changed);
+  return groupedCurves(curves, runs, parameters, changed);
 }
 
-function differences(runs, found) {
+function differencesTable(runs, differences) {
   if (runs.length < 2) return [];
-  if (!found.length) return [el("p", { class: "note" }, "Their settings are the same.")];
-  const names = runs.map((run) => el("th", { scope: "col" }, run.replaceAll("~", "/")));
-  const row = ({ key, values }) => el("tr", {}, el("th", { scope: "row" }, key), values.map((value) => el("td", {}, JSON.stringify(value))));
-  const table = el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Setting"), names)), el("tbody", {}, found.map(row)));
-  const box = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Settings that differ" }, table);
-  return [el("h2", {}, "Settings that differ"), box];
+  if (!differences.length) return [el("p", { class: "note" }, "Their settings are the same.")];
+
+  const heads = ["Setting", ...runs.map(nameOf)].map((name) => el("th", { scope: "col" }, name));
+  const rows = differences.map(({ key, values }) => {
+    const cells = values.map((value) => el("td", {}, JSON.stringify(value)));
+    return el("tr", {}, el("th", { scope: "row" }, key), cells);
+  });
+  return [el("h2", {}, "Settings that differ"), scrollingTable("Settings that differ", heads, rows)];
 }
 
-function groupsOfCurves(root, runs, parameters, changed) {
-  const hidden = new Set();
-  const charts = new Map();
-  const sections = new Map();
+function groupedCurves(root, runs, parameters, changed) {
+  const hiddenRuns = new Set();
+  const charts = new Map(); // key of a metric -> { chart, title }
+  const sections = new Map(); // group -> { details, grid }
   const legend = el("ul", { class: "legend", "aria-label": "Runs" });
   const status = el("p", { class: "status", role: "status" });
   const body = el("div");
-  const controls = curveControls(parameters, (refetch) => {
+  const controls = curveControls(parameters, (needsData) => {
     changed(parameters);
-    if (refetch) refresh();
+    if (needsData) refresh();
     else draw();
   });
   root.replaceChildren(controls.element, legend, status, body);
+
   let metrics = null;
-  let found = [];
+  let answers = [];
   let request = 0;
-  let reading = null;
+  let timer = null;
 
   async function refresh() {
     const mine = ++request;
     try {
       metrics ??= await fetchJson("/api/metrics");
-      if (!(await loadCharts(metrics.charts))) root.prepend(missingCharts());
-      const keys = metrics.groups.flatMap((group) => group.metrics.map((metric) => metric.key));
-      const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...keys.map((key) => ["key", key]), ["x", controls.axis()]]);
-      for (const { family } of metrics.families) query.append("key", `${family}.`);
-      const answer = await fetchJson(`/api/curves?${query}`);
+      if (!(await loadCharts(metrics.charts)) && !root.querySelector(".missing-charts")) root.prepend(missingCharts());
+      const found = await fetchJson(`/api/curves?${curvesQuery()}`);
+      // A later request has started meanwhile, for another axis or newer steps.
       if (mine !== request) return;
-      found = answer;
+
+      answers = found;
       draw();
-      clearTimeout(reading);
-      reading = readAgain(readOf(found), refresh);
+      clearTimeout(timer);
+      timer = readAgain(shareRead(), refresh);
     } catch (error) {
       if (mine === request) status.textContent = error.message;
     }
   }
 
+  function curvesQuery() {
+    const query = new URLSearchParams(runs.map((run) => ["run", run]));
+    for (const { metrics: members } of metrics.groups) {
+      for (const metric of members) query.append("key", metric.key);
+    }
+    for (const { family } of metrics.families) query.append("key", `${family}.`);
+    query.append("x", controls.axis());
+    return query;
+  }
+
+  const shareRead = () => Math.min(...answers.map((run) => run.read));
+
   function draw() {
-    const none = found.some((run) => Object.keys(run.curves).length) ? "" : "No step has been trained yet.";
-    status.textContent = stillReading(readOf(found)) || none;
-    legend.replaceChildren(...found.map(legendItem));
-    for (const { group, metrics: members } of [evaluationGroup(metrics.held_out), ...metrics.groups, ...metrics.families.map((chart) => byName(found, chart))]) {
+    if (!metrics) return;
+    const hasCurves = answers.some((run) => Object.keys(run.curves).length);
+    status.textContent = stillReading(shareRead()) || (hasCurves ? "" : "No step has been trained yet.");
+    legend.replaceChildren(...(runs.length > 1 ? answers.map(legendItem) : []));
+
+    drawHeldOut(metrics.held_out);
+    for (const { group, metrics: members } of metrics.groups) {
       for (const metric of members) drawMetric(group, metric);
     }
+    for (const family of metrics.families) drawFamily(family);
+    applyFilter();
+  }
+
+  /** Held-out scores, next to the reward: sampled answers, and greedy ones as a second line. */
+  function drawHeldOut({ title, unit, doc, series }) {
+    const lines = answers.flatMap((run, index) =>
+      series.map(({ key, label }, place) => {
+        const scores = run.evaluations.filter((row) => typeof row[key] === "number");
+        return {
+          run: run.id,
+          label: runs.length > 1 ? `${run.name}, ${label}` : label,
+          x: scores.map((row) => row.x),
+          y: scores.map((row) => row[key]),
+          style: index + COLOURS * place,
+          points: true,
+        };
+      }),
+    );
+    drawChart("reward", { key: "evaluation", label: title, unit, doc }, lines.filter((line) => line.x.length));
   }
 
   function drawMetric(group, metric) {
-    const lines = found.flatMap((run, index) => (metric.lines ?? plainLines)(run, index, metric)).map((line) => ({ ...line, hidden: hidden.has(line.run) }));
-    if (!lines.length) return;
-    const marks = runs.length === 1 ? found[0].evaluations.map((evaluation) => evaluation.x) : [];
-    const spec = { title: metric.label, unit: metric.unit, doc: metric.doc, axis: controls.axis(), lines, marks };
-    if (charts.has(metric.key)) return charts.get(metric.key).update(spec);
-    const made = chart(spec);
-    charts.set(metric.key, made);
-    sectionOf(group).append(made.root);
+    const lines = answers.flatMap((run, index) => metricLines(run, index, metric.key));
+    const isConstant = lines.every((line) => !isVarying(line.y));
+    if (!(metric.only_if_varying && isConstant)) drawChart(group, metric, lines);
   }
 
-  function plainLines(run, index, metric) {
-    const curve = run.curves[metric.key];
+  /** One chart per name of the family that any run has. */
+  function drawFamily({ family, group, title, unit, doc, series }) {
+    const keys = new Set(answers.flatMap((run) => Object.keys(run.curves).filter((key) => key.startsWith(`${family}.`))));
+    // The score of a single reward function is the mean reward again.
+    if (family === "reward_by_function" && keys.size === 1) return;
+
+    for (const key of keys) {
+      const name = series.find((each) => each.key === key)?.label ?? key.slice(family.length + 1);
+      const lines = answers.flatMap((run, index) => metricLines(run, index, key));
+      drawChart(group, { key, label: `${title}: ${name}`, unit, doc }, lines);
+    }
+  }
+
+  function metricLines(run, index, key) {
+    const curve = run.curves[key];
     if (!curve) return [];
-    const lines = [{ run: run.id, label: run.name, x: curve[0], y: smoothed(curve[1], controls.half()), style: index, mean: run.means[metric.key] }];
-    const bound = metric.key === "age_max" && run.age_bound !== null && found.findIndex((other) => other.age_bound === run.age_bound) === index;
-    if (bound) lines.push({ run: run.id, label: "bound", x: curve[0], y: curve[0].map(() => run.age_bound), style: index + 7 });
+    const [x, y] = curve;
+    const label = runs.length > 1 ? run.name : "";
+    const lines = [{ run: run.id, label, x, y: smoothValues(y, controls.half()), style: index, mean: run.means[key] }];
+
+    const isFirstWithBound = answers.findIndex((other) => other.age_bound === run.age_bound) === index;
+    if (key === "age_max" && run.age_bound !== null && isFirstWithBound) {
+      lines.push({ run: run.id, label: "bound", x, y: x.map(() => run.age_bound), style: index + COLOURS });
+    }
     return lines;
+  }
+
+  function drawChart(group, { key, label, unit, doc }, lines) {
+    if (!lines.length) return;
+    const spec = {
+      title: label,
+      unit,
+      doc,
+      axis: controls.axis(),
+      log: controls.log(),
+      lines: lines.map((line) => ({ ...line, hidden: hiddenRuns.has(line.run) })),
+      marks: runs.length === 1 ? answers[0].evaluations.map((evaluation) => evaluation.x) : [],
+    };
+    if (charts.has(key)) {
+      charts.get(key).chart.update(spec);
+      return;
+    }
+    const chart = makeChart(spec);
+    charts.set(key, { chart, title: `${label} ${key}`.toLowerCase() });
+    sectionOf(group).grid.append(chart.root);
   }
 
   function sectionOf(group) {
     if (!sections.has(group)) {
       const grid = el("div", { class: "charts" });
-      body.append(el("details", { open: OPEN.includes(group) }, el("summary", {}, group.replaceAll("_", " ")), grid));
-      sections.set(group, grid);
+      const title = GROUP_TITLES[group] ?? group.replaceAll("_", " ");
+      const details = el("details", { class: "group", open: OPEN_GROUPS.includes(group) }, el("summary", {}, title), grid);
+      body.append(details);
+      sections.set(group, { details, grid });
     }
     return sections.get(group);
   }
 
+  /** Show the charts whose title or key contains the text of the search, and open their groups. */
+  function applyFilter() {
+    const text = controls.find().toLowerCase();
+    for (const { chart, title } of charts.values()) chart.root.hidden = !title.includes(text);
+    for (const { details, grid } of sections.values()) {
+      const hasMatch = [...grid.children].some((child) => !child.hidden);
+      details.hidden = !hasMatch;
+      if (text && hasMatch) details.open = true;
+    }
+  }
+
   function legendItem(run, index) {
     const toggle = () => {
-      if (!hidden.delete(run.id)) hidden.add(run.id);
+      if (!hiddenRuns.delete(run.id)) hiddenRuns.add(run.id);
       draw();
       legend.querySelectorAll("button")[index]?.focus();
     };
-    const button = el("button", { type: "button", "aria-pressed": String(!hidden.has(run.id)), title: "Show or hide", onclick: toggle }, swatch(index), ` ${run.name}`);
-    return el("li", {}, button, runs.length > 1 ? el("a", { href: `#/run/${encodeURIComponent(run.id)}/curves` }, "open") : null);
+    const isShown = String(!hiddenRuns.has(run.id));
+    const button = el(
+      "button",
+      { type: "button", "aria-pressed": isShown, title: "Show or hide", onclick: toggle },
+      swatch(index),
+      ` ${run.name}`,
+    );
+    return el("li", {}, button, el("a", { href: `#/run/${encodeURIComponent(run.id)}/curves` }, "open"));
   }
 
   refresh();
   const close = () => {
     request += 1;
-    clearTimeout(reading);
-    for (const each of charts.values()) each.close();
+    clearTimeout(timer);
+    for (const { chart } of charts.values()) chart.close();
   };
   return { refresh, close };
 }
 
-const readOf = (runs) => Math.min(...runs.map((run) => run.read));
-
-/** Held-out scores: sampled answers, and greedy ones as a second line. */
-function evaluationGroup({ group, title, unit, doc, series }) {
-  const lines = (run, index) =>
-    series.flatMap(({ key, label }, place) => {
-      const known = run.evaluations.filter((row) => typeof row[key] === "number");
-      const line = { run: run.id, label: `${run.name}, ${label}`, x: known.map((row) => row.x), y: known.map((row) => row[key]), style: index + COLOURS * place, points: true };
-      return known.length ? [line] : [];
-    });
-  return { group, metrics: [{ key: "evaluation", label: title, unit, doc, lines }] };
-}
-
-/** One chart per name of the family that any run has. */
-function byName(found, { family, group, title, unit, doc, series }) {
-  const keys = new Set(found.flatMap((run) => Object.keys(run.curves).filter((key) => key.startsWith(`${family}.`))));
-  const label = (key) => series.find((one) => one.key === key)?.label ?? key.slice(family.length + 1);
-  return { group, metrics: [...keys].map((key) => ({ key, label: `${title}: ${label(key)}`, unit, doc })) };
-}
-
-function curveControls(parameters, changed) {
+/** The toolbar. `onChange(needsData)`: the axis needs other data, everything else only a new drawing. */
+function curveControls(parameters, onChange) {
   const axis = el("select", {}, Object.entries(AXES).map(([value, title]) => el("option", { value }, title)));
   axis.value = AXES[parameters.get("x")] ? parameters.get("x") : "step";
   const half = el("input", { type: "range", min: 0, max: 25, value: parameters.get("smooth") ?? 0 });
-  const update = (refetch) => {
+  const log = el("input", { type: "checkbox", checked: parameters.get("log") === "true" });
+  const find = el("input", { type: "search", placeholder: "Metric", value: parameters.get("find") ?? "" });
+
+  const update = (needsData) => {
     parameters.set("x", axis.value);
     parameters.set("smooth", half.value);
-    changed(refetch);
+    parameters.set("log", log.checked);
+    parameters.set("find", find.value);
+    onChange(needsData);
   };
   axis.addEventListener("change", () => update(true));
   half.addEventListener("input", () => update(false));
-  const help = "Drag to zoom, double click or Escape to see all; dotted lines are evaluations.";
-  const element = el("div", { class: "toolbar" }, el("label", {}, "Over ", axis), el("label", {}, "Smoothing ", half), el("span", { class: "note" }, help));
-  return { element, axis: () => axis.value, half: () => Number(half.value) };
+  log.addEventListener("change", () => update(false));
+  find.addEventListener("input", () => update(false));
+
+  const element = el(
+    "div",
+    { class: "toolbar" },
+    el("label", {}, "Find ", find),
+    el("label", {}, "Over ", axis),
+    el("label", {}, "Smoothing ", half),
+    el("label", {}, log, " logarithmic"),
+    el("span", { class: "note" }, "Drag to zoom, double click or Escape to see all; dotted lines are evaluations."),
+  );
+  return {
+    element,
+    axis: () => axis.value,
+    half: () => Number(half.value),
+    log: () => log.checked,
+    find: () => find.value,
+  };
 }

@@ -1,47 +1,75 @@
-// All runs and their state: sort, filter, open one, or select several to compare.
+// All runs and their state: sort, filter, open one, or select several to compare. Points of a sweep are listed together
+// under its name, by the settings in which they differ.
 
-import { el, fetchJson, figure, readAgain, stillReading } from "./dom.js";
+import { sparkline } from "./charts.js";
+import { dateTime, duration, el, fetchJson, figure, fixed, readAgain, stillReading } from "./dom.js";
 
 const COLUMNS = [
-  { key: "name", title: "Run", show: (run) => el("a", { href: `#/run/${encodeURIComponent(run.id)}/overview`, "data-focus": `open ${run.id}` }, run.name) },
-  { key: "status", title: "State", show: (run) => el("span", { class: `state state-${run.status}`, title: run.reason }, run.status) },
+  { key: "name", title: "Run", show: runLink },
+  { key: "status", title: "State", show: stateOf },
   { key: "step", title: "Steps", number: true, show: (run) => `${figure(run.step ?? 0, 0)} / ${figure(run.steps, 0)}` },
-  { key: "reward", title: "Reward", number: true, show: (run) => figure(run.reward, 3) },
-  { key: "accuracy", title: "Held out", number: true, show: (run) => figure(run.accuracy, 3) },
+  { key: "reward", title: "Reward", number: true, show: rewardOf },
+  { key: "accuracy", title: "Held out", number: true, show: (run) => fixed(run.accuracy) },
   { key: "tokens_per_s", title: "Tokens/s", number: true, show: (run) => figure(run.tokens_per_s, 0) },
   { key: "max_staleness", title: "S", number: true, show: (run) => figure(run.max_staleness, 0) },
-  { key: "age_max", title: "Max age / bound", number: true, show: (run) => ages(run) },
+  { key: "age_max", title: "Max age / bound", number: true, show: agesOf },
   { key: "duration_s", title: "Duration", number: true, show: (run) => duration(run.duration_s) },
-  { key: "changed_s", title: "Last written", number: true, show: (run) => new Date(1000 * run.changed_s).toLocaleString() },
+  { key: "changed_s", title: "Last written", number: true, show: (run) => dateTime(run.changed_s) },
 ];
 const STATES = ["live", "finished", "interrupted", "failed"];
 
-function ages(run) {
-  const broken = run.age_bound !== null && run.age_max > run.age_bound;
-  return el("span", { class: broken ? "error" : null }, `${figure(run.age_max, 0)} / ${figure(run.age_bound, 0)}${broken ? " broken" : ""}`);
+function runLink(run) {
+  const differing = settingsText(run);
+  const properties = {
+    href: `#/run/${encodeURIComponent(run.id)}/overview`,
+    title: differing ? run.name : null,
+    "data-focus": `open ${run.id}`,
+  };
+  return el("a", properties, differing || run.name);
 }
 
-/** Format seconds as 1:02:03 or 2:03. */
-export function duration(seconds) {
-  if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";
-  const whole = Math.round(seconds);
-  const two = (part) => String(part).padStart(2, "0");
-  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
-  return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
+function stateOf(run) {
+  return el("span", { class: `state state-${run.status}`, title: run.reason }, run.status);
+}
+
+function rewardOf(run) {
+  return [run.rewards.length > 1 ? sparkline(run.rewards) : null, ` ${fixed(run.reward)}`];
+}
+
+function agesOf(run) {
+  const isBroken = run.age_bound !== null && run.age_max > run.age_bound;
+  const text = `${figure(run.age_max, 0)} / ${figure(run.age_bound, 0)}${isBroken ? " broken" : ""}`;
+  return el("span", { class: isBroken ? "error" : null }, text);
+}
+
+/** The settings in which a point of a sweep differs from its other points; "" for other runs. */
+function settingsText(run) {
+  return Object.entries(run.differing)
+    .map(([key, value]) => `${key.split(".").at(-1)}=${typeof value === "string" ? value : JSON.stringify(value)}`)
+    .join(", ");
+}
+
+/** Name of the sweep of a run; "" for other runs. */
+function sweepOf(run) {
+  return Object.keys(run.differing).length ? run.name.split("/").slice(0, -1).join("/").replace(/\/runs$/, "") : "";
 }
 
 /** The list. The address keeps the filter (q, state), the order (sort=KEY or -KEY) and the selection (run). */
 export function runsView(root, _, parameters, changed) {
   const chosen = new Set(parameters.getAll("run"));
   let runs = null;
-  let reading = null;
-  const filter = el("input", { type: "search", placeholder: "Name", value: parameters.get("q") ?? "", oninput: () => set("q", filter.value) });
-  const state = el("select", { onchange: () => set("state", state.value) }, el("option", { value: "" }, "any"), STATES.map((name) => el("option", {}, name)));
+  let timer = null;
+
+  const filter = el("input", { type: "search", placeholder: "Name", oninput: () => set("q", filter.value) });
+  filter.value = parameters.get("q") ?? "";
+  const state = el("select", { onchange: () => set("state", state.value) }, el("option", { value: "" }, "any"));
+  state.append(...STATES.map((name) => el("option", {}, name)));
   state.value = parameters.get("state") ?? "";
-  const compare = el("a", { class: "button" }, "Compare");
+  const comparison = el("span");
   const status = el("p", { class: "status", role: "status" });
   const table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" });
-  root.replaceChildren(el("div", { class: "toolbar" }, el("label", {}, "Filter ", filter), el("label", {}, "State ", state), compare), status, table);
+  const toolbar = el("div", { class: "toolbar" }, el("label", {}, "Filter ", filter), el("label", {}, "State ", state), comparison);
+  root.replaceChildren(toolbar, status, table);
 
   function set(name, value) {
     if (value) parameters.set(name, value);
@@ -54,66 +82,105 @@ export function runsView(root, _, parameters, changed) {
     try {
       runs = await fetchJson("/api/runs");
       draw();
-      clearTimeout(reading);
-      reading = readAgain(Math.min(...runs.map((run) => run.read)), refresh);
+      clearTimeout(timer);
+      timer = readAgain(Math.min(...runs.map((run) => run.read)), refresh);
     } catch (error) {
       status.textContent = error.message;
     }
   }
 
   function draw() {
-    if (!runs) return;
-    const wanted = filter.value.toLowerCase();
-    const shown = runs.filter((run) => run.name.toLowerCase().includes(wanted) && (!state.value || run.status === state.value));
+    if (runs === null) return;
+    const text = filter.value.toLowerCase();
+    const matches = (run) => `${run.name} ${settingsText(run)}`.toLowerCase().includes(text);
+    const shown = runs.filter((run) => matches(run) && (!state.value || run.status === state.value));
     const count = runs.length ? `${shown.length} of ${runs.length} runs` : "No runs yet: async-grpo run CONFIG starts one.";
     status.textContent = stillReading(Math.min(...runs.map((run) => run.read))) + count;
+
+    // The rows are new elements, so the focus must be put back to where the reader was.
     const focus = document.activeElement?.dataset?.focus;
     table.hidden = !runs.length;
-    table.replaceChildren(el("table", {}, heads(), el("tbody", {}, sorted(shown).map(row))));
+    table.replaceChildren(el("table", {}, tableHead(), el("tbody", {}, tableRows(shown))));
     if (focus) table.querySelector(`[data-focus="${CSS.escape(focus)}"]`)?.focus();
-    showChoice();
+    showComparison();
   }
 
-  function showChoice() {
-    compare.textContent = chosen.size > 1 ? `Compare ${chosen.size} runs` : "Choose runs to compare";
-    if (chosen.size > 1) compare.setAttribute("href", `#/compare?${new URLSearchParams([...chosen].map((run) => ["run", run]))}`);
-    else compare.removeAttribute("href");
+  function showComparison() {
+    if (chosen.size < 2) {
+      comparison.replaceChildren(el("span", { class: "note" }, "Tick two or more runs to compare them."));
+      return;
+    }
+    const query = new URLSearchParams([...chosen].map((run) => ["run", run]));
+    comparison.replaceChildren(el("a", { class: "button", href: `#/compare?${query}` }, `Compare ${chosen.size} runs`));
   }
 
-  function sorted(list) {
+  /** Rows in the chosen order; without one, the latest first, and the points of a sweep together. */
+  function tableRows(shown) {
+    if (parameters.get("sort")) return sortRuns(shown).map((run) => runRow(run));
+
+    const rows = [];
+    const listed = new Set();
+    for (const run of shown) {
+      const sweep = sweepOf(run);
+      if (!sweep) rows.push(runRow(run));
+      if (!sweep || listed.has(sweep)) continue;
+      listed.add(sweep);
+      const points = shown.filter((other) => sweepOf(other) === sweep);
+      rows.push(sweepRow(sweep, points.length), ...points.map((point) => runRow(point, "point")));
+    }
+    return rows;
+  }
+
+  function sortRuns(list) {
     const order = parameters.get("sort");
-    if (!order) return list;
     const key = order.replace(/^-/, "");
     const sign = order.startsWith("-") ? -1 : 1;
-    const value = (run) => run[key] ?? -Infinity;
-    return [...list].sort((a, b) => sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0));
+    const valueOf = (run) => run[key] ?? -Infinity;
+    return [...list].sort((a, b) => {
+      if (valueOf(a) === valueOf(b)) return 0;
+      return valueOf(a) > valueOf(b) ? sign : -sign;
+    });
   }
 
-  function heads() {
+  function tableHead() {
     const order = parameters.get("sort") ?? "";
-    const head = ({ key, title, number }) => {
-      const direction = order === key ? "ascending" : order === `-${key}` ? "descending" : null;
+    const cell = ({ key, title, number }) => {
+      const direction = { [key]: "ascending", [`-${key}`]: "descending" }[order] ?? null;
+      const arrow = { ascending: " ▲", descending: " ▼" }[direction] ?? "";
       const next = direction === "descending" ? key : `-${key}`;
-      const arrow = direction === null ? "" : direction === "ascending" ? " ▲" : " ▼";
-      const button = el("button", { type: "button", "data-focus": `sort ${key}`, onclick: () => set("sort", next) }, title, el("span", { "aria-hidden": "true" }, arrow));
+      const properties = { type: "button", "data-focus": `sort ${key}`, onclick: () => set("sort", next) };
+      const button = el("button", properties, title, el("span", { "aria-hidden": "true" }, arrow));
       return el("th", { scope: "col", class: number ? "number" : null, "aria-sort": direction }, button);
     };
-    return el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Choose"), COLUMNS.map(head)));
+    return el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Choose"), COLUMNS.map(cell)));
   }
 
-  function row(run) {
+  function sweepRow(name, count) {
+    const link = el("a", { href: `#/sweep/${encodeURIComponent(name.replaceAll("/", "~"))}` }, name);
+    const points = ` · sweep of ${count} ${count === 1 ? "run" : "runs"}`;
+    return el("tr", { class: "sweep-row" }, el("td"), el("td", { colspan: COLUMNS.length }, link, points));
+  }
+
+  function runRow(run, kind) {
     const toggle = (event) => {
       if (event.target.checked) chosen.add(run.id);
       else chosen.delete(run.id);
       parameters.delete("run");
       for (const id of chosen) parameters.append("run", id);
       changed(parameters);
-      showChoice();
+      showComparison();
     };
-    const box = el("input", { type: "checkbox", checked: chosen.has(run.id), "aria-label": `Choose ${run.name}`, "data-focus": `choose ${run.id}`, onchange: toggle });
-    return el("tr", {}, el("td", {}, box), COLUMNS.map(({ show, number }) => el("td", { class: number ? "number" : null }, show(run))));
+    const box = el("input", {
+      type: "checkbox",
+      checked: chosen.has(run.id),
+      "aria-label": `Choose ${run.name}`,
+      "data-focus": `choose ${run.id}`,
+      onchange: toggle,
+    });
+    const cells = COLUMNS.map(({ key, number, show }) => el("td", { class: number ? "number" : `cell-${key}` }, show(run)));
+    return el("tr", { class: kind }, el("td", {}, box), cells);
   }
 
   refresh();
-  return { refresh, close: () => clearTimeout(reading) };
+  return { refresh, close: () => clearTimeout(timer) };
 }

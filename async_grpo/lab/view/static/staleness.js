@@ -1,7 +1,8 @@
 // Ages of trained tokens and their bound, idle shares of both sides, and outcomes of groups.
 
-import { chart, COLOURS, loadCharts, missingCharts } from "./charts.js";
-import { el, fetchJson, figure, readAgain, stillReading } from "./dom.js";
+import { loadCharts, makeChart, missingCharts } from "./charts.js";
+import { el, fetchJson, figure, percent, readAgain, runPath, stillReading } from "./dom.js";
+import { keysOf, linesOf } from "./series.js";
 
 const STRIP_ROW = 22;
 const STRIP_LABEL = 48;
@@ -13,36 +14,43 @@ export function stalenessView(root, run) {
   const strip = ageStrip();
   const totals = el("div");
   root.replaceChildren(verdict, grid, strip.root, totals);
+
   const charts = new Map();
   let request = 0;
-  let reading = null;
+  let timer = null;
 
   async function refresh() {
     const mine = ++request;
-    const path = encodeURIComponent(run);
     try {
       const metrics = await fetchJson("/api/metrics");
-      if (!(await loadCharts(metrics.charts)) && !root.querySelector(".note")) root.prepend(missingCharts());
-      const query = new URLSearchParams([["run", run], ...metrics.staleness.flatMap(keysOf).map((key) => ["key", key])]);
-      const [[curves], facts] = await Promise.all([fetchJson(`/api/curves?${query}`), fetchJson(`/api/runs/${path}/staleness`)]);
+      if (!(await loadCharts(metrics.charts)) && !root.querySelector(".missing-charts")) root.prepend(missingCharts());
+      const keys = metrics.staleness.flatMap(keysOf);
+      const query = new URLSearchParams([["run", run], ...keys.map((key) => ["key", key])]);
+      const [[curves], facts] = await Promise.all([
+        fetchJson(`/api/curves?${query}`),
+        fetchJson(`${runPath(run)}/staleness`),
+      ]);
       if (mine !== request) return;
+
       show(metrics, curves, facts);
-      clearTimeout(reading);
-      reading = readAgain(curves.read, refresh);
+      clearTimeout(timer);
+      timer = readAgain(curves.read, refresh);
     } catch (error) {
       if (mine === request) verdict.textContent = error.message;
     }
   }
 
   function show(metrics, curves, facts) {
-    verdict.textContent = stillReading(curves.read) + sentence(curves);
+    verdict.textContent = stillReading(curves.read) + describeAges(curves);
     const limits = { age_bound: curves.age_bound, capacity_groups: facts.capacity };
-    for (const spec of metrics.staleness.map((each) => ({ ...each, axis: "step", lines: linesOf(each, curves, limits) }))) {
+    for (const chart of metrics.staleness) {
+      const spec = { ...chart, axis: "step", lines: linesOf(chart, curves, limits) };
       if (!spec.lines.length) continue;
-      if (charts.has(spec.title)) charts.get(spec.title).update(spec);
-      else {
-        charts.set(spec.title, chart(spec));
-        grid.append(charts.get(spec.title).root);
+      if (charts.has(chart.title)) {
+        charts.get(chart.title).update(spec);
+      } else {
+        charts.set(chart.title, makeChart(spec));
+        grid.append(charts.get(chart.title).root);
       }
     }
     strip.update(metrics.tokens_by_age.title, facts.ages, curves.age_bound);
@@ -52,114 +60,106 @@ export function stalenessView(root, run) {
   refresh();
   const close = () => {
     request += 1;
-    clearTimeout(reading);
+    clearTimeout(timer);
     strip.close();
-    for (const each of charts.values()) each.close();
+    for (const chart of charts.values()) chart.close();
   };
   return { refresh, close };
 }
 
-function sentence({ curves, age_bound: bound, status }) {
+/** One sentence about the bound: in the present tense while the run is live. */
+function describeAges({ curves, age_bound: bound, status }) {
   if (!curves.age_max) return "No step has been trained yet.";
   const oldest = Math.max(...curves.age_max[1]);
-  const soFar = status === "live" ? " so far" : "";
-  const age = `The oldest trained token${soFar} was ${oldest === 1 ? "1 step" : `${figure(oldest, 0)} steps`} old`;
+  const steps = oldest === 1 ? "1 step" : `${figure(oldest, 0)} steps`;
+  const isLive = status === "live";
+  const age = `The oldest trained token${isLive ? " so far" : ""} was ${steps} old`;
   if (bound === null) return `${age}.`;
-  const kept = status === "live" ? "the bound is kept" : "the bound was kept";
+
+  const kept = isLive ? "the bound is kept" : "the bound was kept";
   return `${age}, and the bound is ${figure(bound, 0)}: ${oldest <= bound ? kept : "THE BOUND WAS BROKEN"}.`;
-}
-
-/** Keys to request: those of the curves, or all names of a family. Limits are not in the answer: steps have none. */
-function keysOf({ family, series }) {
-  return series.length ? series.map((each) => each.key) : [`${family}.`];
-}
-
-/** The lines of a chart: its curves and limits, or every name of its family with a value. */
-function linesOf({ family, series }, { curves, means }, limits) {
-  if (!series.length) return familyLines(family, curves);
-  const lines = series.filter((each) => isShown(each, curves)).map(({ key, label, style }) => ({ label, x: curves[key][0], y: curves[key][1], style, mean: means[key] }));
-  if (!lines.length) return [];
-  const { x } = lines[0];
-  const across = series.filter(({ key }) => limits[key] != null).map(({ key, label, style }) => ({ label, x, y: x.map(() => limits[key]), style }));
-  return [...lines, ...across];
-}
-
-function isShown({ key, only_if_varying: onlyIfVarying }, curves) {
-  return key in curves && (!onlyIfVarying || new Set(curves[key][1]).size > 1);
-}
-
-function familyLines(family, curves) {
-  const keys = Object.keys(curves).filter((key) => key.startsWith(`${family}.`) && curves[key][1].at(-1) > 0);
-  return keys.map((key, place) => ({ label: key.slice(family.length + 1), x: curves[key][0], y: curves[key][1], style: (COLOURS + 1) * place }));
 }
 
 function totalsTable(totals) {
   if (!totals) return [];
-  const rows = Object.entries(totals).map(([reason, count]) => el("tr", {}, el("th", { scope: "row" }, reason), el("td", { class: "number" }, figure(count, 0))));
+  const rows = Object.entries(totals).map(([reason, count]) =>
+    el("tr", {}, el("th", { scope: "row" }, reason), el("td", { class: "number" }, figure(count, 0))),
+  );
   return [el("h2", {}, "What became of the groups"), el("table", { class: "narrow" }, el("tbody", {}, rows))];
 }
 
 /** Ages of the tokens of each step: a row per age, darker for a larger share. */
 function ageStrip() {
   const canvas = el("canvas", { tabindex: "0", role: "img", "aria-label": "Ages of tokens by step" });
-  const read = el("p", { class: "status" });
-  const head = el("h2");
-  const root = el("section", { class: "age-strip", hidden: true }, head, canvas, read);
-  const state = { ages: null, bound: null, place: null };
-  const resized = new ResizeObserver(() => draw());
+  const readout = el("p", { class: "status" });
+  const title = el("h2");
+  const root = el("section", { class: "age-strip", hidden: true }, title, canvas, readout);
+  let ages = null; // { x: [step], ages: [age], share: [[share of the age in the step]] }
+  let bound = null;
+  let column = null;
 
   function draw() {
-    const { ages, bound } = state;
     if (!ages?.ages.length || !canvas.clientWidth) return;
     const scale = window.devicePixelRatio || 1;
-    const [width, height] = [canvas.clientWidth, STRIP_ROW * ages.ages.length];
+    const width = canvas.clientWidth;
+    const height = STRIP_ROW * ages.ages.length;
     canvas.width = width * scale;
     canvas.height = height * scale;
-    const context = canvas.getContext("2d");
+    const pen = canvas.getContext("2d");
+    pen.scale(scale, scale);
+    ages.ages.forEach((age, row) => drawAge(pen, age, ages.share[row], height - STRIP_ROW * (row + 1), width));
+  }
+
+  function drawAge(pen, age, shares, top, width) {
     const style = getComputedStyle(document.documentElement);
-    context.scale(scale, scale);
-    ages.share.forEach((shares, row) => {
-      const top = height - STRIP_ROW * (row + 1);
-      context.fillStyle = style.getPropertyValue(bound !== null && ages.ages[row] > bound ? "--kind-wait" : "--kind-0");
-      shares.forEach((share, column) => {
-        context.globalAlpha = Math.sqrt(share);
-        const left = STRIP_LABEL + Math.floor((column * (width - STRIP_LABEL)) / shares.length);
-        context.fillRect(left, top, STRIP_LABEL + Math.ceil(((column + 1) * (width - STRIP_LABEL)) / shares.length) - left, STRIP_ROW - 1);
-      });
-      context.globalAlpha = 1;
-      context.fillStyle = style.getPropertyValue("--text");
-      context.fillText(`age ${ages.ages[row]}`, 4, top + STRIP_ROW - 8);
+    const left = (index) => STRIP_LABEL + (index * (width - STRIP_LABEL)) / shares.length;
+    pen.fillStyle = style.getPropertyValue(bound !== null && age > bound ? "--kind-wait" : "--kind-0");
+    shares.forEach((share, index) => {
+      // The root makes a share of 1% visible next to one of 90%.
+      pen.globalAlpha = Math.sqrt(share);
+      const from = Math.floor(left(index));
+      pen.fillRect(from, top, Math.ceil(left(index + 1)) - from, STRIP_ROW - 1);
     });
+    pen.globalAlpha = 1;
+    pen.fillStyle = style.getPropertyValue("--text");
+    pen.fillText(`age ${age}`, 4, top + STRIP_ROW - 8);
   }
 
-  function tell(place) {
-    const { ages } = state;
+  function showColumn(index) {
     if (!ages?.x.length) return;
-    state.place = Math.min(ages.x.length - 1, Math.max(0, place));
-    const shares = ages.ages.map((age, row) => [age, ages.share[row][state.place]]).filter(([, share]) => share > 0);
-    read.textContent = `From step ${ages.x[state.place]}: ${shares.map(([age, share]) => `age ${age}: ${figure(100 * share, 1)} %`).join(", ")}`;
+    column = Math.min(ages.x.length - 1, Math.max(0, index));
+    const present = ages.ages.map((age, row) => [age, ages.share[row][column]]).filter(([, share]) => share > 0);
+    const shares = present.map(([age, share]) => `age ${age}: ${percent(share, 1)}`).join(", ");
+    readout.textContent = `From step ${ages.x[column]}: ${shares}`;
   }
 
-  const placeAt = (pixel) => Math.floor(((pixel - STRIP_LABEL) / (canvas.clientWidth - STRIP_LABEL)) * (state.ages?.x.length ?? 0));
-  canvas.addEventListener("pointermove", (event) => tell(placeAt(event.offsetX)));
-  canvas.addEventListener("keydown", (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by) return;
-    event.preventDefault();
-    tell((state.place ?? -1) + by);
+  canvas.addEventListener("pointermove", (event) => {
+    const share = (event.offsetX - STRIP_LABEL) / (canvas.clientWidth - STRIP_LABEL);
+    showColumn(Math.floor(share * (ages?.x.length ?? 0)));
   });
-  resized.observe(canvas);
+  canvas.addEventListener("keydown", (event) => {
+    const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!direction) return;
+    event.preventDefault();
+    showColumn((column ?? -1) + direction);
+  });
+  const resizes = new ResizeObserver(draw);
+  resizes.observe(canvas);
   window.addEventListener("themechange", draw);
-  const update = (title, ages, bound) => {
-    head.textContent = title;
-    Object.assign(state, { ages, bound });
+
+  function update(heading, newAges, newBound) {
+    title.textContent = heading;
+    ages = newAges;
+    bound = newBound;
     root.hidden = !ages.ages.length;
     draw();
-    tell(state.place ?? ages.x.length - 1);
-  };
-  const close = () => {
-    resized.disconnect();
+    showColumn(column ?? ages.x.length - 1);
+  }
+
+  function close() {
+    resizes.disconnect();
     window.removeEventListener("themechange", draw);
-  };
+  }
+
   return { root, update, close };
 }

@@ -1,9 +1,10 @@
 // One completion, token by token, coloured by the policy version that wrote it.
 
-import { el, figure, visible } from "./dom.js";
+import { el, figure, percent, visible } from "./dom.js";
 
 const SHOWN_TOKENS = 2000;
 const TONES = 8;
+const UNLIKELY = Math.log(0.1);
 
 /** Version of each token: spans are [version, start, end). */
 export function versionsOf(spans, length) {
@@ -26,13 +27,13 @@ export function tone(versions, version) {
 /** Data of a token as [name, value] pairs. `facts`: versions, the version at which it is trained, and its row of trained.jsonl. */
 export function tokenFacts(completion, index, facts) {
   const version = facts.versionOf[index];
-  const tool = (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= index && index < end);
+  const tool = isToolToken(completion, index);
   const masked = !tool && version !== null && version < (facts.maskBelow ?? 0);
   return [
     ["token", `${index + 1} of ${completion.pieces.length}`],
     ["text", JSON.stringify(completion.pieces[index])],
     ["log-probability", tool ? "none: the environment wrote it" : figure(completion.logprobs?.[index], 4)],
-    ["probability", tool ? "–" : figure(100 * Math.exp(completion.logprobs?.[index] ?? NaN), 1) + " %"],
+    ["probability", tool ? "–" : percent(Math.exp(completion.logprobs?.[index] ?? NaN), 1)],
     ["policy version", version === null ? "–" : `v${version}`],
     ["age", version === null ? "–" : `${facts.atVersion - version} ${facts.trained ? "when trained" : "when finished"}`],
     ["advantage", facts.advantage === null ? facts.whyNoAdvantage : figure(facts.advantage, 4)],
@@ -44,18 +45,22 @@ export function tokenFacts(completion, index, facts) {
 export function tokenText(completion, label, versions, facts, show) {
   const pieces = completion.pieces;
   if (!pieces) return el("div", { class: "tokens plain" }, visible(completion.text ?? ""));
+
   const box = el("div", {
     class: "tokens",
     tabindex: "0",
     role: "group",
     "aria-label": `${label}: ${pieces.length} tokens; arrow keys move over them`,
   });
+  const more = el("button", { type: "button", class: "more", onclick: () => append(spans.length + SHOWN_TOKENS) });
+  box.append(more);
+
   const spans = [];
   const append = (until) => {
     for (let index = spans.length; index < Math.min(until, pieces.length); index += 1) {
       const version = facts.versionOf[index];
-      const starts = version !== null && version !== facts.versionOf[index - 1];
-      if (starts && versions.length > 1) more.before(el("sup", { class: `mark ${tone(versions, version)}` }, `v${version}`));
+      const startsVersion = version !== null && version !== facts.versionOf[index - 1];
+      if (startsVersion && versions.length > 1) more.before(el("sup", { class: `mark ${tone(versions, version)}` }, `v${version}`));
       const span = el("span", { class: classesOf(completion, index, version, versions) }, visible(pieces[index] || "·"));
       span.dataset.place = index;
       more.before(span);
@@ -64,9 +69,8 @@ export function tokenText(completion, label, versions, facts, show) {
     more.hidden = spans.length >= pieces.length;
     more.textContent = `Show more of ${pieces.length} tokens`;
   };
-  const more = el("button", { type: "button", class: "more", onclick: () => append(spans.length + SHOWN_TOKENS) });
-  box.append(more);
   append(SHOWN_TOKENS);
+
   let cursor = -1;
   const moveTo = (index) => {
     if (spans.length === 0) return;
@@ -76,6 +80,7 @@ export function tokenText(completion, label, versions, facts, show) {
     spans[cursor].scrollIntoView({ block: "nearest", inline: "nearest" });
     show(cursor);
   };
+
   box.addEventListener("focus", () => box.matches(":focus-visible") && moveTo(Math.max(0, cursor)));
   box.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
@@ -95,7 +100,12 @@ export function tokenText(completion, label, versions, facts, show) {
 }
 
 function classesOf(completion, index, version, versions) {
-  const tool = (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= index && index < end);
-  const unlikely = (completion.logprobs?.[index] ?? 0) < Math.log(0.1);
-  return ["token", tool ? "tool" : tone(versions, version), unlikely && !tool ? "unlikely" : ""].join(" ");
+  const isTool = isToolToken(completion, index);
+  const isUnlikely = !isTool && (completion.logprobs?.[index] ?? 0) < UNLIKELY;
+  return ["token", isTool ? "tool" : tone(versions, version), isUnlikely ? "unlikely" : ""].join(" ");
+}
+
+/** True if the environment wrote the token: turns are [start, end, written by the policy]. */
+function isToolToken(completion, index) {
+  return (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= index && index < end);
 }

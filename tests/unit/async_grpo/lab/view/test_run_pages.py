@@ -159,6 +159,23 @@ async def test_a_log_is_shown_but_no_file_outside_the_folder(page: Page) -> None
         await page.ask(f"/reports/runs/one/plots/{plot}", 404)
 
 
+async def test_a_log_is_searched_as_a_whole_and_can_be_downloaded(page: Page) -> None:
+    logs = page.root / "one" / "logs"
+    logs.mkdir()
+    lines = ["2026-11-23 12:04:31.207 error   trainer    first failure", "Traceback of it", "x" * 70_000]
+    lines += ["2026-11-23 12:04:32.207 info    trainer    fine", '{"level": "warning", "event": "second"}']
+    (logs / "trainer.log").write_text("\n".join(lines) + "\n")
+    path = "/api/runs/one/logs/trainer"
+    assert (await page.json(path))["cut"] is True
+    assert (await page.json(f"{path}?q=FIRST"))["text"] == lines[0] + "\n"
+    errors = (await page.json(f"{path}?level=error"))["text"].splitlines()
+    assert errors == lines[:3], "lines without a level belong to the line before them"
+    assert (await page.json(f"{path}?level=warning"))["text"].splitlines()[-1] == lines[4]
+    whole = await page.ask(f"{path}/file")
+    assert whole.text == (logs / "trainer.log").read_text()
+    assert "attachment" in whole.headers["content-disposition"]
+
+
 async def test_markup_in_a_report_is_escaped(page: Page) -> None:
     fold = f"<details><summary>more {HOSTILE[:8]}</summary>\n\n```\n</details>\n```\n\n</details>"
     text = f"# Title\n\n{HOSTILE}\n\n{fold}\n\n[link](javascript:alert(1))\n\n| a |\n|--:|\n| 1 |\n"
@@ -184,6 +201,22 @@ async def test_sweeps_are_listed_with_their_runs_and_reports(page: Page) -> None
     assert '<a href="../secret.md">none</a>' in html
     assert '<a href="https://ui.perfetto.dev" target="_blank" rel="noopener noreferrer">' in html
     await page.ask("/reports/sweeps/one/report", 404)
+
+
+async def test_points_of_a_sweep_are_listed_with_the_settings_in_which_they_differ(page: Page) -> None:
+    write_metrics(page.root / "folder" / "three", range(1, 3))
+    (page.root / "folder" / "three" / "config.yaml").write_text("name: three\nsteps: 10\nmax_staleness: 0\n")
+    (page.root / "folder" / "points.json").write_text('{"points": [{}, {}]}')
+    found = {run["id"]: run["differing"] for run in await page.json("/api/runs")}
+    assert found == {"one": {}, "folder~two": {"max_staleness": 4}, "folder~three": {"max_staleness": 0}}
+    assert sorted(await page.json("/api/run-names")) == sorted(found)
+
+
+async def test_the_list_has_the_reward_curve_at_low_resolution(page: Page) -> None:
+    write_metrics(page.root / "one", range(11, 201))
+    found = {run["id"]: run["rewards"] for run in await page.json("/api/runs")}
+    assert found["folder~two"] == [step / 10 for step in range(1, 11)]
+    assert len(found["one"]) == 40 and found["one"] == sorted(found["one"])
 
 
 async def test_an_event_names_runs_that_were_written_added_or_removed(

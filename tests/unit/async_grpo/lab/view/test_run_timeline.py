@@ -129,3 +129,31 @@ def test_a_long_timeline_is_shown_while_it_is_being_read(tmp_path: Path, monkeyp
 def test_a_run_without_a_timeline_is_empty(tmp_path: Path) -> None:
     picture = RunTimeline(tmp_path).render_range(TimelineQuery())
     assert (picture["rows"], picture["whole"], picture["shares"]) == ([], 0.0, [])
+
+
+def test_a_restarted_role_has_its_outage(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "rollout-0",
+        ("process", "started", 0, 0),
+        ("generation", "group 0", 1, 4),
+        ("process", "started", 9, 9),
+        ("weights", "version 1", 10, 11),
+        ("generation", "group 1", 12, 13),
+    )
+    write(tmp_path, "trainer", ("trainer", "start", 0, 2), ("trainer", "train", 2, 3), ("trainer", "start", 8, 9))
+    outages = RunTimeline(tmp_path).render_range(TimelineQuery())["outages"]
+    assert {(outage["role"], outage["start"], outage["end"]) for outage in outages} == {
+        ("rollout-0", 4.0, 12.0),
+        ("trainer", 3.0, 8.0),
+    }
+
+
+def test_waits_for_processors_are_shares_of_what_was_measured(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
+    row = {"role": "rollout-0", "track": "cpu", "name": "waited", "start_s": 0.0, "end_s": 10.0}
+    (tmp_path / "timeline" / "rollout-0.jsonl").write_text(json.dumps({**row, "args": {"waited_s": 2.0}}) + "\n")
+    timeline = RunTimeline(tmp_path)
+    for query in (TimelineQuery(), TimelineQuery(start=5.0, end=10.0)):
+        (part,) = timeline.render_range(query)["shares"][0]["parts"]
+        assert part == {"track": "cpu", "kind": "cpu", "share": pytest.approx(0.2)}
