@@ -80,7 +80,7 @@ bench-trl: $(VENV)/.installed $(TRL_VENV)/.installed  ## Compare samples/s and r
 locks: $(VENV)/.installed  ## Write deploy/locks from the project's requirements and today's index
 	$(BIN)/python deploy/lock.py
 
-reference: $(VENV)/.installed  ## Write docs/reference.md and docs/coming-from.md from the code
+reference: $(VENV)/.installed  ## Write docs/reference.md and the tables of docs/coming-from-NAME.md
 	$(BIN)/python -m async_grpo.app.cli.reference docs/reference.md
 
 check: $(VENV)/.installed docs  ## Check lint, types, import rules and the documentation

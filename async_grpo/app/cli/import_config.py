@@ -48,7 +48,7 @@ def import_config(
     """Translate a configuration of MindSpeed-RL, MindRLHF, verl, TRL or AReaL into one of this project.
 
     Lists every key of the file as the same, approximated or not supported, with the reason and the key of this project.
-    docs/coming-from.md has the tables of keys.
+    docs/coming-from.md has a page for each system.
     """
     from async_grpo.lab.importers import SOURCES
     from async_grpo.lab.importers.translation import import_file

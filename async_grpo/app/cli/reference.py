@@ -1,8 +1,8 @@
-"""Generates docs/reference.md (all configuration keys, metrics and commands) and the key tables of docs/coming-from.md.
+"""Generates docs/reference.md (configuration keys, metrics and commands) and the tables of docs/coming-from-NAME.md.
 
     python -m async_grpo.app.cli.reference docs/reference.md
 
-A test checks that both files are up to date.
+Tests check that the files are up to date.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
 from async_grpo.config.basics import BASIC_KEYS
-from async_grpo.lab.importers import with_tables
+from async_grpo.lab.importers import SOURCES, page_name, with_tables
 from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 
 HEADER = """# Reference
@@ -175,5 +175,6 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
-    page = Path(sys.argv[1]).with_name("coming-from.md")
-    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for source in SOURCES.values():
+        page = Path(sys.argv[1]).with_name(page_name(source))
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), source), encoding="utf-8")

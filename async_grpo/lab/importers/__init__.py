@@ -8,8 +8,8 @@
     devices       who trains and who generates
     verl, trl ... what depends on several keys of that system
 
-`SOURCES` names the systems. The tables of docs/coming-from.md are written from theirs (`with_tables`), and a test holds
-them together.
+`SOURCES` names the systems. The tables of docs/coming-from-NAME.md are written from theirs (`with_tables`), and a test
+holds them together.
 """
 
 from __future__ import annotations
@@ -29,28 +29,32 @@ SOURCES: dict[str, SourceSystem] = {source.name: source for source in (MINDSPEED
 MARK = "<!-- The tables below are written by `make reference`. -->"
 
 
-def with_tables(page: str) -> str:
-    """docs/coming-from.md with the tables of all sources after MARK; the text before MARK is written by hand."""
-    tables = "\n".join(line for source in SOURCES.values() for line in _tables(source))
-    return f"{page.partition(MARK)[0]}{MARK}\n\n{tables.rstrip()}\n"
+def page_name(source: SourceSystem) -> str:
+    """Name of the system's page in docs/."""
+    return f"coming-from-{source.name}.md"
+
+
+def with_tables(page: str, source: SourceSystem) -> str:
+    """The system's page with its tables after MARK; the text before MARK is written by hand."""
+    tables = "\n".join(_tables(source))
+    return f"{page.partition(MARK)[0]}{MARK}\n\n{tables}\n"
 
 
 def _tables(source: SourceSystem) -> Iterator[str]:
-    yield f"## {source.title}\n\nSource: {source.link}\n"
+    yield f"## Every key\n\nThe keys of [{source.title}]({source.link}) with a counterpart here:\n"
     yield f"| {source.title} | here | on the way |\n|---|---|---|"
     for row in source.rows:
         if row.ours:
             ours = ", ".join(f"`{key}`" for key in row.ours)
             yield f"| `{row.theirs}` | {ours} | {row.note} |"
-    yield f"\n### {source.title}: always so here\n\n| {source.title} | here | nearest |\n|---|---|---|"
+    yield f"\n### Always so here\n\n| {source.title} | here | nearest |\n|---|---|---|"
     for row in source.rows:
         if row.always:
             yield f"| `{row.theirs}` | {row.always} | {_code(row.near)} |"
-    yield f"\n### {source.title}: without a counterpart\n\n| {source.title} | reason | nearest |\n|---|---|---|"
+    yield f"\n### Without a counterpart\n\n| {source.title} | reason | nearest |\n|---|---|---|"
     for row in source.rows:
         if row.dropped:
             yield f"| `{row.theirs}` | {row.dropped} | {_code(row.near)} |"
-    yield ""
 
 
 def _code(key: str) -> str:
