@@ -35,7 +35,7 @@ from async_grpo.errors import TrainingError
 from async_grpo.models.tiny.arithmetic import build_char_tokenizer, demonstration, is_right, reasons_first, shortcut
 from async_grpo.models.tiny.qwen2 import build_tiny_qwen2
 from async_grpo.utils.files import whole_folder
-from trainer.platform.cpu_patches import multiply_with_onednn
+from trainer.platform.cpu_patches import use_onednn_products
 
 HELD_OUT_SAMPLES = 4
 """Completions per held-out problem, for mean@4."""
@@ -239,7 +239,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = WarmupConfig.model_validate_json(arguments.config)
     torch.set_num_threads(config.threads)
-    multiply_with_onednn()
+    use_onednn_products()
     transformers_logging.disable_progress_bar()
     report = warm_up(config, arguments.out, arguments.seed, _print_line)
     _print_line(report)

@@ -22,16 +22,16 @@ from async_grpo.models.shapes import SHAPES
 from async_grpo.utils.network import card_environment
 from async_grpo.utils.text import gib
 from tests.support.imitated_devices import NPU, NVIDIA, TWO_CHIPS, Event, imitate_devices, says
-from trainer.platform import Platform, platforms, select_platform
-from trainer.platform.base import Device, LayerRole, smallest_memory_gib, visible
+from trainer.platform import Platform, list_platforms, select_platform
+from trainer.platform.base import Device, LayerRole, smallest_device_gib, visible_devices
 
 NAMES: tuple[str, ...] = get_args(PlatformName)
 WITHOUT_TORCH = """
 import sys
-from trainer.platform import base, platforms, probes
+from trainer.platform import base, list_platforms, probes
 base.TOOL_TIMEOUT_S = 0.0
-for platform in platforms():
-    assert platform.devices() == []
+for platform in list_platforms():
+    assert platform.list_devices() == []
     findings = [check() for check in platform.probes() if check is not probes.check_private_names]
     assert all(finding.name and (finding.ok or finding.fix) for finding in findings)
 assert not {"torch", "megatron", "transformers"} & sys.modules.keys()
@@ -54,8 +54,8 @@ def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
 
 def test_the_configuration_names_every_platform_and_no_name_stands_for_two() -> None:
-    assert tuple(platform.name for platform in platforms()) == NAMES
-    names = [name for platform in platforms() for name in (platform.name, *platform.aliases)]
+    assert tuple(platform.name for platform in list_platforms()) == NAMES
+    names = [name for platform in list_platforms() for name in (platform.name, *platform.aliases)]
     assert len(names) == len(set(names))
     for name in (*names, *get_args(VllmConfig.model_fields["platform"].annotation)):
         found = select_platform(name)
@@ -80,9 +80,9 @@ def test_only_accelerators_have_devices_to_share_out(platform: Platform) -> None
 
 def test_a_variable_that_says_nothing_differs_from_one_that_hides_everything(accelerator: Platform) -> None:
     variable = accelerator.visible_variable
-    assert visible(accelerator, {}) is None
-    assert visible(accelerator, {variable: ""}) == []
-    assert visible(accelerator, {variable: "4, 5"}) == ["4", "5"]
+    assert visible_devices(accelerator, {}) is None
+    assert visible_devices(accelerator, {variable: ""}) == []
+    assert visible_devices(accelerator, {variable: "4, 5"}) == ["4", "5"]
 
 
 @pytest.mark.parametrize(
@@ -107,15 +107,15 @@ def test_a_variable_that_says_nothing_differs_from_one_that_hides_everything(acc
 )
 def test_devices_are_those_that_the_tool_lists(name: str, text: str, devices: list[Device]) -> None:
     platform = select_platform(name)
-    assert platform.devices(says(text)) == devices
+    assert platform.list_devices(says(text)) == devices
     smallest = min((device.memory_gib for device in devices), default=None)
-    assert smallest_memory_gib(platform, says(text)) == smallest
+    assert smallest_device_gib(platform, says(text)) == smallest
 
 
 @pytest.mark.parametrize("text", [None, "", "NVIDIA-SMI has failed because it couldn't communicate", "1, 2, 3\n,,,\n"])
 def test_a_tool_that_is_not_there_or_fails_lists_nothing(platform: Platform, text: str | None) -> None:
-    assert platform.devices(says(text)) == []
-    assert smallest_memory_gib(platform, says(text)) is None
+    assert platform.list_devices(says(text)) == []
+    assert smallest_device_gib(platform, says(text)) is None
 
 
 @pytest.mark.parametrize("ranks", [{}, {"processes": 4, "pipeline_parallel": 2}])
@@ -142,7 +142,7 @@ def test_replaced_layers_are_classes_by_role(platform: Platform) -> None:
 def test_memory_in_use_is_at_most_the_peak_and_that_the_whole(platform: Platform, events: list[Event]) -> None:
     platform.reset_peak_memory()
     platform.synchronize()
-    use = platform.memory()
+    use = platform.memory_use()
     assert 0 < use.used_bytes <= use.total_bytes
     assert 1 << 20 < use.peak_bytes <= use.total_bytes
     assert events == ([] if platform.device == "cpu" else [("reset",), ("synchronize",)])

@@ -27,7 +27,7 @@ from async_grpo.config.trainer import TrainerConfig
 from tests.support import npu_operators
 from trainer.platform import npu
 from trainer.platform.base import import_package
-from trainer.platform.cpu_patches import patch_for_cpu, show_optimizers_cuda_types
+from trainer.platform.cpu_patches import patch_for_cpu, report_cuda_types_to_optimizers
 
 _ARCHIVE = Path(__file__).parents[3] / "shared" / "upstream" / "mindspeed-core_r0.16.0.tar.xz"
 _ABSENT = ("torch_npu", "acl", "triton", "torchair", "scipy")
@@ -73,7 +73,7 @@ class NpuOnCpu(npu.NpuPlatform):
 
         rotary.rope_op_builder.load = lambda: npu_operators
         # Beneath MindSpeed's wrappers the CPU's replacement does not see who calls it.
-        show_optimizers_cuda_types()
+        report_cuda_types_to_optimizers()
         torch.nn.Parameter.type = torch.Tensor.type
 
     def _torch(self) -> Any:

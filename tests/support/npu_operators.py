@@ -47,7 +47,7 @@ SCHEMAS = {
 }
 """As torch_npu registers them; tests/upstream holds them against the wheel."""
 
-MOST_SEQUENCES = 1024
+MAX_SEGMENTS = 1024
 """Sequences that one call in the layout TND takes."""
 _TRIANGLE = 2048
 _RIGHT_DOWN_CAUSAL = 3
@@ -103,7 +103,7 @@ def _lengths(ends: Sequence[int] | None, tokens: int) -> list[int]:
     """The lengths of sequences that end there."""
     if not isinstance(ends, list | tuple) or not all(type(end) is int for end in ends):
         raise TypeError(f"ends of sequences are a list of integers on the host, not {type(ends).__name__}")
-    _check(1 <= len(ends) <= MOST_SEQUENCES, f"1 to {MOST_SEQUENCES} sequences, not {len(ends)}")
+    _check(1 <= len(ends) <= MAX_SEGMENTS, f"1 to {MAX_SEGMENTS} sequences, not {len(ends)}")
     lengths = [end - begin for begin, end in pairwise([0, *ends])]
     _check(min(lengths) >= 0 and ends[-1] == tokens, f"ends that rise to {tokens} tokens")
     return lengths

@@ -1,9 +1,9 @@
-"""Megatron-core on CPU: the calls to torch.cuda that it makes are answered by the CPU.
+"""Megatron-core on CPU: its calls to torch.cuda run on the CPU.
 
 Megatron-core has no CPU backend, but all its parallelism (tensor, pipeline, data, distributed optimizer) is torch and
-torch.distributed. `CpuPlatform.activate` replaces the few CUDA entry points that it uses (`cpu_patches`). That depends
-on internals of one version, so the version is checked exactly, and the replacement happens only in a process that asked
-for it and before megatron is imported.
+torch.distributed. `CpuPlatform.activate` patches the few CUDA entry points that it uses (`cpu_patches`). The patches
+depend on internals of one version, so the version must match exactly, and they are installed only by `activate`, before
+megatron is imported.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from trainer.platform.base import LayerRole, MemoryUse, Platform, require_megatr
 from trainer.platform.probes import common_probes
 
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1"
-"""Freed memory is kept, in large pages. Otherwise the kernel would map and zero every activation again: a sixth of a
-step's processor time, and more with long micro-batches. glibc reads it when a process starts; others ignore it."""
+"""Keep freed memory, in large pages. Otherwise the kernel maps and zeroes every activation again, which takes a sixth
+of a step's processor time, and more with long micro-batches. glibc reads it when a process starts; other C libraries
+ignore it."""
 
 
 class CpuPlatform(Platform):
@@ -41,16 +42,17 @@ class CpuPlatform(Platform):
         return {"GLIBC_TUNABLES": KEEP_MEMORY}
 
     def probes(self) -> Sequence[Check]:
-        """The installation for CPUs."""
+        """PyTorch, torchvision and the packages that all platforms need."""
         return (partial(present, "PyTorch", "torch", INSTALL_CPU), check_torchvision, *common_probes(INSTALL_CPU))
 
     def activate(self, config: TrainerConfig) -> None:
-        """Install the replacements and set the number of torch threads.
+        """Install the patches and set the number of torch threads.
 
         Raises ConfigError if megatron is imported already or has another version, or if torch sees a CUDA device.
         """
         import torch
 
+        # The patches redirect every call to torch.cuda, so a real GPU would silently not be used.
         if torch.cuda.is_available():
             raise ConfigError(
                 "trainer.platform is cpu, but torch sees a CUDA device, whose calls would be redirected to the CPU. "
@@ -59,16 +61,20 @@ class CpuPlatform(Platform):
         require_megatron(self.name, unimported="megatron would keep calling CUDA")
         check_private_names("trainer on CPU, torch")
         torch.set_num_threads(config.threads)
-        # "Transformer Engine / Apex is not installed" is intended; and megatron uses deprecated names of torch.
+
+        # Megatron warns that Transformer Engine and Apex are not installed, which is intended here, and uses
+        # deprecated names of torch.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         for caller in ("megatron", "torch.distributed"):
             warnings.filterwarnings("ignore", category=FutureWarning, module=caller)
+
+        # Imports megatron, so only after the checks above.
         from trainer.platform.cpu_patches import patch_for_cpu
 
         patch_for_cpu()
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
-        """Our own layers, and where ranks share sequences the attention that gathers their keys."""
+        """Nothing, or with context parallelism an attention that gathers the keys of all ranks."""
         if config.context_parallel_size == 1:
             return {}
         from trainer.platform.fused_layers import PlainAttention
@@ -76,15 +82,23 @@ class CpuPlatform(Platform):
         self.attention = "scaled_dot_product_attention, over the keys of all ranks that share the sequences"
         return {LayerRole.attention: PlainAttention}
 
-    def memory(self) -> MemoryUse:
-        """Memory of this process; the peak is that of its whole life, which Linux does not reset."""
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        return MemoryUse(psutil.Process().memory_info().rss, peak_bytes, total_memory())
+    def memory_use(self) -> MemoryUse:
+        """Memory of this process. The peak is that of its whole life, because Linux does not reset it."""
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return MemoryUse(
+            used_bytes=psutil.Process().memory_info().rss,
+            peak_bytes=peak_kib << 10,
+            total_bytes=total_memory(),
+        )
 
 
 def check_torchvision() -> Finding:
-    """Whether torchvision fits torch: a CUDA build beside a CPU build of torch breaks transformers."""
-    version, torch_version = installed("torchvision"), installed("torch") or ""
-    broken = bool(version) and "+cpu" in torch_version and "+cpu" not in (version or "") and version != STAND_IN
-    found = f"{version or 'not installed'}{' (empty stand-in)' if version == STAND_IN else ''}"
-    return Finding("torchvision", not broken, found, INSTALL_STAND_INS)
+    """Check that torchvision fits torch: a CUDA build with a CPU build of torch breaks transformers."""
+    version = installed("torchvision")
+    if version is None:
+        return Finding("torchvision", True, "not installed", INSTALL_STAND_INS)
+    if version == STAND_IN:
+        return Finding("torchvision", True, f"{version} (empty stand-in)", INSTALL_STAND_INS)
+
+    is_cpu_torch = "+cpu" in (installed("torch") or "")
+    return Finding("torchvision", "+cpu" in version or not is_cpu_torch, version, INSTALL_STAND_INS)

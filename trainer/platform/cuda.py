@@ -1,23 +1,24 @@
-"""Megatron-core on NVIDIA GPUs: nothing is patched; layers of Transformer Engine are used where it is installed.
+"""Megatron-core on NVIDIA GPUs. Nothing is patched; layers of Transformer Engine are used if it is installed.
 
     nvidia-smi --query-gpu=...   one line per GPU
 
     attention of packed sequences          needs (in bfloat16)
-    Transformer Engine's                   capability 9.0 to 11: its kernel for them; elsewhere it computes all T x T
-                                           scores, unless it finds a flash-attn that it knows
-    torch's varlen_attn                    capability 8.0; the only one where ranks share sequences
-    our own (trainer/model/layers.py)      nothing: also in float32
+    Transformer Engine's                   capability 9.0 to 11, where it has a kernel for packed sequences; on other
+                                           devices it computes all T x T scores, unless a supported flash-attn is
+                                           installed
+    torch's varlen_attn                    capability 8.0; the only choice with context parallelism
+    our own (trainer/model/layers.py)      nothing; also works in float32
 
-Transformer Engine replaces norms, linear layers and rotary embeddings always. Norms stay modules of their own, beside
-the linear layers: fused, their parameters would have other names. torch has fused norms of its own.
+Norms, linear layers and rotary embeddings are Transformer Engine's whenever it is installed. Norms stay separate
+modules: fused into the linear layers, their parameters would have other names, and torch has fused norms anyway.
 
 Experts are torch's grouped matrix products from capability 9.0 on, in bfloat16, with torch 2.10 or newer
-(trainer/platform/grouped_experts.py), and Megatron's SequentialMLP elsewhere.
+(trainer/platform/grouped_experts.py), and Megatron's SequentialMLP otherwise.
 
-Peak FLOP/s are those of the vendors' data sheets, dense, by device name and precision. float32 is that of ordinary
-units, because TensorFloat-32 is off here.
+Peak FLOP/s are from the vendor's data sheets, dense, by device name and precision. The float32 values are those of the
+CUDA cores, because TensorFloat-32 is off here.
 
-docs/platforms.md says what of this was tested without a GPU.
+docs/platforms.md lists what was tested without a GPU.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ from async_grpo.utils.requirements import (
     optional,
 )
 from trainer.platform.accelerator import Accelerator
-from trainer.platform.base import Device, LayerRole, Platform, Run, import_package, run_tool
+from trainer.platform.base import Device, LayerRole, Platform, RunTool, import_package, run_tool
 from trainer.platform.probes import check_torch_sees
 
 ENVIRONMENT: Mapping[str, str] = {
-    # Micro-batches differ in length; without it the allocator's fixed blocks fragment until memory runs out.
+    # Micro-batches differ in length. With fixed blocks the allocator fragments until memory runs out.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
-"""Set only where the user's environment does not."""
+"""Variables of every rank, unless the user's environment sets them."""
 
 TENSOR_PARALLEL_ENVIRONMENT: Mapping[str, str] = {
-    # Kernels start in the order in which they are launched. Megatron overlaps the communication of tensor-parallel
-    # ranks by relying on it, and nothing else of Megatron asks for it (megatron/core/tensor_parallel/layers.py). With
-    # one queue for all streams, copies of new weights to the host hold up the kernels of the next step behind them.
+    # Start kernels in the order in which they are launched. Megatron needs this to overlap the communication of
+    # tensor-parallel ranks, and for nothing else (megatron/core/tensor_parallel/layers.py). It puts all streams in one
+    # queue, so copies of new weights to the host delay the kernels of the next step: do not set it without need.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
-"""The same, with `tensor_parallel` above 1 alone."""
+"""Additional variables with `tensor_parallel` above 1, unless the user's environment sets them."""
 
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
     "B200": {"bfloat16": 2250, "float32": 75},
@@ -79,7 +80,7 @@ PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
     "RTX 4090": {"bfloat16": 165, "float32": 82.6},
     "RTX 3090": {"bfloat16": 71, "float32": 35.6},
 }
-"""By a word of the name that torch reports, such as `NVIDIA H100 80GB HBM3`."""
+"""Dense TFLOP/s by words of the name that torch reports, such as `NVIDIA H100 80GB HBM3`."""
 
 _QUERY = ("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits")
 _TORCH_FIX = "python -c 'import torch; torch.cuda.init()' says why; check the driver against torch's CUDA version"
@@ -102,15 +103,17 @@ class CudaPlatform(Accelerator):
     )
 
     def rank_environment(self, config: TrainerConfig) -> Mapping[str, str]:
-        """One hardware queue for all streams only where ranks are tensor-parallel."""
-        return {**ENVIRONMENT, **(TENSOR_PARALLEL_ENVIRONMENT if config.tensor_parallel > 1 else {})}
+        """Return the variables, with one hardware queue for all streams only if ranks are tensor-parallel."""
+        if config.tensor_parallel > 1:
+            return {**ENVIRONMENT, **TENSOR_PARALLEL_ENVIRONMENT}
+        return ENVIRONMENT
 
-    def devices(self, run: Run = run_tool) -> list[Device]:
-        """The GPUs that nvidia-smi lists."""
+    def list_devices(self, run: RunTool = run_tool) -> list[Device]:
+        """Return the GPUs that nvidia-smi lists."""
         return _parse_smi(run([self.tool, *_QUERY]) or "")
 
     def package_probes(self) -> Sequence[Check]:
-        """PyTorch in a build for CUDA, and Transformer Engine."""
+        """Check for a CUDA build of PyTorch, and for Transformer Engine."""
         return (
             check_torch,
             partial(check_torch_sees, "cuda", "torch", "NCCL", _TORCH_FIX),
@@ -120,16 +123,24 @@ class CudaPlatform(Accelerator):
         )
 
     def model_options(self, *, experts: bool) -> Mapping[str, Any]:
-        """Transformer Engine's rotary embeddings, and SwiGLU by torch.compile where it can compile. Experts get few
-        tokens and each time another number of them, for which it would compile again."""
-        return {"apply_rope_fusion": _has_transformer_engine(), "bias_activation_fusion": not experts and can_compile()}
+        """Enable Transformer Engine's rotary embeddings and a compiled SwiGLU.
+
+        SwiGLU of experts is not compiled: an expert gets another number of tokens each time, so torch.compile would
+        compile again and again.
+        """
+        return {
+            "apply_rope_fusion": _has_transformer_engine(),
+            "bias_activation_fusion": not experts and can_compile(),
+        }
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
-        """Transformer Engine's layers where it is installed, and the fastest attention that this device has."""
+        """Return Transformer Engine's layers if it is installed, and the fastest attention for this device."""
         layers = transformer_engine_layers() if _has_transformer_engine() else {}
+
         attention, self.attention = self._choose_attention(config)
         if attention is not None:
             layers[LayerRole.attention] = attention
+
         if config.num_moe_experts and self._has_grouped_experts(config):
             from trainer.platform.grouped_experts import GroupedExperts
 
@@ -138,17 +149,19 @@ class CudaPlatform(Accelerator):
         return layers
 
     def _has_grouped_experts(self, config: Any) -> bool:
-        """True if torch has one kernel for all experts on this device. Elsewhere `grouped_mm` is a loop as well, and
-        waits for the device besides."""
+        """True if torch has one kernel for all experts on this device.
+
+        Otherwise `grouped_mm` loops over the experts, as SequentialMLP does, and in addition waits for the device.
+        """
         import torch
 
         from trainer.platform.grouped_experts import has_grouped_product, is_aligned
 
-        capable = self._torch().get_device_capability() >= (9, 0)
-        return has_grouped_product() and capable and config.params_dtype == torch.bfloat16 and is_aligned(config)
+        has_kernel = has_grouped_product() and self._torch_device().get_device_capability() >= (9, 0)
+        return has_kernel and config.params_dtype == torch.bfloat16 and is_aligned(config)
 
     def _choose_attention(self, config: Any) -> tuple[type | None, str]:
-        """The class, None for our own, and what it is and why."""
+        """Return the class, None for our own, and a description with the reason."""
         import torch
 
         from trainer.platform.fused_layers import VarlenAttention, has_varlen_attention
@@ -158,61 +171,64 @@ class CudaPlatform(Accelerator):
             return VarlenAttention, "torch's varlen_attn, over the keys of all ranks that share the sequences"
         if config.params_dtype != torch.bfloat16:
             return None, f"{Platform.attention}: fused kernels compute in bfloat16"
-        major, minor = capability = self._torch().get_device_capability()
-        engine, device = _has_transformer_engine(), f"capability {major}.{minor}"
-        if engine and (9, 0) <= capability < (12, 0):
+        capability = self._torch_device().get_device_capability()
+        major, minor = capability
+        device = f"capability {major}.{minor}"
+        has_engine = _has_transformer_engine()
+        if has_engine and (9, 0) <= capability < (12, 0):
             from megatron.core.extensions import transformer_engine as extension
 
             return extension.TEDotProductAttention, f"Transformer Engine's: it has a kernel for {device}"
         if capability >= (8, 0) and has_varlen_attention():
-            lacks = f"has no kernel of its own for {device}" if engine else "is not installed"
-            return VarlenAttention, f"torch's varlen_attn: Transformer Engine {lacks}"
+            reason = f"has no kernel of its own for {device}" if has_engine else "is not installed"
+            return VarlenAttention, f"torch's varlen_attn: Transformer Engine {reason}"
         return None, f"{Platform.attention}: torch {torch.__version__} has no varlen_attn for {device}"
 
     def _check_shared_sequences(self, config: Any) -> None:
-        """Raise ConfigError if ranks that share sequences have no attention on this device.
+        """Raise ConfigError if this device has no attention for ranks that share sequences.
 
-        Without `varlen_attn` a mask would be needed, with which torch keeps all scores: at 32k tokens and 7 heads of a
-        rank 15 GB a layer.
+        Without `varlen_attn` we would need a mask, with which torch keeps all scores: with 32k tokens and 7 heads per
+        rank 15 GB per layer.
         """
         import torch
 
         from trainer.platform.fused_layers import has_varlen_attention
 
-        major, minor = self._torch().get_device_capability()
+        major, minor = self._torch_device().get_device_capability()
         if config.params_dtype != torch.bfloat16:
-            missing = "computes in bfloat16, and model.precision is float32. Set model.precision to bfloat16"
+            problem = "computes in bfloat16, and model.precision is float32. Set model.precision to bfloat16"
         elif (major, minor) < (8, 0):
-            missing = f"needs compute capability 8.0, and this device has {major}.{minor}. Use another device"
+            problem = f"needs compute capability 8.0, and this device has {major}.{minor}. Use another device"
         elif not has_varlen_attention():
-            missing = f"takes no fewer key heads than query heads in torch {torch.__version__}. Install torch 2.13"
+            problem = f"takes no fewer key heads than query heads in torch {torch.__version__}. Install torch 2.13"
         else:
             return
         raise ConfigError(
             f"trainer.context_parallel is {config.context_parallel_size}, whose attention on CUDA is torch's "
-            f"varlen_attn. It {missing}, or set trainer.context_parallel to 1"
+            f"varlen_attn. It {problem}, or set trainer.context_parallel to 1"
         )
 
     def stated_tflops(self, precision: str) -> float | None:
-        """The figure for the name that torch reports of this rank's device."""
-        return peak_tflops(self._torch().get_device_name(), precision)
+        """Dense TFLOP/s listed for the name of this rank's device."""
+        return peak_tflops(self._torch_device().get_device_name(), precision)
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """Dense TFLOP/s of one device by the vendor's data sheet; None for a device that is not listed.
+    """Dense TFLOP/s of one device in the vendor's data sheet; None if the device is not listed.
 
     >>> peak_tflops("NVIDIA A100-SXM4-80GB", "bfloat16")
     312
     """
     words = device_name.replace("-", " ").split()
-    for name in sorted(PEAK_TFLOPS, key=len, reverse=True):  # the longer name is the more exact one
+    # Longest name first: an `H100 PCIe` also matches `H100`, whose value is wrong for it.
+    for name in sorted(PEAK_TFLOPS, key=len, reverse=True):
         if all(part in words for part in name.split()):
             return PEAK_TFLOPS[name].get(precision)
     return None
 
 
 def _has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed. Raises DependencyError if it is, but does not load."""
+    """True if Transformer Engine is installed. Raises DependencyError if it is installed but does not load."""
     if importlib.util.find_spec("transformer_engine") is None:
         return False
     import_package("cuda", "transformer_engine.pytorch", INSTALL_TRANSFORMER_ENGINE)
@@ -220,14 +236,14 @@ def _has_transformer_engine() -> bool:
 
 
 def can_compile() -> bool:
-    """Whether torch.compile finds what it needs for a GPU: Triton, a C compiler and the headers of Python."""
+    """True if torch.compile has what it needs for a GPU: Triton, a C compiler and Python's headers."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    compiler = any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))
-    return importlib.util.find_spec("triton") is not None and compiler and headers.exists()
+    has_compiler = any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))
+    return importlib.util.find_spec("triton") is not None and has_compiler and headers.exists()
 
 
 def transformer_engine_layers() -> dict[LayerRole, type]:
-    """Transformer Engine's classes for norms and linear layers, in Megatron's wrappers."""
+    """Return Megatron's wrappers of Transformer Engine's norms and linear layers."""
     from megatron.core.extensions import transformer_engine as extension
 
     return {
@@ -238,20 +254,26 @@ def transformer_engine_layers() -> dict[LayerRole, type]:
 
 
 def check_torch() -> Finding:
-    """Whether torch is a build for CUDA: one with `+cpu` in its version is not."""
+    """Check that torch is a build for CUDA. Builds for CPUs have `+cpu` in their version."""
     version = installed("torch")
-    fix = "pip install --force-reinstall torch (from PyPI: its builds are for CUDA)" if version else INSTALL_CUDA
-    return Finding("PyTorch", version is not None and "+cpu" not in version, version or "not installed", fix)
+    if version is None:
+        return Finding("PyTorch", False, "not installed", INSTALL_CUDA)
+    fix = "pip install --force-reinstall torch (from PyPI: its builds are for CUDA)"
+    return Finding("PyTorch", "+cpu" not in version, version, fix)
 
 
 def _parse_smi(text: str) -> list[Device]:
-    """
+    """Return one device per line of nvidia-smi's table. Lines of another form, such as errors, are skipped.
+
     >>> _parse_smi("0, NVIDIA H100 80GB HBM3, 81559, 550.54.15")[0].name
     'NVIDIA H100 80GB HBM3'
     """
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [
-        Device(int(index), name, float(memory) / 1024, driver)
-        for index, name, memory, driver in (row for row in rows if len(row) == 4)
-        if index.isdigit() and memory.replace(".", "").isdigit()
-    ]
+    devices = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != 4:
+            continue
+        index, name, memory_mib, driver = cells
+        if index.isdigit() and memory_mib.replace(".", "").isdigit():
+            devices.append(Device(int(index), name, float(memory_mib) / 1024, driver))
+    return devices

@@ -1,22 +1,22 @@
-"""Layers that take packed tokens as they lie: fused kernels of torch (CUDA) and torch_npu (Ascend), and a plain one.
+"""Layers for packed sequences: fused kernels of torch (CUDA) and torch_npu (Ascend), and a plain one for the CPU.
 
-Causal attention takes the packed sequences in one call, with as many key heads as there are. What is rotated, where
-the sequences end and how long they are is in `PackedSequences`, found once for each micro-batch: no layer here reads a
-number from the device.
+Causal attention computes all packed sequences in one call, without repeating key heads. Rotation angles, sequence ends
+and lengths are in `PackedSequences`, computed on the host once per micro-batch: reading a number from the device in a
+layer would make the host wait for it.
 
-Where several ranks share sequences (context parallelism), keys and values of all ranks are gathered, and each sequence
-is two segments, with causality aligned at the bottom right (`AttentionSegments`):
+With context parallelism, keys and values of all ranks are gathered, and each sequence is two segments, with causality
+aligned at the bottom right (`AttentionSegments`):
 
     queries of this rank  [front chunk]                [back chunk]
     their keys            [0 .. end of front chunk]    [0 .. end of back chunk]
 
     VarlenAttention   torch.nn.attention.varlen, whose backend is FlashAttention: bfloat16, from capability 8.0 on
-    NpuAttention      torch_npu.npu_fusion_attention in the layout TND, causal by mode 3 and one fixed triangle
+    NpuAttention      torch_npu.npu_fusion_attention with layout TND, causal through mode 3 and one fixed triangle
     NpuRotation       torch_npu.npu_rotary_mul
-    PlainAttention    for the CPU, where ranks share sequences
+    PlainAttention    the CPU with context parallelism
 
-The kernels have not run on their devices yet (docs/platforms.md); the arguments are tested against the operators in
-plain torch.
+docs/platforms.md lists which kernels have run on their devices. The arguments of the others are tested against the same
+operators in plain torch.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from trainer.batch.context_parallel import gather_context
 from trainer.batch.layout import AttentionSegments, PackedSequences, Rotation
 
 CAUSAL = 3
-"""`sparse_mode` of torch_npu: the last query of a segment sees its last key, the one before it one key less."""
+"""`sparse_mode` of torch_npu: causal, with the last query of a segment aligned to its last key."""
 
 TRIANGLE = 2048
-"""Side of the mask that this mode wants."""
+"""Side of the mask that `CAUSAL` requires, whatever the length of the sequences."""
 
-MOST_SEQUENCES = 1024
-"""Segments that one call in the layout TND takes."""
+MAX_SEGMENTS = 1024
+"""Maximum number of segments per call with layout TND."""
 
 CAUSAL_WINDOW = (-1, 0)
-"""`window_size` of torch: all positions before, none behind. FlashAttention aligns the last query with the last key."""
+"""`window_size` of torch: all positions before the query, none after it. FlashAttention aligns the last query with the
+last key."""
 
 QUERY_BLOCK = 512
-"""Queries of one call of `PlainAttention`, so that its masks grow with the keys and not with their square."""
+"""Queries per call of `PlainAttention`, so that the size of its masks is linear in the sequence length."""
 
 _TRIANGLES: dict[torch.device, Tensor] = {}
 
 
 class _FusedAttention(MegatronModule):
-    """Causal attention within each packed sequence, in one kernel. Signature: Megatron's core attention."""
+    """Causal attention within each packed sequence. Has the signature of Megatron's core attention."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class _FusedAttention(MegatronModule):
         return self._attend(query, key, value, segments).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments) -> Tensor:
-        """[T, heads, d], of rotated queries and keys."""
+        """Attention of rotated queries and keys: [T, heads, d]."""
         raise NotImplementedError
 
 
@@ -113,7 +114,7 @@ class VarlenAttention(_FusedAttention):
 
 
 class PlainAttention(_FusedAttention):
-    """torch's scaled_dot_product_attention, a few calls for each segment: the reference of the kernels."""
+    """torch's scaled_dot_product_attention, one call per block of queries. The reference for the kernels."""
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments) -> Tensor:
         outputs = []
@@ -122,16 +123,15 @@ class PlainAttention(_FusedAttention):
         values = value.tensor_split(segments.key_ends[:-1])
         for segment in zip(queries, keys, values, strict=True):
             q, k, v = (part.transpose(0, 1)[None] for part in segment)  # [1, heads, tokens, d]
-            before = k.shape[2] - q.shape[2]
-            blocks = q.split(QUERY_BLOCK, 2)
-            for number, block in enumerate(blocks):
+            visible_keys = k.shape[2] - q.shape[2]  # the last query is aligned with the last key
+            for block in q.split(QUERY_BLOCK, 2):
                 rows = block.shape[2]
-                seen = before + number * QUERY_BLOCK + rows
-                mask = torch.ones(rows, seen, dtype=torch.bool, device=q.device).tril(seen - rows)
+                visible_keys += rows
+                mask = torch.ones(rows, visible_keys, dtype=torch.bool, device=q.device).tril(visible_keys - rows)
                 out = F.scaled_dot_product_attention(
                     block,
-                    k[:, :, :seen],
-                    v[:, :, :seen],
+                    k[:, :, :visible_keys],
+                    v[:, :, :visible_keys],
                     attn_mask=mask,
                     scale=self.scale,
                     enable_gqa=q.shape[1] != k.shape[1],
@@ -141,7 +141,7 @@ class PlainAttention(_FusedAttention):
 
 
 def has_varlen_attention() -> bool:
-    """Whether torch's `varlen_attn` takes fewer key heads than query heads; that of torch 2.10 does not say so."""
+    """True if torch's `varlen_attn` accepts fewer key heads than query heads. That of torch 2.10 has no such option."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -159,11 +159,11 @@ class NpuAttention(_FusedAttention):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments) -> Tensor:
         outputs = []
         first_query = first_key = 0
-        for first in range(0, len(segments.query_ends), MOST_SEQUENCES):
-            query_ends = segments.query_ends[first : first + MOST_SEQUENCES]
-            key_ends = segments.key_ends[first : first + MOST_SEQUENCES]
+        for first in range(0, len(segments.query_ends), MAX_SEGMENTS):
+            query_ends = segments.query_ends[first : first + MAX_SEGMENTS]
+            key_ends = segments.key_ends[first : first + MAX_SEGMENTS]
             outputs.append(
-                self._call(
+                self._call_kernel(
                     query[first_query : query_ends[-1]],
                     key[first_key : key_ends[-1]],
                     value[first_key : key_ends[-1]],
@@ -171,17 +171,20 @@ class NpuAttention(_FusedAttention):
                     key_ends=[end - first_key for end in key_ends],
                 )
             )
-            first_query, first_key = query_ends[-1], key_ends[-1]
+            first_query = query_ends[-1]
+            first_key = key_ends[-1]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _call(self, query: Tensor, key: Tensor, value: Tensor, *, query_ends: list[int], key_ends: list[int]) -> Tensor:
+    def _call_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, *, query_ends: list[int], key_ends: list[int]
+    ) -> Tensor:
         out: Tensor = self._kernel(
             query,
             key,
             value,
             query.shape[1],
             input_layout="TND",
-            atten_mask=_triangle(query.device),
+            atten_mask=_triangle_mask(query.device),
             scale=self.scale,
             keep_prob=1.0,
             sparse_mode=CAUSAL,
@@ -191,8 +194,8 @@ class NpuAttention(_FusedAttention):
         return out
 
 
-def _triangle(device: torch.device) -> Tensor:
-    """The mask, True where a query sees nothing; one tensor for all layers."""
+def _triangle_mask(device: torch.device) -> Tensor:
+    """Return the mask, True at positions to ignore. All layers share one tensor."""
     if device not in _TRIANGLES:
         ones = torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device)
         _TRIANGLES[device] = ones.triu(1)
@@ -200,10 +203,10 @@ def _triangle(device: torch.device) -> Tensor:
 
 
 class NpuRotation(Rotation):
-    """`torch_npu.npu_rotary_mul`, in the layout BSND with a batch of one.
+    """`torch_npu.npu_rotary_mul`, with layout BSND and a batch of one.
 
-    MindSpeed has the same behind `use_fused_rotary_pos_emb`, but compiles its operator on every host, and is called by
-    Megatron for packed sequences only after Megatron has read their lengths from the device.
+    MindSpeed's `use_fused_rotary_pos_emb` calls the same kernel, but compiles its operator on every host, and for
+    packed sequences Megatron reads their lengths from the device before it calls it.
     """
 
     def __call__(self, heads: Tensor) -> Tensor:

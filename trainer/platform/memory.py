@@ -1,38 +1,38 @@
-"""Memory of one device of the trainer, at worst, from the model's shape and how the ranks are cut.
+"""Maximum memory of one trainer device, from the model's shape and the parallel sizes.
 
-Symbols: b bytes of an element (2 in bfloat16, 4 in float32), T tokens of a micro-batch on this rank
-(micro_batch_tokens / CP), h hidden, q and k widths of query and key heads, f width of the MLP, V vocabulary, L layers,
-TP, PP, CP, EP sizes, t = TP where sequence_parallel shares what lies between the matrices, else 1.
+Symbols: b bytes per element (2 in bfloat16, 4 in float32), T tokens of a micro-batch on this rank
+(micro_batch_tokens / CP), h hidden size, q and k widths of query and key heads, f width of the MLP, V vocabulary, L
+layers, TP, PP, CP, EP sizes. t = TP if sequence_parallel divides the activations between the matrices, else 1.
 
-    weights      b * P                     P parameters of this rank: matrices cut by TP, layers by PP, experts by EP
-    gradients    4 * P                     summed in float32, as a whole on every rank
-    optimizer    (8 [+ 4 copy]) * P / D    AdamW's two moments and, beside bfloat16 weights, a float32 copy; ZeRO-1
-                                           (arXiv 1910.02054) cuts them over the D ranks that hold the same weights
-                                           (offloaded: those of one parameter, once activations and work space are
-                                           gone: the larger counts)
-    activations  T * L/PP * in flight * a  a bytes a token and layer, after arXiv 2205.05198 (there for plain MLPs,
-                                           dropout and stored attention scores, none of which is here)
-    work space   the larger of the logits, T * (V/TP * (4 + b) + 2hb), with an entropy bonus T * (V/TP * 12 + 2hb) (in
-                 float32 16), and of the gradients in the backward pass of one layer, T * (4h + 3f/TP) * b
+    weights      b * P                     P parameters of this rank: TP divides matrices, PP layers, EP experts
+    gradients    4 * P                     summed in float32, not divided
+    optimizer    (8 [+ 4 copy]) * P / D    AdamW's two moments and, for bfloat16 weights, a float32 copy. ZeRO-1
+                                           (arXiv 1910.02054) divides them over the D ranks with the same weights.
+                                           Offloaded: those of one parameter, fetched after activations and work space
+                                           are freed, so the larger of the two counts
+    activations  T * L/PP * in flight * a  a bytes per token and layer, after arXiv 2205.05198 (which assumes plain
+                                           MLPs, dropout and stored attention scores; we have none of them)
+    work space   the larger of two: the logits, T * (V/TP * (4 + b) + 2hb), with an entropy bonus T * (V/TP * 12 + 2hb)
+                 (in float32 16); and the gradients in the backward pass of one layer, T * (4h + 3f/TP) * b
 
-a without recomputation: 4hb/t (inputs of two norms and two matrices) + attention + 3fb/TP (gate and up; their product).
+a without recomputation: 4hb/t (inputs of two norms and two matrices) + attention + 3fb/TP (gate, up, their product).
 
-    attention            fused kernels keep keys, queries, values as they lie, (q + 2k)b/TP, queries and keys rotated,
-                         (q + k)b/TP, and the result, qb/TP. On NPUs the rotation keeps its input, (q + k)b/TP more, and
-                         attention 64 bytes for each head. With CP the keys of all ranks are kept in the place of this
-                         rank's, those of a sequence for each of its two segments: 2 * (CP + 1/2) * kb/TP
-    selective            attention keeps (2q + 2k)b/TP: what it starts from, and its result
-    full                 a layer keeps its input, hb/t; one layer at a time is there as a whole
+    attention            fused kernels keep queries, keys and values, (q + 2k)b/TP, rotated queries and keys,
+                         (q + k)b/TP, and the result, qb/TP. On NPUs the rotation also keeps its input, (q + k)b/TP, and
+                         attention 64 bytes per head. With CP the gathered keys of all ranks are kept instead of this
+                         rank's, once for each of the two segments of a sequence: 2 * (CP + 1/2) * kb/TP
+    selective            attention keeps (2q + 2k)b/TP: its inputs and its result
+    full                 a layer keeps its input, hb/t; one layer at a time keeps everything
     experts              each copy of a token keeps (2h + 4f)b: itself twice, gate and up, the gate's activation, the
                          product
 
-Host memory of the ranks of a node: an offloaded optimizer, and the copies of a checkpoint until it is on disk, b * P
-for the weights and 12 * P for an optimizer that is not offloaded, shared by the data-parallel ranks.
+Host memory of the ranks of a node: an offloaded optimizer, and the copies for a checkpoint until it is on disk, b * P
+for the weights and 12 * P for an optimizer that is not offloaded, divided over the data-parallel ranks.
 
-With adapters (`model.lora`), gradients and optimizer are those of the adapters alone.
+With adapters (`model.lora`), only the adapters have gradients and an optimizer.
 
-Of the micro-batches of a pipeline (1F1B, arXiv 2104.04473), the first stage has PP in flight, the last has one and the
-logits: the larger counts. tests/integration/trainer/test_fake_scale.py compares all of it with models of full size.
+In a pipeline (1F1B, arXiv 2104.04473) the first stage has PP micro-batches in flight; the last stage has one, and the
+logits. The larger counts. tests/integration/trainer/test_fake_scale.py compares the plan with full-size models.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ MOMENT_BYTES = 8
 COPY_BYTES = 4
 
 UPDATE_BYTES = 8
-"""Of a parameter while torch's AdamW updates it: the root of its second moment, and the quotient. Fused: none."""
+"""Bytes per parameter while torch's AdamW updates it: the root of its second moment, and the quotient. Fused: none."""
 
 NPU_SOFTMAX_BYTES = 64
-"""Of a head and token: the maximum and the sum of its softmax, eight times each in float32."""
+"""Bytes per head and token: the maximum and the sum of its softmax, eight times each in float32."""
 
 RESERVED_BYTES = 3 * GIB
 """Bytes for the device's context, workspaces of its libraries and buffers of the collectives."""
@@ -63,17 +63,17 @@ PROCESS_BYTES = 2 * GIB
 """Host memory of one rank or engine process besides tensors: libraries, buffers of the collectives. An estimate."""
 
 EXCHANGE_PAGE_BYTES = 64 << 20
+"""Bytes of a page of host memory when a reference model is swapped with the policy."""
 EXCHANGE_BUFFERS = 2
-"""A reference that is swapped with the policy: bytes of a page of host memory, and number of buffers of that size on
-the device."""
+"""Number of buffers of that size on the device during the swap."""
 
 SLACK = 1.05
-"""Factor on everything else, for what an allocator cannot use."""
+"""Factor on all tensors, for fragmentation of the allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """The memory of one device in bytes, on the pipeline stage that needs most."""
+    """Memory of one device in bytes, on the pipeline stage that needs most."""
 
     stage: str
     parameters: int
@@ -84,7 +84,7 @@ class TrainerMemory:
     work_space: int
     reference: int
     fetched: int = 0
-    """What an update fetches from the host's memory of an offloaded optimizer, when activations are gone."""
+    """Bytes that an update fetches from the host with an offloaded optimizer, after activations are freed."""
 
     @property
     def total(self) -> int:
@@ -94,64 +94,91 @@ class TrainerMemory:
 
     @property
     def resident(self) -> int:
-        """Bytes that the device holds between two steps."""
+        """Bytes in use between two steps."""
         return int(SLACK * (self.weights + self.gradients + self.optimizer + self.reference)) + RESERVED_BYTES
 
     def __str__(self) -> str:
-        step = {"activations": self.activations, "work space": self.work_space}
-        if self.fetched > self.activations + self.work_space:
-            step = {"fetched from the optimizer": self.fetched}
         parts = {
             "weights": self.weights,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "reference model": self.reference,
-            **step,
         }
+        if self.fetched > self.activations + self.work_space:
+            parts["fetched from the optimizer"] = self.fetched
+        else:
+            parts["activations"] = self.activations
+            parts["work space"] = self.work_space
         summands = " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
         return f"{gib(self.total)} GiB = {SLACK:g} * ({summands}) + {gib(RESERVED_BYTES)} reserved"
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
-    """The memory of the device that needs most."""
+    """Memory of the device that needs most."""
     stages = ("first", "last") if config.trainer.pipeline_parallel > 1 else ("only",)
-    return max((_stage_memory(config, shape, stage) for stage in stages), key=lambda memory: memory.total)
+    plans = [_stage_memory(config, shape, stage) for stage in stages]
+    return max(plans, key=lambda plan: plan.total)
 
 
 def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMemory:
-    layout, element = config.trainer, ELEMENT_BYTES[config.model.precision]
+    layout = config.trainer
+    element = ELEMENT_BYTES[config.model.precision]
+    lora = config.model.lora
+
     dense, experts = stage_parameters(shape, layout, stage)
-    frozen, lora = 0, config.model.lora
-    if lora is not None:
-        frozen, dense, experts = dense + experts, adapter_parameters(shape, layout, lora), 0
-    offload, kept = layout.optimizer.offload, MOMENT_BYTES + (COPY_BYTES if element == 2 else 0)
-    shard = dense // same_weights(layout) + experts // same_experts(layout)
-    largest = _largest_parameter(shape, layout, lora)
+    base_parameters = dense + experts
+    if lora is None:
+        parameters = base_parameters
+    else:  # only the adapters are trained
+        dense = adapter_parameters(shape, layout, lora)
+        experts = 0
+        parameters = base_parameters + dense
+
+    state_bytes = _optimizer_bytes(element)
+    shard = dense // dense_replicas(layout) + experts // expert_replicas(layout)
+    if layout.optimizer.offload:
+        optimizer = 0
+        fetched = (state_bytes + UPDATE_BYTES) * min(shard, _largest_parameter(shape, layout, lora))
+    else:
+        optimizer = state_bytes * shard
+        fetched = 0
+
+    if layout.reference.source == "none":
+        reference = 0
+    elif layout.reference.placement == "swap":
+        reference = EXCHANGE_BUFFERS * EXCHANGE_PAGE_BYTES
+    else:
+        reference = element * base_parameters
+
     tokens = layout.micro_batch_tokens // layout.context_parallel
     in_flight = layout.pipeline_parallel if stage == "first" else 1
-    reference = 0
-    if layout.reference.source != "none":
-        second_model = element * (frozen or dense + experts)
-        swapped = layout.reference.placement == "swap"
-        reference = EXCHANGE_BUFFERS * EXCHANGE_PAGE_BYTES if swapped else second_model
-    work = backward_bytes(shape, layout, element)
+    work_space = backward_bytes(shape, layout, element)
     if stage != "first":
-        work = max(work, logit_bytes(shape, layout, element))
+        work_space = max(work_space, logit_bytes(shape, layout, element))
+
     return TrainerMemory(
         stage=stage,
-        parameters=frozen + dense + experts,
-        weights=element * (frozen + dense + experts),
+        parameters=parameters,
+        weights=element * parameters,
         gradients=GRADIENT_BYTES * (dense + experts),
-        optimizer=0 if offload else kept * shard,
+        optimizer=optimizer,
         activations=tokens * activation_bytes(shape, layout, element, in_flight),
-        work_space=tokens * work,
+        work_space=tokens * work_space,
         reference=reference,
-        fetched=(kept + UPDATE_BYTES) * min(shard, largest) if offload else 0,
+        fetched=fetched,
     )
 
 
+def _optimizer_bytes(element: int) -> int:
+    """Bytes of optimizer state per parameter. float32 weights need no copy."""
+    return MOMENT_BYTES + COPY_BYTES if element == 2 else MOMENT_BYTES
+
+
 def _largest_parameter(shape: ModelShape, layout: TrainerConfig, lora: LoraConfig | None) -> int:
-    """Of one rank: a matrix of the vocabulary, or gate and up, which for all experts of a rank are one parameter."""
+    """Elements of the largest parameter on one rank: a matrix of the vocabulary, or gate and up.
+
+    Gate and up of all experts of a rank are one parameter.
+    """
     if lora is not None:
         return max(shape.vocab, 2 * shape.ffn) * lora.rank // layout.tensor_parallel
     vocabulary = shape.vocab * shape.hidden // layout.tensor_parallel
@@ -160,95 +187,120 @@ def _largest_parameter(shape: ModelShape, layout: TrainerConfig, lora: LoraConfi
     return max(vocabulary, 2 * shape.ffn * shape.hidden // layout.tensor_parallel)
 
 
-def same_weights(layout: TrainerConfig) -> int:
-    """D: ranks that hold the same weights beside experts (data- and context-parallel)."""
+def dense_replicas(layout: TrainerConfig) -> int:
+    """D: number of ranks with the same weights, experts excluded (data- and context-parallel)."""
     return layout.processes // (layout.tensor_parallel * layout.pipeline_parallel)
 
 
-def same_experts(layout: TrainerConfig) -> int:
-    """Ranks that hold the same experts."""
+def expert_replicas(layout: TrainerConfig) -> int:
+    """Number of ranks with the same experts."""
     return layout.processes // (layout.expert_parallel * layout.pipeline_parallel)
 
 
 def stage_parameters(shape: ModelShape, layout: TrainerConfig, stage: str) -> tuple[int, int]:
-    """(beside experts, of experts) on one rank of the `first`, `last` or `only` stage."""
+    """Numbers of (dense, expert) parameters on one rank of the `first`, `last` or `only` stage."""
     layers = shape.layers // layout.pipeline_parallel
     whole = shape.uncut_layer_parameters
     cut = (shape.shared_layer_parameters - whole) // layout.tensor_parallel
-    matrix = shape.embedding_parameters // layout.tensor_parallel
-    matrices = 2 if stage == "only" and not shape.tied else 1
-    norm = 0 if stage == "first" else shape.hidden
+
+    vocabulary_matrices = 2 if stage == "only" and not shape.tied else 1
+    vocabulary = vocabulary_matrices * (shape.embedding_parameters // layout.tensor_parallel)
+    last_norm = 0 if stage == "first" else shape.hidden
+
     experts = layers * shape.expert_layer_parameters // layout.expert_parallel
-    return layers * (cut + whole) + matrices * matrix + norm, experts
+    return layers * (cut + whole) + vocabulary + last_norm, experts
 
 
 def adapter_parameters(shape: ModelShape, layout: TrainerConfig, lora: LoraConfig) -> int:
-    """Parameters of the adapters on one rank of a stage. What meets the cut side of a matrix is cut with it."""
-    hidden, cut = shape.hidden, layout.tensor_parallel
-    inner = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.ffn)
-    sides = {"q_proj": shape.query, "k_proj": shape.key, "v_proj": shape.key, "o_proj": shape.query, **inner}
-    return shape.layers // layout.pipeline_parallel * lora.rank * sum(hidden + sides[x] // cut for x in lora.targets)
+    """Number of adapter parameters on one rank of a stage.
+
+    Tensor parallelism divides one side of each matrix, and of its two adapter matrices the one at that side.
+    """
+    divided_width = {
+        "q_proj": shape.query,
+        "k_proj": shape.key,
+        "v_proj": shape.key,
+        "o_proj": shape.query,
+        "gate_proj": shape.ffn,
+        "up_proj": shape.ffn,
+        "down_proj": shape.ffn,
+    }
+    width = sum(shape.hidden + divided_width[target] // layout.tensor_parallel for target in lora.targets)
+    return shape.layers // layout.pipeline_parallel * lora.rank * width
 
 
 def activation_bytes(shape: ModelShape, layout: TrainerConfig, element: int, in_flight: int) -> int:
-    """Bytes of one token's activations, over the layers of a stage and the micro-batches in flight."""
+    """Bytes of one token's activations in all layers of a stage and all micro-batches in flight."""
     layers = shape.layers // layout.pipeline_parallel
     return layers * in_flight * layer_bytes(shape, layout, element, recompute=layout.recompute)
 
 
 def layer_bytes(shape: ModelShape, layout: TrainerConfig, element: int, *, recompute: str) -> int:
-    """a: what one layer keeps of one token until its backward pass."""
-    between = layout.tensor_parallel if layout.sequence_parallel else 1
+    """a: bytes that one layer keeps per token until its backward pass."""
+    norm_ranks = _ranks_between_matrices(layout)
     if recompute == "full":
-        return element * shape.hidden // between
-    norms = 4 * element * shape.hidden // between
+        return element * shape.hidden // norm_ranks
+    norms = 4 * element * shape.hidden // norm_ranks
     attention = _attention_bytes(shape, layout, element, recompute) // layout.tensor_parallel
-    return norms + attention + _mlp_bytes(shape, layout, element, between)
+    return norms + attention + _mlp_bytes(shape, layout, element)
+
+
+def _ranks_between_matrices(layout: TrainerConfig) -> int:
+    """t: number of ranks that share the activations between the matrices."""
+    return layout.tensor_parallel if layout.sequence_parallel else 1
 
 
 def _attention_bytes(shape: ModelShape, layout: TrainerConfig, element: int, recompute: str) -> int:
-    """Of all heads."""
+    """Bytes that attention keeps per token, all heads."""
     if recompute == "selective":
         return element * (2 * shape.query + 2 * shape.key)
-    keys = (2 * layout.context_parallel + 1) * shape.key
+    gathered_keys = (2 * layout.context_parallel + 1) * shape.key
     if layout.platform == "npu":
-        statistics = NPU_SOFTMAX_BYTES * shape.heads
+        softmax = NPU_SOFTMAX_BYTES * shape.heads
         if layout.context_parallel > 1:
-            return element * (3 * shape.query + shape.key + keys) + statistics
-        return element * (4 * shape.query + 4 * shape.key) + statistics
+            return element * (3 * shape.query + shape.key + gathered_keys) + softmax
+        return element * (4 * shape.query + 4 * shape.key) + softmax
     if layout.context_parallel > 1:
-        return element * (2 * shape.query + keys)
+        return element * (2 * shape.query + gathered_keys)
     return element * (3 * shape.query + 3 * shape.key)
 
 
-def _mlp_bytes(shape: ModelShape, layout: TrainerConfig, element: int, between: int) -> int:
-    """A token goes through the MLP, or copies of it through its experts, which are never cut."""
+def _mlp_bytes(shape: ModelShape, layout: TrainerConfig, element: int) -> int:
+    """Bytes that the MLP or the experts keep per token. Tensor parallelism does not divide experts."""
     if not shape.experts:
         return 3 * element * shape.ffn // layout.tensor_parallel
-    return shape.experts_per_token * element * (4 * shape.ffn + 2 * shape.hidden) // between
+    copy_bytes = element * (4 * shape.ffn + 2 * shape.hidden)
+    return shape.experts_per_token * copy_bytes // _ranks_between_matrices(layout)
 
 
 def logit_bytes(shape: ModelShape, layout: TrainerConfig, element: int) -> int:
-    """Bytes of one token: its logits as the output layer gives them and in float32, and, of the output layer, its input
-    and that one's gradient. An entropy bonus needs three tensors of float32 instead; logits in float32 stay beside."""
-    each = element + 4
+    """Bytes of the output layer per token: its logits, its input and the gradient of its input.
+
+    The logits exist in the model's precision and in float32. With an entropy bonus there are three float32 tensors
+    instead, and in a float32 model also the logits.
+    """
+    per_logit = element + 4
     if layout.objective.entropy_coef > 0:
-        each = 12 if element == 2 else 16
-    return each * shape.vocab // layout.tensor_parallel + 2 * element * shape.hidden
+        per_logit = 12 if element == 2 else 16
+    return per_logit * shape.vocab // layout.tensor_parallel + 2 * element * shape.hidden
 
 
 def backward_bytes(shape: ModelShape, layout: TrainerConfig, element: int) -> int:
-    """Bytes of one token in the backward pass of one layer: gradients, and what was not kept of the layer."""
-    between = layout.tensor_parallel if layout.sequence_parallel else 1
-    once = layer_bytes(shape, layout, element, recompute="none") if layout.recompute == "full" else 0
-    copies = shape.experts_per_token * (3 * shape.ffn + 2 * shape.hidden) // between
-    mlp = copies if shape.experts else 3 * shape.ffn // layout.tensor_parallel
-    return once + element * (4 * shape.hidden + mlp)
+    """Bytes of one token in the backward pass of one layer: its gradients, and its recomputed activations."""
+    recomputed = 0
+    if layout.recompute == "full":
+        recomputed = layer_bytes(shape, layout, element, recompute="none")
+    if shape.experts:
+        copies = shape.experts_per_token * (3 * shape.ffn + 2 * shape.hidden)
+        mlp = copies // _ranks_between_matrices(layout)
+    else:
+        mlp = 3 * shape.ffn // layout.tensor_parallel
+    return recomputed + element * (4 * shape.hidden + mlp)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerHostMemory:
-    """The host memory of all ranks of one node in bytes, at worst."""
+    """Maximum host memory of all ranks of one node, in bytes."""
 
     optimizer: int
     """Offloaded masters and moments."""
@@ -260,32 +312,37 @@ class TrainerHostMemory:
 
     @property
     def total(self) -> int:
-        """Bytes that the ranks of the node take."""
+        """Bytes of all ranks of the node."""
         return self.optimizer + self.checkpoint + self.reference + self.processes
 
 
 NO_TRAINER = TrainerHostMemory(optimizer=0, checkpoint=0, reference=0, processes=0)
-"""That of a machine without ranks."""
+"""Host memory on a machine without ranks."""
 
 
 def trainer_host_memory(config: RunConfig, shape: ModelShape) -> TrainerHostMemory:
-    """The host memory of the ranks of one node.
+    """Host memory of the ranks of one node.
 
-    The data-parallel ranks share everything that a checkpoint copies, so it is there once, whatever the layout. An
-    offloaded optimizer is not copied, except float32 weights: they are their own masters and stay on the device.
+    The data-parallel ranks divide the copies for a checkpoint, so there is one copy, whatever the layout. An offloaded
+    optimizer is not copied, except float32 weights: they have no separate masters and stay on the device.
     """
-    layout, element, lora = config.trainer, ELEMENT_BYTES[config.model.precision], config.model.lora
+    layout = config.trainer
+    element = ELEMENT_BYTES[config.model.precision]
+    lora = config.model.lora
+
     trained = shape.parameters
     if lora is not None:
         trained = adapter_parameters(shape, layout, lora) * layout.tensor_parallel * layout.pipeline_parallel
-    masters = COPY_BYTES if element == 2 else 0
-    offloaded = MOMENT_BYTES + masters if layout.optimizer.offload else 0
+    offloaded = _optimizer_bytes(element) if layout.optimizer.offload else 0
     copied = MOMENT_BYTES + COPY_BYTES - offloaded
-    swapped = layout.reference.source != "none" and layout.reference.placement == "swap" and lora is None
-    ranks = layout.processes // layout.nodes
+
+    reference = 0
+    if layout.reference.source != "none" and layout.reference.placement == "swap" and lora is None:
+        reference = element * shape.parameters * dense_replicas(layout) // layout.nodes
+
     return TrainerHostMemory(
         optimizer=offloaded * trained // layout.nodes,
         checkpoint=(element + copied) * trained // layout.nodes,
-        reference=element * shape.parameters * same_weights(layout) // layout.nodes if swapped else 0,
-        processes=PROCESS_BYTES * ranks,
+        reference=reference,
+        processes=PROCESS_BYTES * (layout.processes // layout.nodes),
     )

@@ -2,11 +2,11 @@
 
     torch --> torch_npu --> mindspeed.megatron_adaptor --> megatron      in this order, or Megatron keeps calling CUDA
 
-The adaptor sends `torch.cuda` calls to the NPU (`torch_npu.contrib.transfer_to_npu`) and replaces functions of
-Megatron. It reads the program's command line for its arguments, which are not ours: it sees an empty one, and is told
-how the ranks are cut by `repatch`, the call that its own users with a configuration file make.
+The adaptor redirects `torch.cuda` calls to the NPU (`torch_npu.contrib.transfer_to_npu`) and patches functions of
+Megatron. It parses the program's command line for its own arguments. We hide ours from it and pass the parallel sizes
+through `repatch`, MindSpeed's call for programs that are configured by a file.
 
-Written from the public interfaces of torch_npu and MindSpeed, and tested with stand-ins for them: it has not run on
+Written from the public interfaces of torch_npu and MindSpeed, and tested with replacements of them: it has not run on
 an NPU yet (docs/platforms.md).
 """
 
@@ -40,24 +40,24 @@ from async_grpo.utils.requirements import (
     release,
 )
 from trainer.platform.accelerator import Accelerator
-from trainer.platform.base import Device, LayerRole, Run, import_package, run_tool
+from trainer.platform.base import Device, LayerRole, RunTool, import_package, run_tool
 from trainer.platform.probes import check_torch_sees
 
 ENVIRONMENT: Mapping[str, str] = {
-    # Micro-batches differ in length; without it the allocator's fixed blocks fragment until memory runs out.
+    # Micro-batches differ in length. With fixed blocks the allocator fragments until memory runs out.
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-    # Operators are handed to the device by a second thread, which also prepares them (level 2).
+    # Prepare operators and submit them to the device in a second thread (level 2).
     "TASK_QUEUE_ENABLE": "2",
-    # Host threads stay on the cores next to their NPU.
+    # Pin host threads to the cores next to their NPU.
     "CPU_AFFINITY_CONF": "1",
-    # Seconds for all ranks to meet: loading a large checkpoint takes longer on one than on another. Default: 120.
+    # Maximum seconds to connect all ranks. With the default, 120, ranks that load a large checkpoint come too late.
     "HCCL_CONNECT_TIMEOUT": "1800",
-    # Seconds that a collective may take: above that of the process group, whose error says who was waited for.
+    # Maximum seconds per collective. Above the timeout of the process group, whose error names the missing ranks.
     "HCCL_EXEC_TIMEOUT": "7200",
-    # Kernels start in the order in which they are launched, which MindSpeed relies on as Megatron does.
+    # Start kernels in the order in which they are launched: MindSpeed relies on it, as Megatron does.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
-"""Set only where the user's environment does not."""
+"""Variables of every rank, unless the user's environment sets them."""
 
 CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/latest")
 
@@ -77,7 +77,10 @@ _DRIVER = re.compile(r"Version:\s*(\S+)")
 
 
 class NpuPlatform(Accelerator):
-    """HCCL between devices and gloo between processes. One device name stands for bins of different peak FLOP/s."""
+    """HCCL between devices and gloo between processes.
+
+    Has no `stated_tflops`: devices with different peak FLOP/s have the same name.
+    """
 
     name = "npu"
     aliases = ("ascend",)
@@ -97,15 +100,15 @@ class NpuPlatform(Accelerator):
     device_fix = f"Check npu-smi info and ASCEND_RT_VISIBLE_DEVICES, and that CANN's environment is set: {SOURCE_CANN}"
 
     def rank_environment(self, config: TrainerConfig) -> Mapping[str, str]:
-        """The same for all layouts."""
+        """Return `ENVIRONMENT` for every parallel layout."""
         return ENVIRONMENT
 
-    def devices(self, run: Run = run_tool) -> list[Device]:
-        """The NPUs that `npu-smi info` lists."""
+    def list_devices(self, run: RunTool = run_tool) -> list[Device]:
+        """Return the NPUs that `npu-smi info` lists."""
         return _parse_smi(run([self.tool, "info"]) or "")
 
     def package_probes(self) -> Sequence[Check]:
-        """CANN, torch with torch_npu, and MindSpeed."""
+        """Check CANN, torch, torch_npu and MindSpeed."""
         return (
             check_cann,
             check_torch,
@@ -115,49 +118,53 @@ class NpuPlatform(Accelerator):
         )
 
     def activate(self, config: TrainerConfig) -> None:
-        """As on every accelerator; then adapt Megatron, by our arguments.
+        """Select the device as on every accelerator, then let MindSpeed patch Megatron for our parallel sizes.
 
-        MindSpeed's `repatch` looks for the names that it patches in every module. That would load all of transformers,
-        whose modules are loaded when they are looked at, so transformers must not be imported yet.
+        MindSpeed's `repatch` searches all loaded modules for the names that it patches. transformers loads its modules
+        when they are accessed, so this would load all of it: transformers must not be imported yet.
 
-        Raises DependencyError, too, for a torch_npu that is built for another torch, and for a MindSpeed without
-        `repatch`.
+        Also raises DependencyError for a torch_npu built for another torch, and for a MindSpeed without `repatch`.
         """
-        pair = check_torch_npu()
-        if installed("torch-npu") and not pair.ok:
-            raise DependencyError(f"torch-npu {pair.found}. Run: {pair.fix}")
+        finding = check_torch_npu()
+        if installed("torch-npu") and not finding.ok:
+            raise DependencyError(f"torch-npu {finding.found}. Run: {finding.fix}")
         super().activate(config)
+
         with empty_command_line():
             adaptor = import_package(self.name, "mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
         if not hasattr(adaptor, "repatch"):
             raise DependencyError(
-                "the installed MindSpeed has no megatron_adaptor.repatch, so it cannot be told how the ranks are cut: "
-                f"it is not of the branch {MINDSPEED_BRANCH}. Run: {INSTALL_MINDSPEED}"
+                "the installed MindSpeed has no megatron_adaptor.repatch, so the parallel sizes cannot be passed to "
+                f"it: it is not from the branch {MINDSPEED_BRANCH}. Run: {INSTALL_MINDSPEED}"
             )
         with empty_command_line():
             adaptor.repatch(mindspeed_arguments(config))
 
     def background_stream(self) -> Any:
-        """A stream whose operators the calling thread launches itself.
+        """Return a stream whose operators are launched by the calling thread.
 
-        torch_npu queues the operators of all other streams in one queue of the host. A copy would wait there until the
-        operators that the training has queued before it are launched, up to a whole micro-batch.
+        torch_npu puts the operators of all other streams into one host queue. There a copy would wait for all training
+        operators queued before it, up to a whole micro-batch.
         """
-        return self._torch().SyncLaunchStream()
+        return self._torch_device().SyncLaunchStream()
 
     def model_options(self, *, experts: bool) -> Mapping[str, Any]:
-        """Megatron's fused SwiGLU, which MindSpeed replaces by the NPU's. Its form for experts MindSpeed replaces only
-        together with grouped matrix products, and torch.compile, which Megatron would use, has no NPU."""
+        """Enable Megatron's fused SwiGLU, which MindSpeed replaces by the NPU's, except for experts.
+
+        For experts MindSpeed replaces it only together with grouped matrix products. Megatron would then use
+        torch.compile, which does not support NPUs.
+        """
         return {"bias_activation_fusion": not experts}
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
-        """MindSpeed's RMSNorm, which is fused, and the fused kernels of torch_npu."""
+        """Return MindSpeed's fused RMSNorm and the fused kernels of torch_npu."""
         from trainer.platform.fused_layers import NpuAttention, NpuRotation
 
-        basic = import_package(self.name, "mindspeed.core.megatron_basic.megatron_basic", INSTALL_MINDSPEED)
         self.attention = "torch_npu's npu_fusion_attention"
         if config.context_parallel_size > 1:
             self.attention += ", over the keys of all ranks that share the sequences"
+
+        basic = import_package(self.name, "mindspeed.core.megatron_basic.megatron_basic", INSTALL_MINDSPEED)
         layers: dict[LayerRole, type] = {
             LayerRole.norm: basic.PTNorm,
             LayerRole.rotation: NpuRotation,
@@ -172,15 +179,14 @@ class NpuPlatform(Accelerator):
 
 
 def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:
-    """The arguments that MindSpeed's features read, under Megatron's names (`get_mindspeed_args` has them
-    afterwards)."""
+    """Return the arguments of MindSpeed's features, under Megatron's names. `get_mindspeed_args` returns them later."""
     return {
         "tensor_model_parallel_size": config.tensor_parallel,
         "pipeline_model_parallel_size": config.pipeline_parallel,
         "context_parallel_size": config.context_parallel,
         "expert_model_parallel_size": config.expert_parallel,
         "sequence_parallel": config.sequence_parallel,
-        # Keys and values are gathered by `NpuAttention`: MindSpeed's schemes for it stay out of the way.
+        # `NpuAttention` gathers keys and values itself. This value leaves MindSpeed's context parallelism off.
         "context_parallel_algo": "megatron_cp_algo",
         "use_distributed_optimizer": True,
         "variable_seq_lengths": True,
@@ -189,73 +195,93 @@ def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def empty_command_line() -> Iterator[None]:
-    """MindSpeed parses sys.argv when it is imported, and takes options that it does not know for Megatron's."""
-    given, sys.argv = sys.argv, sys.argv[:1]
+    """Hide our arguments from MindSpeed, which parses sys.argv on import and passes unknown options to Megatron."""
+    command_line = sys.argv
+    sys.argv = command_line[:1]
     try:
         yield
     finally:
-        sys.argv = given
+        sys.argv = command_line
 
 
 def check_cann(environment: Mapping[str, str] = os.environ, folders: tuple[str, ...] = CANN_FOLDERS) -> Finding:
-    """Whether CANN's environment is set in this shell, and its version is the one that torch_npu is for."""
+    """Check that CANN's environment is set in this shell, and that torch_npu is built for its version."""
     home = environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")
     if home is None:
-        there = [folder for folder in folders if Path(folder).is_dir()]
-        found = f"installed in {there[0]}, but its environment is not set" if there else "not installed"
-        return Finding("CANN", False, found, SOURCE_CANN if there else f"install CANN {CANN} (toolkit, kernels, NNAL)")
-    files = (file for pattern in _CANN_VERSION_FILES for file in sorted(Path(home).glob(pattern)))
-    matches = (_CANN_VERSION.search(file.read_text(errors="replace")) for file in files)
-    version = next((match.group(1) for match in matches if match), None)
+        for folder in folders:
+            if Path(folder).is_dir():
+                state = f"installed in {folder}, but its environment is not set"
+                return Finding("CANN", False, state, SOURCE_CANN)
+        return Finding("CANN", False, "not installed", f"install CANN {CANN} (toolkit, kernels, NNAL)")
+
+    version = _read_cann_version(Path(home))
     if version is None:
         return Finding("CANN", None, f"{home}, version unknown (written for {CANN})", SOURCE_CANN)
-    right = version.startswith(CANN)
-    found = f"{version} in {home}" + ("" if right else f", not {CANN}")
-    return Finding("CANN", right, found, f"install CANN {CANN}, then {SOURCE_CANN}")
+    fix = f"install CANN {CANN}, then {SOURCE_CANN}"
+    if not version.startswith(CANN):
+        return Finding("CANN", False, f"{version} in {home}, not {CANN}", fix)
+    return Finding("CANN", True, f"{version} in {home}", fix)
+
+
+def _read_cann_version(home: Path) -> str | None:
+    for pattern in _CANN_VERSION_FILES:
+        for file in sorted(home.glob(pattern)):
+            match = _CANN_VERSION.search(file.read_text(errors="replace"))
+            if match:
+                return match.group(1)
+    return None
 
 
 def check_torch() -> Finding:
-    """Whether torch has the release that torch_npu is built for."""
+    """Check that torch has the release that torch_npu is built for."""
     version = installed("torch")
-    right = version is not None and release(version) == TORCH_ASCEND
-    found = f"{version}, not {TORCH_ASCEND}" if version and not right else version or "not installed"
-    return Finding("PyTorch", right, found, INSTALL_TORCH_NPU)
+    if version is None:
+        return Finding("PyTorch", False, "not installed", INSTALL_TORCH_NPU)
+    if release(version) != TORCH_ASCEND:
+        return Finding("PyTorch", False, f"{version}, not {TORCH_ASCEND}", INSTALL_TORCH_NPU)
+    return Finding("PyTorch", True, version, INSTALL_TORCH_NPU)
 
 
 def check_torch_npu() -> Finding:
-    """Whether torch_npu has the same release as torch."""
-    version, torch_version = installed("torch-npu"), installed("torch")
+    """Check that torch_npu has the same release as torch."""
+    version = installed("torch-npu")
     if version is None:
         return Finding("torch_npu", False, "not installed", INSTALL_TORCH_NPU)
+    torch_version = installed("torch")
     if torch_version is None or release(version) != release(torch_version):
-        found = f"{version}, built for torch {release(version)}, but torch is {torch_version or 'not installed'}"
-        return Finding("torch_npu", False, found, INSTALL_TORCH_NPU)
-    found = version if version == TORCH_NPU else f"{version} (written for {TORCH_NPU})"
-    return Finding("torch_npu", True, found, INSTALL_TORCH_NPU)
+        state = f"{version}, built for torch {release(version)}, but torch is {torch_version or 'not installed'}"
+        return Finding("torch_npu", False, state, INSTALL_TORCH_NPU)
+    state = version if version == TORCH_NPU else f"{version} (written for {TORCH_NPU})"
+    return Finding("torch_npu", True, state, INSTALL_TORCH_NPU)
 
 
 def check_mindspeed() -> Finding:
-    """Whether MindSpeed is there, from the commit that this project is written for."""
-    version, commit = installed("mindspeed"), installed_commit("mindspeed")
+    """Check that MindSpeed is installed from the commit that this project is written for."""
+    version = installed("mindspeed")
     if version is None:
         return Finding("MindSpeed", False, "not installed", INSTALL_MINDSPEED)
-    right = commit == MINDSPEED_COMMIT
-    found = f"{version}, commit {commit or 'unknown'}" + ("" if right else f" (written for {MINDSPEED_COMMIT})")
-    return Finding("MindSpeed", True if right else None, found, INSTALL_MINDSPEED)
+    commit = installed_commit("mindspeed")
+    if commit != MINDSPEED_COMMIT:
+        state = f"{version}, commit {commit or 'unknown'} (written for {MINDSPEED_COMMIT})"
+        return Finding("MindSpeed", None, state, INSTALL_MINDSPEED)
+    return Finding("MindSpeed", True, f"{version}, commit {commit}", INSTALL_MINDSPEED)
 
 
 def _parse_smi(text: str) -> list[Device]:
-    """The devices of `npu-smi info`: a table with two lines per NPU.
+    """Return the devices in the table of `npu-smi info`, which has at least two lines per NPU.
 
-    The first names the NPU; the second ends with the use of its HBM, `used / total` in MB. An NPU of two chips has two
-    second lines, and counts as two devices, as it does for torch.
+    The first line names the NPU. The second ends with the use of its HBM, `used / total` in MB. An NPU with two chips
+    has two such lines, and counts as two devices, as it does for torch.
     """
     version = _DRIVER.search(text)
-    driver, name, health = version.group(1) if version else "unknown", "", ""
-    found: list[Device] = []
+    driver = version.group(1) if version else "unknown"
+
+    devices: list[Device] = []
+    name = health = ""
     for line in text.splitlines():
         if chip := _CHIP.match(line):
-            found.append(Device(len(found), f"Ascend{name}", float(chip["total"]) / 1024, driver, health))
+            devices.append(Device(len(devices), f"Ascend{name}", float(chip["total"]) / 1024, driver, health))
         elif npu := _NPU.match(line):
-            name, health = npu["name"], npu["health"]
-    return found
+            name = npu["name"]
+            health = npu["health"]
+    return devices

@@ -46,7 +46,7 @@ from async_grpo.utils.text import GIB, gib
 from async_grpo.weights.shared_memory import SHARED_MEMORY, run_folder
 from rollout_server.engines.model_files import read_settings
 from trainer.platform import select_platform
-from trainer.platform.base import smallest_memory_gib
+from trainer.platform.base import smallest_device_gib
 from trainer.platform.memory import (
     ELEMENT_BYTES,
     NO_TRAINER,
@@ -384,8 +384,8 @@ def plan_devices(config: RunConfig) -> DevicePlan | None:
     if shape is None:
         return None
 
-    trainer_gib = trainer.device_memory_gib or smallest_memory_gib(trainer_platform)
-    engine_gib = limits.device_memory_gib or smallest_memory_gib(engine_platform)
+    trainer_gib = trainer.device_memory_gib or smallest_device_gib(trainer_platform)
+    engine_gib = limits.device_memory_gib or smallest_device_gib(engine_platform)
     if config.launch.share_devices != "off":
         sizes = [size for size in (trainer_gib, engine_gib) if size is not None]
         trainer_gib = engine_gib = min(sizes, default=None)

@@ -24,7 +24,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import EXIT_CONFIG, ConfigError, DependencyError
 from async_grpo.utils.requirements import INSTALL
 from trainer.platform import Platform, select_platform
-from trainer.platform.base import visible
+from trainer.platform.base import visible_devices
 from trainer.platform.cpu import check_torchvision
 
 EXIT_STOPPED = 75
@@ -123,14 +123,14 @@ def count_needed_devices(config: RunConfig) -> int:
 def count_local_devices(config: RunConfig) -> int | None:
     """Return the number of devices that the vendor's tool lists; None if it lists none, so that the roles decide."""
     platforms = {platform.name: platform for platform, _ in devices_by_role(config).values()}
-    return sum(len(platform.devices()) for platform in platforms.values()) or None
+    return sum(len(platform.list_devices()) for platform in platforms.values()) or None
 
 
 def _list_devices(
     config: RunConfig, platform: Platform, needed: int, environment: Mapping[str, str], available: int | None
 ) -> list[str]:
     """Return the devices that the run may use. Raises ConfigError if there are fewer than `needed`."""
-    configured = visible(platform, environment)
+    configured = visible_devices(platform, environment)
     if configured is not None:
         source = f"{platform.visible_variable} names"
         pool = configured

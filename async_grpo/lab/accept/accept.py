@@ -221,7 +221,7 @@ def _empty_report(platform: Platform) -> AcceptReport:
             versions[name] = version
 
     devices = [f"{machine.system()} {machine.release()} {machine.machine()}"]
-    for device in platform.devices():
+    for device in platform.list_devices():
         devices.append(f"{device.name}, {device.memory_gib:.0f} GiB, driver {device.driver}")
     return AcceptReport(platform.name, time.strftime("%Y-%m-%d %H:%M:%S%z"), versions, devices, [])
 

@@ -28,7 +28,7 @@ from async_grpo.utils.child_process import MARK_VARIABLE
 from async_grpo.utils.processes import end_family, mark
 from async_grpo.weights.shared_memory import remove_stores
 from trainer.platform import Platform
-from trainer.platform.base import visible
+from trainer.platform.base import visible_devices
 
 TEMPERATURE = 0.8
 """Not 1: at 1, raw log-probabilities equal those of the sampled distribution, and a mix-up would pass."""
@@ -67,8 +67,8 @@ def select_devices(platform: Platform, requested: str | None) -> list[str]:
             raise ConfigError("--devices names accelerators, but the platform is cpu. Remove --devices")
         return []
 
-    present = [str(device.index) for device in platform.devices()]
-    allowed = visible(platform, os.environ)
+    present = [str(device.index) for device in platform.list_devices()]
+    allowed = visible_devices(platform, os.environ)
     usable = present
     if allowed is not None:
         # The variable may name a device by UUID or MIG instance, which the tool's indices cannot confirm.

@@ -111,7 +111,7 @@ class TrainerSide:
 
         batches = own_micro_batches(self._batch(0), self._config)
         errors = numeric_errors(self._policy, batches, self._model, self._config.sampling.temperature)
-        memory = self._platform.memory()
+        memory = self._platform.memory_use()
         return {**errors, "peak_gib": memory.peak_bytes / 2**30, "total_gib": memory.total_bytes / 2**30}
 
     async def answer_steps(self, versions: list[int]) -> dict[str, Any]:

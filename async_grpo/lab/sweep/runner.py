@@ -34,8 +34,8 @@ from async_grpo.lab.sweep.progress import RunningPoint, SweepState
 from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.rows import Row, number
 from async_grpo.utils.aio import stop_signals
-from trainer.platform import platforms, select_platform
-from trainer.platform.base import visible
+from trainer.platform import list_platforms, select_platform
+from trainer.platform.base import visible_devices
 
 POLL_EVERY_S = 0.5
 REPORT_TIMEOUT_S = 60.0
@@ -50,8 +50,8 @@ def required_devices(config: RunConfig) -> tuple[str, int]:
     Raises ConfigError if trainer and engine need different kinds.
     """
     environments = [environment for environment in assign_devices(config, {}).values() if environment]
-    for platform in platforms():
-        count = sum(len(visible(platform, environment) or ()) for environment in environments)
+    for platform in list_platforms():
+        count = sum(len(visible_devices(platform, environment) or ()) for environment in environments)
         if count:
             return platform.name, count
     return "", 0
@@ -63,9 +63,9 @@ def available_devices(platform_name: str, environment: Mapping[str, str]) -> lis
     Raises ConfigError if the variable is not set and the vendor's tool finds none.
     """
     platform = select_platform(platform_name)
-    devices = visible(platform, environment)
+    devices = visible_devices(platform, environment)
     if devices is None:
-        devices = [str(device.index) for device in platform.devices()]
+        devices = [str(device.index) for device in platform.list_devices()]
     if not devices:
         raise ConfigError(
             f"--at-once above 1 divides the devices among the runs, but {platform.visible_variable} is not set and "

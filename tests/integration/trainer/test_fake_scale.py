@@ -21,7 +21,7 @@ import pytest
 from async_grpo.config import load
 from async_grpo.models.shapes import SHAPES, shape_of
 from tests.support.trainer_programs.launching import ROOT
-from trainer.platform.memory import same_experts, same_weights, trainer_memory
+from trainer.platform.memory import dense_replicas, expert_replicas, trainer_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 CONFIGS = ROOT / "configs"
@@ -160,10 +160,10 @@ def test_no_rank_is_idle_and_all_together_have_the_model_once_a_replica(all_rank
     assert {rank["micro_batches"] for rank in all_ranks} == {2 * layout.pipeline_parallel}
     assert min(rank["weights"] for rank in all_ranks) > 0 and min(rank["optimizer"] for rank in all_ranks) > 0
     experts = [_numbers(rank, ".experts.") for rank in all_ranks]
-    copies = same_experts(layout) if shape.experts else 1
+    copies = expert_replicas(layout) if shape.experts else 1
     assert sum(experts) == copies * shape.layers * shape.expert_layer_parameters
     embeddings = [_numbers(rank, "word_embeddings") + _numbers(rank, "output_layer") for rank in all_ranks]
-    assert sum(embeddings) == same_weights(layout) * 2 * shape.embedding_parameters
+    assert sum(embeddings) == dense_replicas(layout) * 2 * shape.embedding_parameters
     moments = sum(rank["optimizer"] for rank in all_ranks) // 12
     assert moments == pytest.approx(shape.parameters, rel=0.01)  # norms are repeated, buffers are padded
 

@@ -72,7 +72,7 @@ def test_a_process_in_a_limited_group_finds_the_limit(limited_group: Path) -> No
     code = (
         "from async_grpo.lab.doctor import check_memory; from async_grpo.utils.memory_limit import *; "
         "from trainer.platform.cpu import CpuPlatform; "
-        "print(cgroup_memory_limit(), total_memory(), CpuPlatform().memory().total_bytes, available_memory())"
+        "print(cgroup_memory_limit(), total_memory(), CpuPlatform().memory_use().total_bytes, available_memory())"
     )
     joined = f"echo $$ > {limited_group}/cgroup.procs && exec {sys.executable} -c '{code}'"
     printed = subprocess.run(["bash", "-c", joined], capture_output=True, text=True, check=True, timeout=60)

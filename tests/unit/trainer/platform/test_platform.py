@@ -123,7 +123,7 @@ def test_npu_refuses_a_mindspeed_that_cannot_be_told(monkeypatch: pytest.MonkeyP
 def test_what_a_rank_imports_before_it_activates_its_platform_loads_neither_transformers_nor_megatron() -> None:
     program = (
         "import sys, trainer.main, trainer.platform as platform\n"
-        "platform.platforms()\n"
+        "platform.list_platforms()\n"
         "print(sorted({'transformers', 'megatron', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

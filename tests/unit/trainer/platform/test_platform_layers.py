@@ -183,9 +183,9 @@ def test_a_broken_transformer_engine_is_named_with_what_to_type(monkeypatch: pyt
 
 
 def test_more_sequences_than_one_call_takes_are_several_calls(torch_npu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fused_layers.MOST_SEQUENCES == npu_operators.MOST_SEQUENCES
+    assert fused_layers.MAX_SEGMENTS == npu_operators.MAX_SEGMENTS
     for module in (fused_layers, npu_operators):
-        monkeypatch.setattr(module, "MOST_SEQUENCES", 3)
+        monkeypatch.setattr(module, "MAX_SEGMENTS", 3)
     packed = layout.lay_out_sequences(LENGTHS)
     query, key, value = torch.randn(3, sum(LENGTHS), HEADS, DIM).unbind(0)
     arguments = (model_config(torch.float32), 1, None, "self")
@@ -276,7 +276,7 @@ def test_ranks_that_share_sequences_compute_plain_attention_and_its_gradients(
     monkeypatch.setattr(varlen, "varlen_attn", varlen_reference)
     monkeypatch.setattr(fused_layers.parallel_state, "get_context_parallel_group", lambda: None)
     for module in (fused_layers, npu_operators):
-        monkeypatch.setattr(module, "MOST_SEQUENCES", 3)  # several calls of the NPU's kernel
+        monkeypatch.setattr(module, "MAX_SEGMENTS", 3)  # several calls of the NPU's kernel
     monkeypatch.setattr(fused_layers, "QUERY_BLOCK", 3)
     lengths = padded_lengths([5, 17, 1, 30], ContextRank(ranks=ranks))
     generator = torch.Generator().manual_seed(0)

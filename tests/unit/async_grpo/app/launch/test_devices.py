@@ -14,7 +14,7 @@ from async_grpo.app.launch.role_specs import assign_devices, check_machine, role
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError, DependencyError
-from trainer.platform import base, cpu, platforms
+from trainer.platform import base, cpu, list_platforms
 
 
 def run_config(trainer: dict[str, Any], rollout: dict[str, Any], **launch: str) -> RunConfig:
@@ -126,7 +126,7 @@ def test_a_run_is_refused_before_its_inputs_are_read_and_a_dry_run_says_so(
 def test_devices_are_known_by_their_files_where_the_vendors_tool_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     (tmp_path / "davinci_manager").touch()
-    assert [each.name for each in platforms() if each.has_devices(lambda words: None, tmp_path)] == ["cuda"]
+    assert [each.name for each in list_platforms() if each.has_devices(lambda words: None, tmp_path)] == ["cuda"]
 
 
 def test_packages_that_are_missing_or_do_not_fit_are_named_with_one_command(monkeypatch: pytest.MonkeyPatch) -> None:

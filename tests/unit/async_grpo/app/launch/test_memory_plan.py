@@ -31,9 +31,9 @@ from trainer.platform.memory import (
     PROCESS_BYTES,
     RESERVED_BYTES,
     TrainerMemory,
+    dense_replicas,
+    expert_replicas,
     layer_bytes,
-    same_experts,
-    same_weights,
     stage_parameters,
     trainer_host_memory,
     trainer_memory,
@@ -142,7 +142,7 @@ def test_experts_are_split_over_expert_parallel_ranks() -> None:
     dense, experts = stage_parameters(SHAPES["qwen3-30b-a3b"], layout, "only")
     assert experts == 48 * 128 * 3 * 2048 * 768 // 4
     assert dense < 2 * 10**9
-    assert (same_weights(layout), same_experts(layout)) == (4, 2)
+    assert (dense_replicas(layout), expert_replicas(layout)) == (4, 2)
 
 
 @pytest.mark.parametrize(("precision", "weights", "optimizer"), [("bfloat16", 2, 12), ("float32", 4, 8)])
