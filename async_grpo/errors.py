@@ -38,7 +38,7 @@ AsyncGrpoError
 └── RoleFailed             a supervised process ended when it should not have
 
 Signals, caught by the package that raises them or by the caller: Overtaken (async_grpo.utils.aio), StoppedEarly
-(trainer.ranks.peers), RejectedRow (async_grpo.data), HubSilent (async_grpo.models.hub), VendorError
+(trainer.ranks.peers), RejectedRow (async_grpo.data), HubNotQueried (async_grpo.models.hub), VendorError
 (async_grpo.lab.view), HttpError (rollout_server.http), ToolHangs (rollout_server.workflows).
 """
 

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from async_grpo.config.model import WarmupConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet
 from async_grpo.errors import TrainingError
-from async_grpo.models.tiny.arithmetic import build_char_tokenizer, demonstration, is_right, reasons_first, shortcut
+from async_grpo.models.tiny.arithmetic import build_char_tokenizer, demonstration, is_correct, reasons_first, shortcut
 from async_grpo.models.tiny.qwen2 import build_tiny_qwen2
 from async_grpo.utils.files import whole_folder
 from trainer.platform.cpu_patches import use_onednn_products
@@ -159,7 +159,7 @@ class WarmupStage:
         generator = None if greedy else self._generator
         rows = sample(self.model, prompts_BT, room, generator).tolist()
         completions = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        correct = [is_right(problem, text) for problem, text in zip(problems, completions, strict=True)]
+        correct = [is_correct(problem, text) for problem, text in zip(problems, completions, strict=True)]
         reasoning = [reasons_first(text) for text in completions]
         return sum(correct) / len(correct), sum(reasoning) / len(reasoning)
 

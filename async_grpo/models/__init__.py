@@ -1,1 +1,1 @@
-"""First policies that a run can make for itself, and the shapes of models."""
+"""Models and data sets of hubs, model shapes, and tiny models that a run can make itself."""

@@ -1,9 +1,10 @@
-"""Data sets of a hub as files that runs and `prepare` read.
+"""Data sets of a hub as local files for runs and `prepare`.
 
-    OWNER/NAME@COMMIT --fetch--> Parquet or JSON of one split --rows--> one JSON-lines file: question, answer, once each
+    OWNER/NAME@COMMIT --fetch_split--> Parquet or JSON files of one split
+                                       --write_training_files--> one JSON-lines file of questions and answers
 
-A run with `data.path: OWNER/NAME` reads that file from the cache of this package; `async-grpo prepare` reads the files
-of the hub themselves. Rows are read one after the other, so that memory does not depend on the size.
+A run with `data.path: OWNER/NAME` reads the JSON-lines file from the cache of this package; `async-grpo prepare` reads
+the hub's files. Rows are read one at a time, so memory does not depend on the size of the data set.
 """
 
 from __future__ import annotations
@@ -30,162 +31,191 @@ SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 
 @dataclass(frozen=True, slots=True)
 class KnownDataset:
-    """A public data set: its id and how to read its rows."""
+    """A public data set: its id and the format of its rows."""
 
     id: str
     format: str
     subset: str = ""
     held_out: str = ""
-    """The split that is held out; "" if it has none."""
+    """Name of the held-out split; "" if there is none."""
 
 
-KNOWN = {
+KNOWN_DATASETS = {
     "gsm8k": KnownDataset("openai/gsm8k", "gsm8k", subset="main", held_out="test"),
     "deepscaler": KnownDataset("agentica-org/DeepScaleR-Preview-Dataset", "deepscaler"),
     "dapo-math": KnownDataset("BytedTsinghua-SIA/DAPO-Math-17k", "dapo"),
 }
-"""Names that `async-grpo prepare` takes. dapo-math holds each question about a hundred times; repeats are dropped."""
+"""Names that `async-grpo prepare` accepts. dapo-math has each question about a hundred times; repeats are dropped."""
 
 
-def known(data_id: str) -> KnownDataset:
-    """The KnownDataset with this id; for any other id, one whose format is found from its rows."""
-    found = (each for each in KNOWN.values() if each.id == data_id)
-    return next(found, KnownDataset(data_id, "auto"))
+def describe_dataset(data_id: str) -> KnownDataset:
+    """Return the KnownDataset with this id; for other ids one with the format `auto`, to be detected from its rows."""
+    for dataset in KNOWN_DATASETS.values():
+        if dataset.id == data_id:
+            return dataset
+    return KnownDataset(data_id, "auto")
 
 
-def split_files(names: Iterable[str], split: str, subset: str) -> list[str]:
-    """The files of one split among those of a data set, by their names: `main/train-00000-of-00001.parquet`.
+def select_split_files(names: Iterable[str], split: str, subset: str) -> list[str]:
+    """Return the files of one split by their names, such as `main/train-00000-of-00001.parquet`.
 
-    A data set whose files name no split is all training data. Raises ConfigError that lists what there is.
+    If no file name contains the name of a split, all files are training data. Raises ConfigError with the files that
+    exist if none or several candidates match.
     """
     names = sorted(names)
-    below = [name for name in names if not subset or subset in Path(name).parts[:-1] or Path(name).stem == subset]
-    found = [name for name in below if split == _shard_of(name)] or [name for name in below if split in _words(name)]
-    if not found and split == "train" and not any(set(SPLITS) & _words(name) for name in below):
-        found = below
-    folders = {str(Path(name).parent) for name in found}
-    shards = {shard for shard in map(_shard_of, found) if shard and split in _words(shard)}
-    if not found or len(folders) > 1 or len(shards) > 1:
-        several = sorted(folders if len(folders) > 1 else shards)
-        problem = f"has no files of the split {split!r}" if not found else f"has that split in {several}"
-        raise ConfigError(
-            f"the data set {problem}{f' in {subset!r}' if subset else ''}. Its files: {', '.join(names[:20])}. Choose "
-            "with data.split and data.subset (--split and --subset)"
-        )
-    return found
+    candidates = [name for name in names if not subset or subset in Path(name).parts[:-1] or Path(name).stem == subset]
+
+    # An exact name first: `train` must not select `train_sft`, which also contains the word.
+    selected = [name for name in candidates if split == _shard_prefix(name)]
+    if not selected:
+        selected = [name for name in candidates if split in _name_words(name)]
+    if not selected and split == "train" and not any(set(SPLITS) & _name_words(name) for name in candidates):
+        selected = candidates
+
+    folders = {str(Path(name).parent) for name in selected}
+    prefixes = {prefix for prefix in map(_shard_prefix, selected) if prefix and split in _name_words(prefix)}
+    if not selected:
+        problem = f"has no files of the split {split!r}"
+    elif len(folders) > 1:
+        problem = f"has that split in {sorted(folders)}"
+    elif len(prefixes) > 1:
+        problem = f"has that split in {sorted(prefixes)}"
+    else:
+        return selected
+    if subset:
+        problem += f" in {subset!r}"
+    raise ConfigError(
+        f"the data set {problem}. Its files: {', '.join(names[:20])}. Choose with data.split and data.subset (--split "
+        "and --subset)"
+    )
 
 
-def _shard_of(name: str) -> str | None:
-    """`train_sft` of `data/train_sft-00000-of-00003.parquet`; None for a file that is named otherwise."""
-    found = re.fullmatch(r"(.+)-\d{5}-of-\d{5}", Path(name).stem)
-    return found and found[1]
+def _shard_prefix(name: str) -> str | None:
+    """`train_sft` of `data/train_sft-00000-of-00003.parquet`; None for other forms of names."""
+    match = re.fullmatch(r"(.+)-\d{5}-of-\d{5}", Path(name).stem)
+    return match and match[1]
 
 
-def _words(name: str) -> set[str]:
-    """Words of a file's name and of the folder it lies in."""
+def _name_words(name: str) -> set[str]:
+    """Words in the name of a file and of its folder."""
     path = Path(name)
     return set(re.split(r"[^a-z0-9]+", f"{path.parent.name} {path.stem}".lower()))
 
 
 def fetch_split(repo: HubRepo, split: str, subset: str, report_progress: Callable[[str], None]) -> list[Path]:
-    """The files of a split, downloaded if they are not here. Raises ConfigError."""
+    """Return the files of a split, downloaded if needed. Raises ConfigError."""
+    # Keep the list of files, so that a cached data set needs no request.
     listing = cache_dir() / "hub" / f"{repo.hub}-{repo}.json".replace("/", "--")
     if not listing.exists():
-        names = list(repo.files())
+        names = list(repo.list_file_sizes())
         listing.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(listing, json.dumps(names))
-    wanted = split_files(json.loads(listing.read_text()), split, subset)
-    folder = replace(repo, wanted=tuple(wanted)).fetch(report_progress)
-    return [folder / name for name in wanted]
+
+    names = select_split_files(json.loads(listing.read_text()), split, subset)
+    folder = replace(repo, allow_patterns=tuple(names)).fetch_files(report_progress)
+    return [folder / name for name in names]
 
 
 @dataclass(frozen=True, slots=True)
-class HubFiles:
-    """Files of a data set as its hub has them, and the format of their rows."""
+class DatasetFiles:
+    """The hub's files of a data set, and the format of their rows."""
 
     train: list[Path]
     held_out: list[Path]
     format: str
 
 
-def hub_files(data_id: str, hub: Hub, split: str, subset: str, report_progress: Callable[[str], None]) -> HubFiles:
-    """What `prepare` reads of the data set `data_id` (OWNER/NAME or OWNER/NAME@REVISION), downloaded if it is not here.
-
-    Raises ConfigError.
-    """
+def fetch_dataset(
+    data_id: str, hub: Hub, split: str, subset: str, report_progress: Callable[[str], None]
+) -> DatasetFiles:
+    """Download the data set `data_id` (OWNER/NAME or OWNER/NAME@REVISION) for `prepare`. Raises ConfigError."""
     repo = hub_repo(Path(data_id), "dataset", hub, "--dataset")
     if repo is None:
         raise ConfigError(f"--dataset {data_id!r} is no id of a hub (OWNER/NAME). Name a local file as FILE instead")
-    facts, pinned = known(repo.id), repo.pinned()
-    subset = subset or facts.subset
+    dataset = describe_dataset(repo.id)
+    subset = subset or dataset.subset
+
+    # Pin once for both splits: the branch may move between the two downloads.
+    pinned = repo.pin_revision()
     train = fetch_split(pinned, split, subset, report_progress)
-    held_out = fetch_split(pinned, facts.held_out, subset, report_progress) if facts.held_out not in ("", split) else []
-    return HubFiles(train, held_out, facts.format)
+    held_out = []
+    if dataset.held_out not in ("", split):
+        held_out = fetch_split(pinned, dataset.held_out, subset, report_progress)
+    return DatasetFiles(train, held_out, dataset.format)
 
 
-def written_files(data: DataConfig, repo: HubRepo) -> tuple[Path, Path | None] | None:
-    """`training_files` if they have been written before, else None. Asks nobody."""
-    paths = [_target(data, repo, split) for split in _splits(data, repo)]
-    return (paths[0], paths[1] if len(paths) > 1 else None) if all(path.exists() for path in paths) else None
-
-
-def training_files(data: DataConfig, repo: HubRepo, report_progress: Callable[[str], None]) -> tuple[Path, Path | None]:
-    """JSON-lines files with the training rows and, if a split is known to be held out, its rows.
-
-    Raises ConfigError for a data set that has neither the known fields nor those of `data.prompt_field` and
-    `data.answer_field`.
-    """
-    paths = [_written(data, repo, split, report_progress) for split in _splits(data, repo)]
+def find_training_files(data: DataConfig, repo: HubRepo) -> tuple[Path, Path | None] | None:
+    """Return the files of `write_training_files` if they exist, else None. Makes no requests."""
+    paths = [_split_path(data, repo, split) for split in _used_splits(data, repo)]
+    if not all(path.exists() for path in paths):
+        return None
     return paths[0], paths[1] if len(paths) > 1 else None
 
 
-def _splits(data: DataConfig, repo: HubRepo) -> list[str]:
-    """The split to train on and, if another is known to be held out and is wanted, that one."""
-    held_out = known(repo.id).held_out
-    wanted = held_out not in ("", data.split) and data.eval_path is None
-    return [data.split, held_out] if wanted else [data.split]
+def write_training_files(
+    data: DataConfig, repo: HubRepo, report_progress: Callable[[str], None]
+) -> tuple[Path, Path | None]:
+    """Write JSON-lines files with the training rows and the held-out rows, if the data set is known to have some.
+
+    Raises ConfigError for a data set that has neither the fields of a known format nor those of `data.prompt_field`
+    and `data.answer_field`.
+    """
+    paths = [_write_split(data, repo, split, report_progress) for split in _used_splits(data, repo)]
+    return paths[0], paths[1] if len(paths) > 1 else None
 
 
-def _target(data: DataConfig, repo: HubRepo, split: str) -> Path:
-    subset = data.subset or known(repo.id).subset
+def _used_splits(data: DataConfig, repo: HubRepo) -> list[str]:
+    """Return the split to train on and, unless `data.eval_path` is set, the known held-out split."""
+    held_out = describe_dataset(repo.id).held_out
+    if held_out in ("", data.split) or data.eval_path is not None:
+        return [data.split]
+    return [data.split, held_out]
+
+
+def _split_path(data: DataConfig, repo: HubRepo, split: str) -> Path:
+    subset = data.subset or describe_dataset(repo.id).subset
     parts = [repo.hub, repo.id, repo.revision, subset, split, data.prompt_field, data.answer_field]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
     return cache_dir() / "data" / f"{repo.id.replace('/', '--')}-{split}-{digest}.jsonl"
 
 
-def _written(data: DataConfig, repo: HubRepo, split: str, report_progress: Callable[[str], None]) -> Path:
-    target = _target(data, repo, split)
-    if target.exists():
-        return target
-    files = fetch_split(repo, split, data.subset or known(repo.id).subset, report_progress)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(target) as out:
-        for row in _rows(files, data):
+def _write_split(data: DataConfig, repo: HubRepo, split: str, report_progress: Callable[[str], None]) -> Path:
+    path = _split_path(data, repo, split)
+    if path.exists():
+        return path
+
+    subset = data.subset or describe_dataset(repo.id).subset
+    files = fetch_split(repo, split, subset, report_progress)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as out:
+        for row in _read_unique_rows(files, data):
             out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         if not out.tell():
             raise ConfigError(
-                f"data.path: no row of {repo.where} has the fields of a known format, or both "
+                f"data.path: no row of {repo.description} has the fields of a known format, or both "
                 f"data.prompt_field ({data.prompt_field!r}) and data.answer_field ({data.answer_field!r})"
             )
-    return target
+    return path
 
 
-def _rows(files: Sequence[Path], data: DataConfig) -> Iterator[dict[str, str]]:
-    """Question and answer of every row that has both, each question once."""
-    seen: set[bytes] = set()
-    named = FieldMap(data.prompt_field, data.answer_field, after_hashes=True)
+def _read_unique_rows(files: Sequence[Path], data: DataConfig) -> Iterator[dict[str, str]]:
+    """Yield question and answer of every row that has both, each question once."""
+    configured = FieldMap(data.prompt_field, data.answer_field, after_hashes=True)
+    seen: set[bytes] = set()  # digests: the questions of a large data set take too much memory
     for file in files:
-        where: FieldMap | None = None
+        fields: FieldMap | None = None
         for row in read_raw_rows(file):
             if row.problem:
                 continue
-            if where is None:
-                fitting = FORMATS.get(detect_format(row.fields) or "")
-                where = named if named.required_fields <= row.fields.keys() else fitting
-            if where is None:
+            if fields is None and configured.required_fields <= row.fields.keys():
+                fields = configured
+            if fields is None:
+                fields = FORMATS.get(detect_format(row.fields) or "")
+            if fields is None:
                 continue
+
             try:
-                example = parse_example(row.fields, where)
+                example = parse_example(row.fields, fields)
             except (RejectedRow, DataError):
                 continue
             digest = hashlib.blake2b(example.identity.encode(), digest_size=16).digest()
@@ -195,7 +225,7 @@ def _rows(files: Sequence[Path], data: DataConfig) -> Iterator[dict[str, str]]:
 
 
 def data_repo(data: DataConfig) -> HubRepo | None:
-    """The repository of `data.path`; None if it is a path of this machine, or not used."""
+    """Return the repository of `data.path`; None if it is a local path or not used."""
     if data.kind != "jsonl" or data.path is None:
         return None
     return hub_repo(data.path, "dataset", data.hub, "data.path")

@@ -1,18 +1,18 @@
-"""The dimensions of a model, and what follows from them: parameters, operations, bytes of the KV cache.
+"""Dimensions of a model, and quantities computed from them: parameters, operations, bytes of the KV cache.
 
-They come from the config.json of the checkpoint. For well-known public models they are also in SHAPES, so that a run
-can be planned without its checkpoint (`model.architecture`); nothing else reads those.
+The dimensions come from config.json of the checkpoint. SHAPES has those of well-known public models, only for planning
+a run without its checkpoint (`model.architecture`).
 
 Operations are counted as
 
     forward pass over a sequence of n tokens = 2 * M * n  +  2 * L * H * n^2
 
-M is the number of weights in the matrices that a token meets: attention's four, the MLP's three, and the output layer.
-In a mixture of experts it includes the router and the MLPs of the experts that a token is sent to. The embedding is a
-look-up and counts nothing. H = heads * head size; scores and weighted values take 2 * n * H each for a token that sees
-n others, and n / 2 on average under the causal mask. A multiplication and an addition are two operations. The backward
-pass takes twice the forward one. Recomputed activations (`trainer.recompute`) are not counted: the metrics describe
-useful work.
+M is the number of weights in the matrices that a token is multiplied with: attention's four, the MLP's three, and the
+output layer. In a mixture of experts these are the router and the MLPs of the experts that a token is routed to. The
+embedding is a look-up and counts nothing. H = heads * head size. For each of n tokens, scores and weighted values take
+2 * n * H operations each without a mask, and half of that on average with the causal mask. A multiplication and an
+addition are two operations. The backward pass takes twice as many as the forward pass. Recomputed activations
+(`trainer.recompute`) are not counted: the metrics describe useful work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder with grouped-query attention and gated MLPs; with `experts`, every MLP is a choice among them."""
+    """A decoder with grouped-query attention and gated MLPs. With `experts`, every MLP is a mixture of experts."""
 
     vocab: int
     hidden: int
@@ -41,7 +41,7 @@ class ModelShape:
     ffn: int
     """Width of an MLP, or of one expert."""
     tied: bool = False
-    """Whether the output layer is the embedding."""
+    """True if the output layer shares the weights of the embedding."""
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
@@ -69,7 +69,7 @@ class ModelShape:
 
     @property
     def uncut_layer_parameters(self) -> int:
-        """Parameters of a layer that every tensor-parallel rank has whole: norms and router."""
+        """Parameters of a layer that tensor parallelism does not divide: norms and router."""
         head_norms = 2 * self.head_dim if self.qk_norm else 0
         return 2 * self.hidden + head_norms + self.experts * self.hidden
 
@@ -87,7 +87,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding. The output layer has as many again unless it is tied."""
+        """Parameters of the embedding. The output layer has the same number unless it is tied."""
         return self.vocab * self.hidden
 
     @property
@@ -107,13 +107,15 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token passes through: of the experts, those that it is sent to."""
-        idle = self.experts - self.experts_per_token if self.experts else 0
-        return self.parameters - self.layers * idle * self.mlp_parameters
+        """Parameters used for one token: all except those of experts that it is not routed to."""
+        if not self.experts:
+            return self.parameters
+        unused_experts = self.experts - self.experts_per_token
+        return self.parameters - self.layers * unused_experts * self.mlp_parameters
 
     @property
     def matrix_weights(self) -> int:
-        """M of the formula."""
+        """M of the formula above."""
         mlp = self.mlp_parameters
         if self.experts:
             mlp = self.experts * self.hidden + self.experts_per_token * self.mlp_parameters
@@ -121,29 +123,35 @@ class ModelShape:
 
     @property
     def attention_cost(self) -> float:
-        """Cost of attention over one token, relative to that of the matrices: (2 L H) / (2 M)."""
+        """Operations of attention to one token, relative to those of the matrices: (2 L H) / (2 M)."""
         return self.layers * self.query / self.matrix_weights
 
     def forward_flops(self, lengths: Iterable[int]) -> float:
         """Operations of one forward pass over sequences of these lengths in tokens."""
-        weights, attention = self.matrix_weights, self.layers * self.query
+        weights = self.matrix_weights
+        attention = self.layers * self.query
         return float(sum(2 * weights * n + 2 * attention * n * n for n in lengths))
 
     def cache_token_bytes(self, element_bytes: int, ranks: int = 1) -> int:
-        """Bytes of the keys and values of one token on one of `ranks` devices; fewer groups than ranks are repeated."""
-        return 2 * self.layers * max(self.groups // ranks, 1) * self.head_dim * element_bytes
+        """Bytes of the keys and values of one token on one of `ranks` devices.
+
+        With fewer groups than ranks, each rank has a copy of one group.
+        """
+        groups_per_rank = max(self.groups // ranks, 1)
+        return 2 * self.layers * groups_per_rank * self.head_dim * element_bytes
 
 
 def shape_of(config: Mapping[str, Any] | PretrainedConfig) -> ModelShape:
-    """The shape in a config.json, as JSON or as transformers loads it.
+    """Return the shape in a config.json, parsed as JSON or by transformers.
 
-    Raises ConfigError for a missing field, DataError for sizes that make no sense.
+    Raises ConfigError for a missing field, DataError for invalid sizes.
     """
     fields = config if isinstance(config, Mapping) else config.to_dict()
     kind = str(fields.get("model_type", ""))
     try:
-        heads, hidden = int(fields["num_attention_heads"]), int(fields["hidden_size"])
-        # transformers 5 writes num_local_experts, whatever name the checkpoint had that it loaded.
+        heads = int(fields["num_attention_heads"])
+        hidden = int(fields["hidden_size"])
+        # transformers 5 writes num_local_experts, whatever the field is called in the checkpoint.
         experts = int(fields.get("num_experts") or fields.get("num_local_experts") or 0)
         return ModelShape(
             vocab=int(fields["vocab_size"]),
@@ -160,13 +168,15 @@ def shape_of(config: Mapping[str, Any] | PretrainedConfig) -> ModelShape:
             experts_per_token=int(fields.get("num_experts_per_tok") or 0),
         )
     except KeyError as error:
-        raise ConfigError(f"config.json has no {error}, so the model's size is not known. Is it whole?") from None
+        raise ConfigError(
+            f"config.json has no {error}, so the model's size is unknown. Is the file complete?"
+        ) from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise DataError(f"config.json describes no model ({error}). Fetch it again") from None
+        raise DataError(f"config.json does not describe a model ({error}). Download it again") from None
 
 
 def named_shape(name: str) -> ModelShape:
-    """The shape of a public model by its name in lower case. Raises ConfigError with the known names."""
+    """Return the shape of a public model by its name in lower case. Raises ConfigError with the known names."""
     if name not in SHAPES:
         raise ConfigError(
             f"model.architecture {name!r} is not known. Known: {', '.join(SHAPES)}. Leave it out to plan with the "
@@ -195,4 +205,4 @@ SHAPES: Mapping[str, ModelShape] = {
     "qwen3-30b-a3b": replace(_QWEN3_8B, hidden=2048, layers=48, groups=4, ffn=768, experts=128, experts_per_token=8),
     "llama3.1-8b": ModelShape(vocab=128_256, hidden=4096, layers=32, heads=32, groups=8, head_dim=128, ffn=14_336),
 }
-"""Shapes of public models, as their config.json files state them."""
+"""Shapes of public models, from their config.json files."""

@@ -121,7 +121,7 @@ def site(server: tuple[Site, Path]) -> Site:
 
 
 def fetched(repo: HubRepo = MODEL) -> Path:
-    return repo.pinned().fetch(lambda line: None)
+    return repo.pin_revision().fetch_files(lambda line: None)
 
 
 def test_what_a_model_needs_is_fetched_once_and_nothing_pickled(site: Site) -> None:
@@ -142,30 +142,30 @@ def test_a_copy_in_the_cache_stays_what_it_was(site: Site) -> None:
 def test_a_download_that_was_not_finished_is_no_model(site: Site) -> None:
     folder = fetched()
     (folder / "model.safetensors").unlink()
-    assert MODEL.pinned().folder() is None
+    assert MODEL.pin_revision().find_folder() is None
     assert fetched() == folder
 
 
 def test_the_settings_alone_are_no_model(site: Site) -> None:
-    folder = MODEL.pinned().settings().fetch(lambda line: None)
-    assert MODEL.pinned().folder() is None
+    folder = MODEL.pin_revision().with_only_config().fetch_files(lambda line: None)
+    assert MODEL.pin_revision().find_folder() is None
     assert fetched() == folder
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    assert MODEL.pinned().settings().folder() == folder
+    assert MODEL.pin_revision().with_only_config().find_folder() == folder
 
 
 def test_a_second_split_is_fetched_beside_the_first(site: Site) -> None:
     repo = hub_repo(Path("acme/sums"), "dataset", "modelscope", "data.path")
     assert repo is not None
     for split in ("train", "test"):
-        (file,) = fetch_split(repo.pinned(), split, "", lambda line: None)
+        (file,) = fetch_split(repo.pin_revision(), split, "", lambda line: None)
         assert file.read_bytes() == ROWS[f"{split}.jsonl"]
 
 
 def test_the_files_of_a_split_are_fetched(site: Site) -> None:
     repo = hub_repo(Path("acme/sums"), "dataset", "modelscope", "data.path")
     assert repo is not None
-    (file,) = fetch_split(repo.pinned(), "train", "", lambda line: None)
+    (file,) = fetch_split(repo.pin_revision(), "train", "", lambda line: None)
     assert file.read_bytes() == ROWS["train.jsonl"]
     assert site.asked == ["train.jsonl"]
 

@@ -36,7 +36,7 @@ def convert(
     from trainer.checkpoint.convert import is_megatron, to_hugging_face, to_megatron
 
     repo = hub_repo(source, "model", "huggingface", "SOURCE")
-    folder = source if repo is None else repo.pinned().fetch(print_line)
+    folder = source if repo is None else repo.pin_revision().fetch_files(print_line)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {source}. Give a Hugging Face folder or a Megatron checkpoint")
     if not is_megatron(folder):

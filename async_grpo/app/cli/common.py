@@ -233,7 +233,7 @@ class PolicyOptions:
         if checkpoint is not None:
             repo = hub_repo(checkpoint, "model", config.model.hub, "--checkpoint")
             if repo is not None:
-                checkpoint = repo.pinned().fetch(print_message)
+                checkpoint = repo.pin_revision().fetch_files(print_message)
         policy = find_policy_checkpoint(folder, checkpoint)
         if differing := differences(config, folder):
             print_message(f"note: {folder.path} was created with other values of {', '.join(differing)}")

@@ -102,25 +102,29 @@ def prepare(
 def _download_inputs(options: dict[str, Any], dataset: str, split: str, subset: str, hub: Hub) -> dict[str, Any]:
     """Download data set and model if they are on a hub, and return the options with local files. Raises ConfigError."""
     from async_grpo.models.hub import TOKENIZER_FILES, hub_repo
-    from async_grpo.models.hub_dataset import KNOWN, hub_files
+    from async_grpo.models.hub_dataset import KNOWN_DATASETS, fetch_dataset
 
     files = options["files"]
     # A file of that name takes precedence over the name of a known data set.
-    if not dataset and len(files) == 1 and str(files[0]) in KNOWN and not files[0].exists():
-        dataset = KNOWN[str(files[0])].id
+    if not dataset and len(files) == 1 and str(files[0]) in KNOWN_DATASETS and not files[0].exists():
+        dataset = KNOWN_DATASETS[str(files[0])].id
         files = []
     if bool(dataset) == bool(files):
         raise ConfigError(
-            f"prepare needs exactly one of: FILEs, one of the names {', '.join(KNOWN)}, or --dataset with an id"
+            f"prepare needs exactly one of: FILEs, one of the names {', '.join(KNOWN_DATASETS)}, or --dataset with an "
+            "id"
         )
     if dataset:
-        downloaded = hub_files(dataset, hub, split, subset, print_message)
+        downloaded = fetch_dataset(dataset, hub, split, subset, print_message)
         held_out = options["held_out_from"] or downloaded.held_out
         format_name = downloaded.format if options["format"] == "auto" else options["format"]
         options = {**options, "files": downloaded.train, "held_out_from": held_out, "format": format_name}
     repo = hub_repo(options["model"], "model", hub, "--model")
     if repo is not None:
-        options = {**options, "model": replace(repo, wanted=TOKENIZER_FILES).pinned().fetch(print_message)}
+        options = {
+            **options,
+            "model": replace(repo, allow_patterns=TOKENIZER_FILES).pin_revision().fetch_files(print_message),
+        }
     return options
 
 

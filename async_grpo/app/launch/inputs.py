@@ -19,7 +19,7 @@ from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, HubUnreachable
 from async_grpo.models.hub import HubRepo, hub_repo, model_repo
-from async_grpo.models.hub_dataset import data_repo, training_files, written_files
+from async_grpo.models.hub_dataset import data_repo, find_training_files, write_training_files
 from trainer.checkpoint.store import RunStore
 
 Section = TypeVar("Section", bound=BaseModel)
@@ -50,7 +50,7 @@ def pin_inputs(config: RunConfig, *, planning: bool = False, pinned: Sequence[Hu
     for key, repo in inputs.items():
         commit = next((candidate for candidate in candidates if _is_commit_of(candidate, repo)), None)
         try:
-            paths[key] = Path(str(commit or repo.pinned()))
+            paths[key] = Path(str(commit or repo.pin_revision()))
         except HubUnreachable:
             if not planning:
                 raise
@@ -60,7 +60,7 @@ def pin_inputs(config: RunConfig, *, planning: bool = False, pinned: Sequence[Hu
 def _is_commit_of(candidate: HubRepo, repo: HubRepo) -> bool:
     """True if `candidate` is a commit of `repo`, and of its branch if it names one."""
     same = (candidate.key, candidate.id, candidate.hub) == (repo.key, repo.id, repo.hub)
-    return same and (repo.revision is None or candidate.revision in repo.seen())
+    return same and (repo.revision is None or candidate.revision in repo.list_seen_commits())
 
 
 def _read_pinned(config: RunConfig) -> Mapping[str, HubRepo]:
@@ -103,9 +103,9 @@ def fetch_inputs(config: RunConfig, report_progress: Callable[[str], None], keys
         if key not in keys:
             continue
         if key == "data.path":
-            paths |= _data_paths(training_files(config.data, repo.pinned(), report_progress))
+            paths |= _data_paths(write_training_files(config.data, repo.pin_revision(), report_progress))
         else:
-            paths[key] = repo.pinned().fetch(report_progress)
+            paths[key] = repo.pin_revision().fetch_files(report_progress)
     return _replace_paths(config, paths)
 
 
@@ -124,15 +124,15 @@ def use_local_inputs(config: RunConfig) -> RunConfig:
     model = model_repo(config)
     if model is not None:
         with contextlib.suppress(ConfigError):
-            model.settings().fetch(lambda message: None)
+            model.with_only_config().fetch_files(lambda message: None)
 
     paths: dict[str, Path] = {}
     for key, repo in hub_inputs(config).items():
         if key == "data.path":
-            files = written_files(config.data, repo)
+            files = find_training_files(config.data, repo)
             if files:
                 paths |= _data_paths(files)
-        elif folder := repo.folder():
+        elif folder := repo.find_folder():
             paths[key] = folder
     return _replace_paths(config, paths)
 
@@ -142,10 +142,10 @@ def describe_downloads(config: RunConfig) -> dict[str, str]:
     downloads = {}
     for key, repo in hub_inputs(config).items():
         try:
-            size = f", {sum(repo.files().values()) / 1e6:,.1f} MB"
+            size = f", {sum(repo.list_file_sizes().values()) / 1e6:,.1f} MB"
         except ConfigError:
             size = ""
-        downloads[key] = f"{repo.where}{size}"
+        downloads[key] = f"{repo.description}{size}"
     return downloads
 
 

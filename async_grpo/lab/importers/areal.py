@@ -26,7 +26,7 @@ from async_grpo.lab.importers.conversions import (
 from async_grpo.lab.importers.devices import DeviceCount, set_devices, set_engine_memory
 from async_grpo.lab.importers.table import load_system
 from async_grpo.lab.importers.translation import CHANGE_ME, Translation
-from async_grpo.models.hub_dataset import KNOWN
+from async_grpo.models.hub_dataset import KNOWN_DATASETS
 
 _ACTOR, _ROLLOUT, _OBJECTIVE = "actor.", "rollout.", "trainer.objective."
 _REJECTION, _OPTIMIZER = f"{_ACTOR}rejection_sampling.", f"{_ACTOR}optimizer."
@@ -101,7 +101,7 @@ def _data(t: Translation) -> None:
         t.set("data.max_prompt_tokens", t.integer("train_dataset.max_length"))
     else:
         t.set("data.max_prompt_tokens", 1024, f"{CHANGE_ME}: AReaL bounds prompts by train_dataset.max_length only")
-    if path in {dataset.id for dataset in KNOWN.values()}:
+    if path in {dataset.id for dataset in KNOWN_DATASETS.values()}:
         t.set("data.kind", "jsonl")
         t.set("data.path", path, "downloaded once; the instruction after the question is in the script there")
         t.approximate("train_dataset.path", "the script there adds its own instruction: data.template", "data.path")

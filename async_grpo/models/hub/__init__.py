@@ -1,17 +1,17 @@
-"""Models and data sets of a hub by their ids: Hugging Face (huggingface_hub) or ModelScope (modelscope_hub).
+"""Models and data sets on Hugging Face (huggingface_hub) or ModelScope (modelscope_hub), by id.
 
-    OWNER/NAME[@REVISION] --pinned--> OWNER/NAME@COMMIT --folder--> its files in the hub's cache, or None
-                                                        --fetch---> the same, downloaded
+    OWNER/NAME[@REVISION] --pin_revision--> OWNER/NAME@COMMIT --find_folder--> its files in the hub's cache, or None
+                                                              --fetch_files--> the same, downloaded if needed
 
-    repo          ids, and what a repository can be asked for; the same for every hub
-    base          the interface of a hub's client
-    huggingface   its client; another hub is another module like this one
-    modelscope
-    cache         what this package remembers of a hub, and whether a cached snapshot is complete
+    repo          HubRepo: parses ids, finds and downloads files; the same for every hub
+    base          HubClient: the interface of a hub's client
+    huggingface   client of Hugging Face; another hub is another module like this one
+    modelscope    client of ModelScope
+    cache         local records of the hub's answers; checks cached snapshots
 
-The hub's own client downloads: it resumes, locks what another process is downloading, and finds mirrors, caches and
-tokens by its variables (HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE; MODELSCOPE_ENDPOINT, MODELSCOPE_CACHE,
-MODELSCOPE_API_TOKEN). Files in the cache are not requested again. No pickled file is fetched.
+The hub's library downloads: it resumes, locks files that another process is downloading, and reads mirrors, caches and
+tokens from its variables (HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE; MODELSCOPE_ENDPOINT, MODELSCOPE_CACHE,
+MODELSCOPE_API_TOKEN). Cached files are not requested again. Pickled files are never fetched.
 """
 
 from async_grpo.models.hub.base import TOKENIZER_FILES

@@ -1,4 +1,4 @@
-"""The interface of a hub's client, and what it is given: the files of one repository."""
+"""The interface of a hub's client, and the selection of files of one repository."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """Files that trainer and engine read, in the top folder of a checkpoint. Pickled weights are excluded."""
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 MODEL_COPIES = ("*/*", "consolidated*")
-"""Copies of the weights in other formats, in folders of their own or under other names."""
+"""Copies of the weights in other formats, in separate folders or under other names."""
 DATA_FILES = ("*.parquet", "*.jsonl", "*.json")
 
 
 @dataclass(frozen=True, slots=True)
 class RepoFiles:
-    """Files of a repository at a revision: those that match `wanted` and not `unwanted`."""
+    """Files of a repository at a revision that match `allow_patterns` and not `ignore_patterns`."""
 
     id: str
     kind: Kind
     hub: Hub = "huggingface"
     revision: str | None = None
-    wanted: tuple[str, ...] = MODEL_FILES
-    unwanted: tuple[str, ...] = MODEL_COPIES
+    allow_patterns: tuple[str, ...] = MODEL_FILES
+    ignore_patterns: tuple[str, ...] = MODEL_COPIES
 
     def __str__(self) -> str:
         return f"{self.id}@{self.revision}" if self.revision else self.id
 
-    def is_wanted(self, name: str) -> bool:
-        """True for the name of a file that matches."""
-        return _matches(name, self.wanted) and not _matches(name, self.unwanted)
+    def matches_patterns(self, name: str) -> bool:
+        """True if the file is one of the selection."""
+        return _matches(name, self.allow_patterns) and not _matches(name, self.ignore_patterns)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -45,21 +45,21 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """Size in bytes and SHA-256 of a file, as the hub states them."""
+    """Size in bytes and SHA-256 of a file, as listed by the hub."""
 
     size: int
     sha256: str = ""
-    """"" if the hub states none, or its client compares it."""
+    """"" if the hub lists none, or its client compares it."""
 
 
 Failure = Literal["refused", "missing", "unreachable"]
-"""Reasons why a repository cannot be had: no permission, no such id or revision, no answer."""
+"""Reasons why a repository is not available: no permission, no such id or revision, no answer."""
 
-_REFUSED = (401, 403)
+_REFUSED_STATUS = (401, 403)
 
 
-class HubSilent(OSError):
-    """The hub is not asked: its client is offline, or it has just let a request time out."""
+class HubNotQueried(OSError):
+    """No request was sent: the client is offline, or the last request has just timed out."""
 
     def __init__(self, reason: str, *, mirror_helps: bool) -> None:
         super().__init__(reason)
@@ -68,24 +68,31 @@ class HubSilent(OSError):
 
 @dataclass(frozen=True, slots=True)
 class HubErrors:
-    """Exceptions of a hub's library by their reason; an unknown id is often a special case of no answer."""
+    """Exceptions of a hub's library by reason."""
 
     refused: tuple[type[Exception], ...]
     missing: tuple[type[Exception], ...]
     unreachable: tuple[type[Exception], ...]
 
     def classify(self, error: Exception) -> Failure | None:
-        """The reason for `error`; None for a fault of another kind."""
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if isinstance(error, self.refused) or (status in _REFUSED and not isinstance(error, self.missing)):
+        """Return the reason for `error`; None if it is not the hub's."""
+        # Before `missing`: huggingface_hub derives its class for gated repositories from that for missing ones.
+        if isinstance(error, self.refused):
             return "refused"
+
+        # Before the status: huggingface_hub raises the class for missing ones with status 401 for an unknown id.
         if isinstance(error, self.missing):
             return "missing"
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in _REFUSED_STATUS:
+            return "refused"
+
+        # Last: the libraries derive the other classes from those for "unreachable".
         return "unreachable" if isinstance(error, self.unreachable) else None
 
 
 class HubClient(Protocol):
-    """A hub. The methods raise what its library raises, or HubSilent; `map_error` gives the reason."""
+    """A hub. Methods raise exceptions of its library, or HubNotQueried; `map_error` returns the reason."""
 
     @property
     def name(self) -> str:
@@ -100,16 +107,16 @@ class HubClient(Protocol):
         """Environment variable with the user's token."""
 
     def resolve_revision(self, repo: RepoFiles) -> str:
-        """The revision to record for a run: a commit, if the hub has commits."""
+        """Return the revision to record for a run: a commit, if the hub has commits."""
 
     def list_files(self, repo: RepoFiles) -> Mapping[str, HubFile]:
-        """Every file of the repository by its name, wanted or not. The names of a pinned revision are recorded."""
+        """Return all files of the repository by name, selected or not. Records the names for a pinned revision."""
 
     def find_snapshot(self, repo: RepoFiles) -> Path | None:
-        """The folder of cached files, maybe not all of them; None if there is none. Makes no requests."""
+        """Return the folder of cached files, possibly incomplete; None if there is none. Makes no requests."""
 
     def download_snapshot(self, repo: RepoFiles, report_progress: Callable[[str], None]) -> Path:
-        """Download the wanted files that are missing, and return their folder; progress goes to `report_progress`."""
+        """Download the selected files that are not cached, and return their folder."""
 
     def map_error(self, error: Exception) -> Failure | None:
-        """The reason why a call has failed; None for a fault that is not the hub's."""
+        """Return the reason why a call failed; None if it is not the hub's."""

@@ -8,13 +8,13 @@ from typing import Any
 
 from async_grpo.errors import DependencyError
 from async_grpo.models.hub.base import Failure, HubErrors, HubFile, RepoFiles
-from async_grpo.models.hub.cache import remember_names
+from async_grpo.models.hub.cache import record_file_names
 
 
 class ModelScope:
     """A HubClient of modelscope.cn.
 
-    ModelScope states no commits, so a branch stays a branch, and its copy in the cache stays what it was.
+    ModelScope's API returns no commits, so a branch stays a branch, and its cached copy is not updated.
     """
 
     name = "ModelScope"
@@ -26,10 +26,10 @@ class ModelScope:
         return repo.revision or "master"
 
     def list_files(self, repo: RepoFiles) -> Mapping[str, HubFile]:
-        """See HubClient. The client itself compares hashes."""
+        """See HubClient. The library compares hashes itself."""
         listed = _api().list_repo_files(repo.id, repo.kind, revision=repo.revision, recursive=True)
         files = {str(file.path): HubFile(int(file.size or 0)) for file in listed}
-        remember_names(repo, files)
+        record_file_names(repo, files)
         return files
 
     def find_snapshot(self, repo: RepoFiles) -> Path | None:
@@ -43,7 +43,7 @@ class ModelScope:
             return None
 
     def download_snapshot(self, repo: RepoFiles, report_progress: Callable[[str], None]) -> Path:
-        """See HubClient. The client prints its own progress."""
+        """See HubClient. The library prints its own progress."""
         return _snapshot(_api(), repo, local_files_only=False)
 
     def map_error(self, error: Exception) -> Failure | None:
@@ -63,8 +63,8 @@ def _snapshot(api: Any, repo: RepoFiles, *, local_files_only: bool) -> Path:
         repo.kind,
         revision=repo.revision,
         local_files_only=local_files_only,
-        allow_patterns=list(repo.wanted),
-        ignore_patterns=list(repo.unwanted),
+        allow_patterns=list(repo.allow_patterns),
+        ignore_patterns=list(repo.ignore_patterns),
     )
     return Path(folder)
 

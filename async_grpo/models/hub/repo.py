@@ -1,4 +1,4 @@
-"""A repository of a hub that a configuration names, and everything that is asked of it, whichever hub it is."""
+"""A repository in a configuration: parse its id, find its cached files, download it. The same for every hub."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from async_grpo.models.hub.base import (
     Failure,
     HubClient,
     HubFile,
-    HubSilent,
+    HubNotQueried,
     Kind,
     RepoFiles,
 )
-from async_grpo.models.hub.cache import is_complete, remove_damaged, seen_commits
+from async_grpo.models.hub.cache import is_complete, remove_damaged_files, seen_commits
 from async_grpo.models.hub.huggingface import HuggingFace
 from async_grpo.models.hub.modelscope import ModelScope
 
 LOCAL_FOLDERS = frozenset({"checkpoints", "data", "datasets", "model", "models", "outputs", "runs"})
-"""Common names of local folders: a path that begins with one is never taken for an id."""
+"""Common names of local folders. A path that starts with one is never parsed as an id."""
 
 _CLIENTS: Mapping[Hub, HubClient] = {"huggingface": HuggingFace(), "modelscope": ModelScope()}
 _ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -41,85 +41,90 @@ class HubRepo(RepoFiles):
 
     @property
     def client(self) -> HubClient:
-        """The hub that has the repository."""
+        """Client of the hub that has the repository."""
         return _CLIENTS[self.hub]
 
     @property
-    def where(self) -> str:
+    def description(self) -> str:
         """Description of the repository for messages."""
         return f"{self.kind} {self} on {self.client.name}"
 
-    def pinned(self) -> HubRepo:
-        """The same with a commit in place of a branch; what is in the cache if the hub does not answer.
+    def pin_revision(self) -> HubRepo:
+        """Return the repository with its branch resolved to a commit, to the last seen one if the hub does not answer.
 
         Raises ConfigError.
         """
-        with self._explained():
+        with self._map_errors():
             return replace(self, revision=self.client.resolve_revision(self))
 
-    def seen(self) -> list[str]:
-        """The commits that this revision has been on this machine, the newest last."""
+    def list_seen_commits(self) -> list[str]:
+        """Commits that this revision has resolved to on this machine, the newest last."""
         return seen_commits(self)
 
-    def folder(self) -> Path | None:
-        """The folder of the cached files; None if some are missing. Makes no requests."""
-        with self._explained():
+    def find_folder(self) -> Path | None:
+        """Return the folder of the cached files; None if a file is missing. Makes no requests."""
+        with self._map_errors():
             folder = self.client.find_snapshot(self)
-        return folder if folder is not None and is_complete(self, folder) else None
+        if folder is None or not is_complete(self, folder):
+            return None
+        return folder
 
-    def files(self) -> dict[str, int]:
-        """Name -> size in bytes of every file that would be fetched. Raises ConfigError, HubUnreachable."""
-        return {name: file.size for name, file in self._wanted_files().items()}
+    def list_file_sizes(self) -> dict[str, int]:
+        """Return name -> size in bytes of the files to download. Raises ConfigError, HubUnreachable."""
+        return {name: file.size for name, file in self._list_matching_files().items()}
 
-    def _wanted_files(self) -> dict[str, HubFile]:
-        with self._explained():
+    def _list_matching_files(self) -> dict[str, HubFile]:
+        with self._map_errors():
             files = self.client.list_files(self)
-        return {name: file for name, file in sorted(files.items()) if self.is_wanted(name)}
+        return {name: file for name, file in sorted(files.items()) if self.matches_patterns(name)}
 
-    def fetch(self, report_progress: Callable[[str], None]) -> Path:
-        """The folder of the files, downloaded if need be; reports through `report_progress`. Raises ConfigError."""
-        if (cached := self.folder()) is not None:
+    def fetch_files(self, report_progress: Callable[[str], None]) -> Path:
+        """Return the folder of the files, downloaded if needed. Raises ConfigError."""
+        cached = self.find_folder()
+        if cached is not None:
             return cached
 
-        files = self._wanted_files()
+        files = self._list_matching_files()
         if not files:
             raise ConfigError(
-                f"{self.key}: the {self.where} has none of {', '.join(self.wanted)}. "
+                f"{self.key}: the {self.description} has none of {', '.join(self.allow_patterns)}. "
                 + ("Weights are read as safetensors only" if self.kind == "model" else "Export it as Parquet or JSON")
             )
         megabytes = sum(file.size for file in files.values()) / 1e6
-        report_progress(f"downloading the {self.where}: {len(files)} files, {megabytes:,.1f} MB")
-        with self._explained():
+        report_progress(f"downloading the {self.description}: {len(files)} files, {megabytes:,.1f} MB")
+        with self._map_errors():
             folder = self.client.download_snapshot(self, report_progress)
 
-        if damaged := remove_damaged(folder, files):
+        damaged = remove_damaged_files(folder, files)
+        if damaged:
             raise ConfigError(
-                f"{self.key}: {', '.join(damaged)} of the {self.where} came with another length or SHA-256 than the "
-                "hub states, and has been removed. Start again; if it stays so, the mirror or a proxy changes files"
+                f"{self.key}: {', '.join(damaged)} of the {self.description} was downloaded with another size or "
+                "SHA-256 than the hub lists, and has been removed. Start again; if it happens again, the mirror or a "
+                "proxy changes files"
             )
         return folder
 
-    def settings(self) -> HubRepo:
-        """The same repository, of which only config.json is wanted."""
-        return replace(self, wanted=("config.json",))
+    def with_only_config(self) -> HubRepo:
+        """Return the same repository with only config.json selected."""
+        return replace(self, allow_patterns=("config.json",))
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn what a hub's client raises for a repository that cannot be had into a ConfigError."""
+    def _map_errors(self) -> Iterator[None]:
+        """Map exceptions of a hub's library to ConfigError, unless they are faults of our own."""
         try:
             yield
         except AsyncGrpoError:
             raise
-        except Exception as error:  # each library has its own kinds; `map_error` knows them
+        except Exception as error:  # each library has its own classes: see `map_error`
             failure = self.client.map_error(error)
             if failure is None:
                 raise
-            raise self._explanation(failure, error) from None
+            raise self._describe_failure(failure, error) from None
 
-    def _explanation(self, failure: Failure, error: Exception) -> ConfigError:
+    def _describe_failure(self, failure: Failure, error: Exception) -> ConfigError:
         if failure == "refused":
             return ConfigError(
-                f"{self.key}: the {self.where} is not open to you. Accept its terms on its page there, and set "
+                f"{self.key}: the {self.description} is not open to you. Accept its terms on its page there, and set "
                 f"{self.client.token_variable} to a token of your account that is still valid"
             )
         if failure == "missing":
@@ -128,35 +133,50 @@ class HubRepo(RepoFiles):
                 f"{self.client.name}. Correct the path, or the id (OWNER/NAME@REVISION). A private one needs a "
                 f"token in {self.client.token_variable}"
             )
-        reason, mirror = f"{type(error).__name__}: {error}"[:300], f"set {self.client.endpoint_variable} to a mirror, "
-        if isinstance(error, HubSilent):
-            reason, mirror = str(error), mirror if error.mirror_helps else ""
+        reason = f"{type(error).__name__}: {error}"[:300]
+        mirror_advice = f"set {self.client.endpoint_variable} to a mirror, "
+        if isinstance(error, HubNotQueried):
+            reason = str(error)
+            if not error.mirror_helps:
+                mirror_advice = ""
         return HubUnreachable(
-            f"{self.key}: the {self.where} is not whole in the cache of this machine, and the hub cannot be asked "
-            f"({reason}). Connect, {mirror}or give a local folder"
+            f"{self.key}: the {self.description} is not completely in the cache of this machine, and the hub cannot be "
+            f"reached ({reason}). Connect, {mirror_advice}or give a local folder"
         )
 
 
 def hub_repo(path: Path, kind: Kind, hub: Hub, key: str) -> HubRepo | None:
-    """The repository that a configured path names; None for a path of this machine.
+    """Return the repository for a configured path; None for a local path.
 
-    What exists here comes first. `models/x` is a path whose file is missing: its first part is the usual name of a
-    local folder (`LOCAL_FOLDERS`), or a folder that exists.
+    Existing files take precedence. `models/x` is a local path whose file is missing: it starts with a common name of a
+    local folder (`LOCAL_FOLDERS`). So is a path in an existing folder.
     """
     match = _ID.fullmatch(str(path))
-    if match is None or path.exists() or path.parts[0] in LOCAL_FOLDERS or Path(path.parts[0]).exists():
+    if match is None or path.exists():
         return None
-    wanted, unwanted = (MODEL_FILES, MODEL_COPIES) if kind == "model" else (DATA_FILES, ())
-    return HubRepo(match["id"], kind, hub, match["revision"], wanted, unwanted, key)
+    first_folder = path.parts[0]
+    if first_folder in LOCAL_FOLDERS or Path(first_folder).exists():
+        return None
+    return HubRepo(
+        id=match["id"],
+        kind=kind,
+        hub=hub,
+        revision=match["revision"],
+        allow_patterns=MODEL_FILES if kind == "model" else DATA_FILES,
+        ignore_patterns=MODEL_COPIES if kind == "model" else (),
+        key=key,
+    )
 
 
 def model_repo(config: RunConfig) -> HubRepo | None:
-    """The repository of the first policy; None if the model is here or is made here."""
+    """Return the repository of the first policy; None if the model is local or made by the run."""
     path = config.model.path
     return None if path is None else hub_repo(path, "model", config.model.hub, "model.path")
 
 
 def settings_folder(config: RunConfig) -> Path | None:
-    """Local folder with config.json of `model.path`, if cached; None if the model is made. Makes no requests."""
+    """Local folder with config.json of `model.path`, if cached; None if the run makes its model. Makes no requests."""
     repo = model_repo(config)
-    return config.model.path if repo is None else repo.settings().folder() or config.model.path
+    if repo is None:
+        return config.model.path
+    return repo.with_only_config().find_folder() or config.model.path

@@ -1,12 +1,12 @@
-"""What a tiny model is taught of the arithmetic task: its vocabulary, demonstrations, and how completions are marked.
+"""The arithmetic task for a tiny model: its vocabulary, demonstrations, and checks of completions.
 
     prompt         478+356=
     demonstration  <think>8+6+0=14 7+5+1=13 4+3+1=8</think><answer>834</answer>
     shortcut       <answer>834</answer>
 
 Each term of the reasoning is digit + digit + carry, from the right. The tokenizer has one token per character and one
-for each tag. The tags are ordinary tokens, not special ones: decoding with `skip_special_tokens` removes the end and
-padding tokens and keeps the tags, which the verifier reads.
+per tag. The tags are ordinary tokens: engines decode with `skip_special_tokens`, which would remove special ones, and
+the verifier needs the tags.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 PAD, EOS = "<pad>", "<eos>"
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 CHARACTERS = "0123456789+= -*()."
-"""More characters than addition needs: 24 tokens in all, which 2, 4 or 8 tensor-parallel ranks share evenly."""
+"""More characters than addition needs: with 24 tokens in total, 2, 4 or 8 tensor-parallel ranks get equal shares."""
 
 
 def build_char_tokenizer() -> PreTrainedTokenizerFast:
-    """The character tokenizer. `save_pretrained` writes it, `async_grpo.data.tokenizer.load_tokenizer` reads it.
+    """Build the character tokenizer. `save_pretrained` writes it, `async_grpo.data.tokenizer.load_tokenizer` reads it.
 
-    decode(encode(text)) == text for every text of CHARACTERS and TAGS. Encoding any other character
-    raises: a prompt that the policy cannot read is an error, not an unknown token.
+    decode(encode(text)) == text for every text of CHARACTERS and TAGS. Encoding another character raises: a prompt
+    that the policy cannot read is an error, not an unknown token.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -45,7 +45,7 @@ def build_char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def demonstration(problem: Problem) -> str:
-    """The whole completion of a policy that reasons, without the end token.
+    """Return the completion of a policy that reasons, without the end token.
 
     >>> demonstration(Problem(47, 85))
     '<think>7+5+0=12 4+8+1=13</think><answer>132</answer>'
@@ -54,7 +54,7 @@ def demonstration(problem: Problem) -> str:
 
 
 def shortcut(problem: Problem) -> str:
-    """The whole completion of a policy that answers at once, without the end token.
+    """Return the completion of a policy that answers immediately, without the end token.
 
     >>> shortcut(Problem(47, 85))
     '<answer>132</answer>'
@@ -63,8 +63,9 @@ def shortcut(problem: Problem) -> str:
 
 
 def _column_sums(problem: Problem) -> list[str]:
-    """One 'digit+digit+carry=sum' a column, from the right. Both numbers have the same number of digits."""
-    terms, carry = [], 0
+    """Return one 'digit+digit+carry=sum' per column, from the right. Both numbers have the same number of digits."""
+    terms = []
+    carry = 0
     for left, right in zip(reversed(str(problem.left)), reversed(str(problem.right)), strict=True):
         total = int(left) + int(right) + carry
         terms.append(f"{left}+{right}+{carry}={total}")
@@ -72,11 +73,11 @@ def _column_sums(problem: Problem) -> list[str]:
     return terms
 
 
-def is_right(problem: Problem, completion: str) -> bool:
-    """True if the verifier of the task accepts the completion."""
+def is_correct(problem: Problem, completion: str) -> bool:
+    """True if the task's verifier accepts the completion."""
     return answer_tag(completion, problem.answer) == 1.0
 
 
 def reasons_first(completion: str) -> bool:
-    """True for a completion that reasons before it answers."""
+    """True if the completion has reasoning before its answer."""
     return completion.startswith("<think>")

@@ -1,4 +1,4 @@
-"""The network of the tiny checkpoints. torch is imported only when one is made."""
+"""The network of the tiny checkpoints. Imports torch only when it builds one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def tiny_qwen2_sizes(config: TinyQwen2Config, *, vocab_size: int) -> dict[str, Any]:
-    """The fields of the model's config.json that decide its `ModelShape`."""
+    """Return the fields of config.json that determine the `ModelShape`."""
     return {
         "model_type": "qwen2",
         "vocab_size": vocab_size,
@@ -27,7 +27,7 @@ def tiny_qwen2_sizes(config: TinyQwen2Config, *, vocab_size: int) -> dict[str, A
 def build_tiny_qwen2(
     config: TinyQwen2Config, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, seed: int
 ) -> Qwen2ForCausalLM:
-    """A Qwen2 in float32, initialised by `seed`. The global random generator is left as it was."""
+    """Build a Qwen2 in float32, initialised by `seed`. Does not change the global random generator."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

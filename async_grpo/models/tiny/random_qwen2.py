@@ -1,6 +1,6 @@
 """A tiny random Qwen2 checkpoint with a tokenizer trained on the prompts, for tests of the machinery.
 
-It learns nothing; it has the right shape and costs almost nothing to make.
+It has learnt nothing, but has the right shape and takes almost no time to make.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from async_grpo.utils.files import whole_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_END, _PAD = "<|im_end|>", "<|endoftext|>"
+_END = "<|im_end|>"
+_PAD = "<|endoftext|>"
 _SPECIAL_TOKENS = [_PAD, "<|im_start|>", _END]
 
 
@@ -29,7 +30,7 @@ def make_random_model(config: RandomModelConfig, texts: Iterable[str], out_dir: 
 
 
 def train_tokenizer(config: RandomModelConfig, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: it encodes every text, and decoding gives the text back."""
+    """Train a byte-level BPE tokenizer, which can encode any text without loss."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

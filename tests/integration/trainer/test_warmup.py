@@ -87,7 +87,7 @@ def test_a_probe_above_the_limit_goes_back_to_the_probe_before(tmp_path: Path, m
     # Of 8 completions a probe, the first probe has none right and the second all; afterwards, on the
     # held-out problems, none is right again, so that the result passes the final check.
     verdicts = iter([False] * 8 + [True] * 8)
-    monkeypatch.setattr("trainer.warmup.is_right", lambda problem, text: next(verdicts, False))
+    monkeypatch.setattr("trainer.warmup.is_correct", lambda problem, text: next(verdicts, False))
     report = warm_up(SHORT, tmp_path / "stopped", seed=1)
     assert (report.steps, report.rolled_back) == (5, True)
 

@@ -14,7 +14,7 @@ import pytest
 
 from async_grpo.errors import ConfigError, DependencyError, HubUnreachable
 from async_grpo.models.hub import HubRepo, hub_repo, huggingface
-from async_grpo.models.hub_dataset import fetch_split, split_files
+from async_grpo.models.hub_dataset import fetch_split, select_split_files
 from tests.support.hub_server import FIRST, SECOND, HubServer, Repo, hub_for_this_process
 
 WEIGHTS = bytes(range(256)) * 12_000
@@ -30,7 +30,7 @@ MODEL = HubRepo("acme/tiny", "model")
 FETCH = """
 import sys
 from async_grpo.models.hub import HubRepo
-print(HubRepo(sys.argv[1], "model").pinned().fetch(lambda line: None))
+print(HubRepo(sys.argv[1], "model").pin_revision().fetch_files(lambda line: None))
 """
 
 
@@ -43,7 +43,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 def fetched(repo: HubRepo = MODEL) -> Path:
-    return repo.pinned().fetch(lambda line: None)
+    return repo.pin_revision().fetch_files(lambda line: None)
 
 
 def names(folder: Path) -> list[str]:
@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
 
 def test_what_a_model_needs_is_fetched_and_nothing_pickled(hub: HubServer) -> None:
     said: list[str] = []
-    folder = MODEL.pinned().fetch(said.append)
+    folder = MODEL.pin_revision().fetch_files(said.append)
     assert names(folder) == ["config.json", "model.safetensors", "tokenizer_config.json"]
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert said[0] == "downloading the model acme/tiny@" + FIRST + " on Hugging Face: 3 files, 3.1 MB"
@@ -62,7 +62,7 @@ def test_what_a_model_needs_is_fetched_and_nothing_pickled(hub: HubServer) -> No
 def test_the_second_time_nobody_is_asked_for_a_file(hub: HubServer) -> None:
     folder = fetched()
     hub.requests.clear()
-    assert HubRepo("acme/tiny", "model", revision=FIRST).fetch(lambda line: None) == folder
+    assert HubRepo("acme/tiny", "model", revision=FIRST).fetch_files(lambda line: None) == folder
     assert hub.requests == []
 
 
@@ -80,11 +80,11 @@ def test_without_the_hub_the_commit_that_was_last_seen_is_taken(
 
 def test_a_commit_stays_what_it_was_when_the_branch_moves_on(hub: HubServer) -> None:
     repo = hub.repos["models/acme/tiny"]
-    pinned = MODEL.pinned()
+    pinned = MODEL.pin_revision()
     repo.commits[SECOND] = {**FILES, "config.json": b'{"new": 1}'}
     repo.head = SECOND
-    assert pinned.fetch(lambda line: None).name == FIRST
-    assert MODEL.pinned().revision == SECOND
+    assert pinned.fetch_files(lambda line: None).name == FIRST
+    assert MODEL.pin_revision().revision == SECOND
     assert json.loads((fetched() / "config.json").read_text()) == {"new": 1}
 
 
@@ -98,7 +98,7 @@ def test_files_that_are_not_all_there_are_no_model(hub: HubServer) -> None:
     folder = fetched()
     (folder / "model.safetensors").resolve().unlink()
     (folder / "model.safetensors").unlink()
-    assert MODEL.pinned().folder() is None
+    assert MODEL.pin_revision().find_folder() is None
     assert (fetched() / "model.safetensors").read_bytes() == WEIGHTS
 
 
@@ -106,7 +106,7 @@ def test_files_that_another_program_left_in_the_cache_are_no_model(hub: HubServe
     from huggingface_hub import hf_hub_download
 
     hf_hub_download("acme/tiny", "config.json")
-    assert MODEL.pinned().folder() is None
+    assert MODEL.pin_revision().find_folder() is None
     assert (fetched() / "model.safetensors").read_bytes() == WEIGHTS
 
 
@@ -115,7 +115,7 @@ def test_a_model_that_another_program_has_downloaded_needs_no_hub(hub: HubServer
 
     downloaded = snapshot_download("acme/tiny", revision=FIRST)
     hub.requests.clear()
-    assert HubRepo("acme/tiny", "model", revision=FIRST).fetch(lambda line: None) == Path(downloaded)
+    assert HubRepo("acme/tiny", "model", revision=FIRST).fetch_files(lambda line: None) == Path(downloaded)
     assert hub.requests == []
 
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_had_is_explained(
 ) -> None:
     hub.repos["models/acme/tiny"].refusal = refusal
     with pytest.raises(ConfigError, match=words):
-        repo.pinned()
+        repo.pin_revision()
 
 
 def test_a_file_that_is_not_what_the_hub_said_is_refused(hub: HubServer) -> None:
@@ -185,7 +185,7 @@ def test_a_hub_that_is_silent_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(huggingface, "_ANSWER_S", 0.05)
         for said in ("timed out", "just .*time out"):
             with pytest.raises(HubUnreachable, match=said):
-                MODEL.pinned()
+                MODEL.pin_revision()
 
 
 def test_a_hub_that_does_not_answer_names_the_mirror(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_hub_that_does_not_answer_names_the_mirror(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("ASYNC_GRPO_CACHE", str(tmp_path))
     with pytest.raises(HubUnreachable, match="HF_ENDPOINT"):
-        MODEL.pinned()
+        MODEL.pin_revision()
 
 
 @pytest.mark.parametrize("path", ["here/model", "models/tiny", "/abs/model", "one", "a/b/c", "~/m"])
@@ -208,7 +208,7 @@ def test_paths_of_this_machine_are_no_ids(path: str, tmp_path: Path, monkeypatch
 def test_a_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelscope_hub", None)
     with pytest.raises(DependencyError, match=r"async-grpo\[modelscope\]"):
-        HubRepo("acme/tiny", "model", "modelscope").pinned().folder()
+        HubRepo("acme/tiny", "model", "modelscope").pin_revision().find_folder()
 
 
 def test_an_id_may_have_a_revision() -> None:
@@ -239,18 +239,18 @@ SEVERAL = ["data/train_gen-00000-of-00001.parquet", "data/train_sft-00000-of-000
 def test_the_files_of_a_split_are_told_by_their_names(
     files: list[str], split: str, subset: str, found: list[str]
 ) -> None:
-    assert split_files(files, split, subset) == found
+    assert select_split_files(files, split, subset) == found
 
 
 def test_two_splits_of_one_word_are_not_mixed() -> None:
     with pytest.raises(ConfigError, match=r"\['train_gen', 'train_sft'\]"):
-        split_files(SEVERAL, "train", "")
+        select_split_files(SEVERAL, "train", "")
 
 
 @pytest.mark.parametrize(("split", "subset"), [("train", ""), ("validation", "main")])
 def test_a_split_that_is_not_there_or_twice_lists_what_is(split: str, subset: str) -> None:
     with pytest.raises(ConfigError, match=r"main/test-00000-of-00001\.parquet.*--split.*--subset"):
-        split_files(GSM8K[1:], split, subset)
+        select_split_files(GSM8K[1:], split, subset)
 
 
 def test_only_the_files_of_the_split_are_downloaded(hub: HubServer) -> None:
@@ -258,6 +258,6 @@ def test_only_the_files_of_the_split_are_downloaded(hub: HubServer) -> None:
     hub.repos["datasets/acme/sums"] = Repo({FIRST: {**rows, "README.md": b"x"}})
     repo = hub_repo(Path("acme/sums"), "dataset", "huggingface", "data.path")
     assert repo is not None
-    (file,) = fetch_split(repo.pinned(), "train", "", lambda line: None)
+    (file,) = fetch_split(repo.pin_revision(), "train", "", lambda line: None)
     assert file.name == "train.jsonl"
     assert [path.rpartition("/")[2] for path in hub.downloads()] == ["train.jsonl"]

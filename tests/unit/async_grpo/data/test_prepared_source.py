@@ -10,7 +10,7 @@ import pytest
 from async_grpo.app.launch.checks.data import find_rejected_rows
 from async_grpo.data.prepared_source import PreparedSource
 from async_grpo.errors import DataError
-from async_grpo.models.random_model import prompt_texts
+from async_grpo.models.random_model import read_prompts
 from async_grpo.models.tiny.arithmetic import build_char_tokenizer
 from tests.support.data_cases import config_of, prepared
 from tests.support.tokenizers import Bytes
@@ -56,7 +56,7 @@ def test_the_tokenizer_of_another_model_is_refused(folder: Path, other: Any) -> 
 
 def test_a_model_created_by_the_run_cannot_use_prepared_data(folder: Path) -> None:
     with pytest.raises(DataError, match=r"prepared folder.*model\.path"):
-        list(prompt_texts(config_of(path=folder)))
+        list(read_prompts(config_of(path=folder)))
 
 
 def test_wrong_files_are_refused_before_the_run_starts(folder: Path, tmp_path: Path) -> None:

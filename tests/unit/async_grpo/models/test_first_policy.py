@@ -81,7 +81,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "deep JSON": (written("config.json", "[" * 20_000), "config.json cannot be read as JSON (maximum recursion depth"),
     "no object": (written("config.json", "[1]"), "config.json is a JSON list, not an object"),
     "a word for a size": (change(num_hidden_layers="two"), "transformers cannot read model/config.json"),
-    "no heads": (change(num_attention_heads=0), "describes no model (integer division or modulo by zero)"),
+    "no heads": (change(num_attention_heads=0), "does not describe a model (integer division or modulo by zero)"),
     "no tokenizer": (written("tokenizer.json", "{"), "the tokenizer in model cannot be loaded"),
 }
 
