@@ -1,8 +1,8 @@
 """Converts checkpoints between formats, in one process on the CPU.
 
-    Hugging Face folder --(to_megatron)--> Megatron distributed checkpoint, which ranks in any layout can load
-    Megatron distributed checkpoint of this project or of a run --(to_hugging_face)--> Hugging Face folder
-    checkpoint of a run that trains adapters (model.lora) --(to_hugging_face)--> PEFT folder, or merged weights
+    Hugging Face folder --(convert_to_megatron)--> Megatron distributed checkpoint, which ranks in any layout can load
+    Megatron distributed checkpoint of this project or of a run --(convert_to_hugging_face)--> Hugging Face folder
+    checkpoint of a run that trains adapters (model.lora) --(convert_to_hugging_face)--> PEFT folder, or merged weights
 
 The weights are in memory once: tensors are read, and shards of a Hugging Face folder written, one after another. No bit
 changes. A target is complete or absent.
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (tensors done, total tensors)."""
 
-_KINDS = {"F32": "float32", "BF16": "bfloat16"}
+_PRECISIONS = {"F32": "float32", "BF16": "bfloat16"}
+"""Data type in safetensors -> `model.precision`."""
 
 _WRITTEN_TIMEOUT_S = 60.0
 """Seconds to wait for files that this process has written itself."""
@@ -43,7 +44,7 @@ def is_megatron(folder: Path) -> bool:
     return (folder / ".metadata").is_file()
 
 
-def to_megatron(source: Path, target: Path, progress: Progress) -> None:
+def convert_to_megatron(source: Path, target: Path, progress: Progress) -> None:
     """Convert a Hugging Face folder. Raises ConfigError for a model that cannot be built, DataError for bad files."""
     _check_free(target)
     with _single_rank() as platform:
@@ -54,16 +55,18 @@ def to_megatron(source: Path, target: Path, progress: Progress) -> None:
 
         hf = read_config(source)
         check_architecture(hf, TrainerConfig())
-        tensors = SafetensorsFolder(source, _counting(progress, sum(1 for _ in model_tensors(hf, 1))))
+        count = sum(1 for _ in model_tensors(hf, 1))
+        tensors = SafetensorsFolder(source, on_read=_make_counter(progress, count))
         model, dtype = _build(hf, platform, _tensor_precision(source, tensors.read_dtypes()))
         load_hf_tensors(model, hf, tensors)
         with whole_folder(target) as draft:
             copy_settings(source, draft)
             _write_checkpoint(draft, model, hf, dtype)
+            # Check again: the conversion takes minutes, and renaming the draft would replace a folder made meanwhile.
             _check_free(target)
 
 
-def to_hugging_face(
+def convert_to_hugging_face(
     checkpoint: Path,
     settings: Path,
     target: Path,
@@ -86,12 +89,13 @@ def to_hugging_face(
 
         model, hf, adapters = _load_checkpoint(checkpoint, settings, platform, lora)
         if adapters is None or merge:
-            count = _counting(progress, sum(1 for _ in model_tensors(hf, 1)))
-            write_hf_folder(target, settings, _counted(export_merged(model, hf, adapters), count))
+            total = sum(1 for _ in model_tensors(hf, 1))
+            tensors = _count_tensors(export_merged(model, hf, adapters), progress, total)
+            write_hf_folder(target, settings, tensors)
         else:
-            count = _counting(progress, sum(1 for _ in stage_adapters(hf, adapters.config, 0, 1)))
-            trained = _counted(export_trained(model, hf, adapters), count)
-            write_peft_folder(target, make_peft_config(adapters.config, str(settings)), trained)
+            total = sum(1 for _ in stage_adapters(hf, adapters.config, 0, 1))
+            tensors = _count_tensors(export_trained(model, hf, adapters), progress, total)
+            write_peft_folder(target, make_peft_config(adapters.config, str(settings)), tensors)
 
 
 def _load_checkpoint(
@@ -100,16 +104,17 @@ def _load_checkpoint(
     """Build the model and load the weights of a checkpoint; `settings` has the base weights of adapters."""
     from megatron.core import dist_checkpointing
 
-    from trainer.checkpoint.manifest import check_fits, damaged_checkpoint, find_changed_files, read_manifest
-    from trainer.checkpoint.state import metadata, traits_of
+    from trainer.checkpoint.manifest import check_matches_run, damaged_checkpoint, find_changed_files, read_manifest
+    from trainer.checkpoint.state import metadata, model_traits
     from trainer.model.hf_folder import SafetensorsFolder, read_config
     from trainer.model.hf_weights import load_hf_tensors
     from trainer.model.lora import Adapters, attach_adapters, sharded_state
 
-    manifest, hf = read_manifest(checkpoint), read_config(settings)
+    manifest = read_manifest(checkpoint)
+    hf = read_config(settings)
     model, dtype = _build(hf, platform, str(manifest.model["precision"]))
     adapters = Adapters.from_config(lora, settings)
-    check_fits(checkpoint, manifest, version=manifest.version, model=traits_of(hf, dtype, adapters))
+    check_matches_run(checkpoint, manifest, version=manifest.version, model=model_traits(hf, dtype, adapters))
     damaged = find_changed_files(checkpoint, manifest, manifest.files)
     if damaged:
         raise damaged_checkpoint(checkpoint, f"{', '.join(damaged)} does not hold what was written")
@@ -149,41 +154,42 @@ def _build(hf: PretrainedConfig, platform: Platform, precision: str) -> tuple[GP
     return build_model(hf, platform, dtype, TrainerConfig()), dtype
 
 
-def _tensor_precision(source: Path, kinds: set[str]) -> str:
-    if len(kinds) != 1 or not kinds <= _KINDS.keys():
+def _tensor_precision(source: Path, dtypes: set[str]) -> str:
+    if len(dtypes) != 1 or not dtypes <= _PRECISIONS.keys():
         raise ConfigError(
-            f"{source} holds tensors of type {' and '.join(sorted(kinds))}; a Megatron checkpoint is all F32 or all "
+            f"{source} holds tensors of type {' and '.join(sorted(dtypes))}; a Megatron checkpoint is all F32 or all "
             "BF16, and a conversion that changed the type would not keep the bits. Save the model in one of the two"
         )
-    return _KINDS[kinds.pop()]
+    return _PRECISIONS[dtypes.pop()]
 
 
 def _write_checkpoint(folder: Path, model: GPTModel, hf: PretrainedConfig, dtype: torch.dtype) -> None:
     """Write the checkpoint of a run at version 0, without an optimizer."""
     from trainer.checkpoint.manifest import CheckpointManifest, complete_folder
     from trainer.checkpoint.snapshot import RankSnapshot
-    from trainer.checkpoint.state import layout_of_ranks, metadata, traits_of
+    from trainer.checkpoint.state import current_layout, metadata, model_traits
 
     state = {"model": model.sharded_state_dict(metadata=metadata())}
     snapshot = RankSnapshot(state, folder, live=())  # nothing trains here, so the weights need not be copied
     part = snapshot.write()
     snapshot.finish([part])
-    manifest = CheckpointManifest(version=0, epoch=0, model=traits_of(hf, dtype), layout=layout_of_ranks())
+    manifest = CheckpointManifest(version=0, epoch=0, model=model_traits(hf, dtype), layout=current_layout())
     complete_folder(folder, manifest, part.files)
 
 
-def _counting(progress: Progress, total: int) -> Callable[[], None]:
+def _make_counter(progress: Progress, total: int) -> Callable[[], None]:
     done = 0
 
-    def one_more() -> None:
+    def count_tensor() -> None:
         nonlocal done
         done += 1
         progress(done, total)
 
-    return one_more
+    return count_tensor
 
 
-def _counted(tensors: Iterator[tuple[str, Any]], count: Callable[[], None]) -> Iterator[tuple[str, Any]]:
+def _count_tensors(tensors: Iterator[tuple[str, Any]], progress: Progress, total: int) -> Iterator[tuple[str, Any]]:
+    count_tensor = _make_counter(progress, total)
     for pair in tensors:
         yield pair
-        count()
+        count_tensor()

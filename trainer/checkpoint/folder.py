@@ -18,7 +18,8 @@ the checkpoint is safe: on disk and, with a store, copied.
 Threads of different ranks communicate by files, never in collective calls, so training and writing cannot block each
 other. A draft is renamed when everything in it is on disk, and `latest` is updated after that: a trainer killed at any
 moment leaves a checkpoint to resume from. The stored state does not depend on the layout of the ranks. Pure functions
-decide which checkpoints are deleted and which is the best (`to_delete`, `protected`, `ranked`).
+select the checkpoints to delete and the best one (`find_outdated_versions`, `find_protected_versions`,
+`rank_versions`).
 """
 
 from __future__ import annotations
@@ -43,14 +44,21 @@ from async_grpo.utils.files import sync, write_atomic
 from async_grpo.wire.board import Evaluation
 from trainer.checkpoint.manifest import (
     CheckpointManifest,
-    check_fits,
+    check_matches_run,
     complete_folder,
     damaged_checkpoint,
     find_changed_files,
     read_manifest,
 )
 from trainer.checkpoint.snapshot import BackgroundJob, RankSnapshot, draft_path, list_drafts, read_part, write_part
-from trainer.checkpoint.state import layout_of_ranks, live_tensors, load_into_policy, metadata, state_of, traits_of
+from trainer.checkpoint.state import (
+    current_layout,
+    live_tensors,
+    load_into_policy,
+    metadata,
+    model_traits,
+    policy_state,
+)
 from trainer.checkpoint.store import CHOSEN, RunStore, StoredCheckpoint
 from trainer.model.hf_folder import write_hf_folder
 from trainer.model.policy import Policy
@@ -73,15 +81,17 @@ class CopyState(IntEnum):
     DONE = 2
 
 
-def to_delete(versions: Collection[int], *, saved: int, keep: int, protected: Collection[int] = ()) -> list[int]:
+def find_outdated_versions(
+    versions: Collection[int], *, saved: int, keep: int, protected: Collection[int] = ()
+) -> list[int]:
     """Return the versions to delete: all but `saved`, the newest `keep` - 1 below it and the `protected` ones.
 
     A version above `saved` was renamed, but its trainer was killed before it updated `latest`, and the next trainer
     resumed from an older version. It is deleted even if protected.
 
-    >>> to_delete([2, 4, 6, 8], saved=6, keep=2)
+    >>> find_outdated_versions([2, 4, 6, 8], saved=6, keep=2)
     [2, 8]
-    >>> to_delete([2, 4, 6], saved=6, keep=1, protected=[2])
+    >>> find_outdated_versions([2, 4, 6], saved=6, keep=1, protected=[2])
     [4]
     """
     below = sorted(version for version in versions if version < saved)
@@ -90,14 +100,14 @@ def to_delete(versions: Collection[int], *, saved: int, keep: int, protected: Co
     return [version for version in oldest if version not in protected] + above
 
 
-def ranked(versions: Collection[int], accuracies: Mapping[int, float], *, span: int) -> list[int]:
+def rank_versions(versions: Collection[int], accuracies: Mapping[int, float], *, span: int) -> list[int]:
     """Return the versions that have an evaluation, best first; of equals the newer first.
 
     A busy server evaluates a later version than the one that was due. An evaluation therefore counts for the newest
     checkpoint at or before its version that is less than `span` versions older; the first evaluation of a checkpoint
     wins.
 
-    >>> ranked([10, 20, 30], {10: 0.5, 21: 0.7, 35: 0.6}, span=10)
+    >>> rank_versions([10, 20, 30], {10: 0.5, 21: 0.7, 35: 0.6}, span=10)
     [20, 30, 10]
     """
     scores: dict[int, float] = {}
@@ -108,14 +118,14 @@ def ranked(versions: Collection[int], accuracies: Mapping[int, float], *, span: 
     return sorted(scores, key=lambda version: (scores[version], version), reverse=True)
 
 
-def protected(
+def find_protected_versions(
     versions: Collection[int], accuracies: Mapping[int, float], *, span: int, keep: int, keep_best: int
 ) -> list[int]:
     """Return the `keep_best` best versions, and as many old ones whose evaluation may still come.
 
     Old ones are those that the newest `keep` do not include.
 
-    >>> protected([10, 20, 30, 40, 50], {10: 0.9, 20: 0.1}, span=10, keep=1, keep_best=1)
+    >>> find_protected_versions([10, 20, 30, 40, 50], {10: 0.9, 20: 0.1}, span=10, keep=1, keep_best=1)
     [10, 40]
     """
     if keep_best == 0:
@@ -123,7 +133,7 @@ def protected(
     newest_evaluated = max(accuracies, default=-1)
     older = sorted(versions, reverse=True)[keep:]
     waiting = [version for version in older if version > newest_evaluated]
-    return ranked(versions, accuracies, span=span)[:keep_best] + waiting[:keep_best]
+    return rank_versions(versions, accuracies, span=span)[:keep_best] + waiting[:keep_best]
 
 
 @dataclass(slots=True)
@@ -150,7 +160,7 @@ class CheckpointFolder:
     _prune_warnings: list[str] = field(default_factory=list, init=False)
     """Warnings of the threads, which the training thread reports."""
 
-    def newest(self) -> int | None:
+    def newest_version(self) -> int | None:
         """Return the version to resume from; None before the first checkpoint. Raises CheckpointError."""
         marked = self._read_marker(_LATEST) if is_rank_zero() else None
         (version,) = broadcast_ints([-1 if marked is None else marked] if is_rank_zero() else None, 1)
@@ -173,15 +183,15 @@ class CheckpointFolder:
         dist.barrier()
 
         # Optimizer state that is offloaded to the host is lent instead of copied; updates wait for `written`.
-        state = state_of(policy) | self._reference_state()
+        state = policy_state(policy) | self._reference_state()
         written = threading.Event()
         lent = [] if policy.offload is None else policy.offload.lend_host_tensors(written, self.config.timeout_s)
         snapshot = RankSnapshot(state, draft, live_tensors(policy), lent)
         manifest = CheckpointManifest(
             version=version,
             epoch=epoch,
-            model=traits_of(policy.hf, policy.dtype, policy.adapters),
-            layout=layout_of_ranks(),
+            model=model_traits(policy.hf, policy.dtype, policy.adapters),
+            layout=current_layout(),
         )
         rank = dist.get_rank()
         ranks = dist.get_world_size()
@@ -244,9 +254,11 @@ class CheckpointFolder:
         return copied
 
     def _poll_written(self, *, wait: bool) -> int | None:
-        saving, self._saving = self._saving, None
+        saving = self._saving
         if saving is None:
             return None
+        # Clear it first: if writing failed, `_is_done` raises, and the next call must not raise the same error again.
+        self._saving = None
         if not self._is_done(saving, wait=wait):
             self._saving = saving
             return None
@@ -297,7 +309,7 @@ class CheckpointFolder:
         Returns its version and a description of the damage, None if there is none. Version 0 is the first policy, which
         is loaded already. Raises CheckpointError.
         """
-        newest = self.newest()
+        newest = self.newest_version()
         if newest is None:
             return 0, None
         damage: CheckpointDamaged | None = None
@@ -340,9 +352,10 @@ class CheckpointFolder:
         """
         folder = self._folder(version)
         manifest = read_manifest(folder)
-        check_fits(folder, manifest, version=version, model=traits_of(policy.hf, policy.dtype, policy.adapters))
+        traits = model_traits(policy.hf, policy.dtype, policy.adapters)
+        check_matches_run(folder, manifest, version=version, model=traits)
         _check_bytes(folder, manifest)
-        wanted = state_of(policy, written_by=manifest.layout) | self._reference_state()
+        wanted = policy_state(policy, written_by=manifest.layout) | self._reference_state()
         try:
             loaded = dist_checkpointing.load(wanted, str(folder))
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
@@ -391,16 +404,18 @@ class CheckpointFolder:
 
     def wait_for_export(self) -> None:
         """Wait for the export in progress. Raises CheckpointError on all ranks if it failed."""
-        exporting, self._exporting = self._exporting, None
+        exporting = self._exporting
+        self._exporting = None
         if exporting is not None:
             self._is_done(exporting, wait=True)
 
     def _is_done(self, job: BackgroundJob, *, wait: bool) -> bool:
-        """Return on all ranks if rank 0's job is done.
+        """True, on all ranks, if rank 0's job is done.
 
         Raises CheckpointError if it failed, or if `wait` timed out.
         """
-        ended = job.wait(self.config.timeout_s + _SLACK_S if wait else 0.0)
+        wait_s = self.config.timeout_s + _SLACK_S if wait else 0.0
+        ended = job.wait(wait_s)
         failure = job.failure
         if wait and not ended:
             failure = f"it took longer than trainer.checkpoint.timeout_s ({self.config.timeout_s:g} s)"
@@ -455,9 +470,9 @@ class CheckpointFolder:
         span = self.config.every_steps
         being_copied = None if self._copying is None else self._copying.version
         for version in self._versions_to_delete(self._versions(), saved, span, accuracies):
-            if version != being_copied:  # that one is deleted after the next checkpoint
+            if version != being_copied:  # it is deleted after the next checkpoint
                 self._remove(self._folder(version))
-        best = ranked(self._versions(), accuracies, span=span)
+        best = rank_versions(self._versions(), accuracies, span=span)
         if self.config.keep_best and best:
             self._write_marker(_BEST, best[0])
 
@@ -478,7 +493,7 @@ class CheckpointFolder:
         """Copy a checkpoint and the files of the run to the store, and prune the store."""
         assert self.store is not None
         local = StoredCheckpoint.of(self._folder(version))
-        newest = self.store.newest()
+        newest = self.store.newest_checkpoint()
         if newest is not None and newest.epoch > local.epoch:
             raise CheckpointError(f"{self.store.url} has a checkpoint of a newer trainer (epoch {newest.epoch})")
         self.store.push_files(self.path.parent)
@@ -489,7 +504,7 @@ class CheckpointFolder:
         if newest != local:
             self.store.push_checkpoint(self._folder(version), self.path.parent)
         try:
-            stored = {checkpoint.version for checkpoint in self.store.checkpoints()}
+            stored = {checkpoint.version for checkpoint in self.store.list_checkpoints()}
             accuracies = _accuracies(self._evaluations)
             old = self._versions_to_delete(sorted(stored), version, self.config.every_steps, accuracies)
             self.store.prune(local, stored.difference(old))
@@ -501,8 +516,8 @@ class CheckpointFolder:
     ) -> list[int]:
         keep = self.config.keep
         up_to_saved = [version for version in versions if version <= saved]
-        best = protected(up_to_saved, accuracies, span=span, keep=keep, keep_best=self.config.keep_best)
-        return to_delete(versions, saved=saved, keep=keep, protected=best)
+        best = find_protected_versions(up_to_saved, accuracies, span=span, keep=keep, keep_best=self.config.keep_best)
+        return find_outdated_versions(versions, saved=saved, keep=keep, protected=best)
 
     def _versions(self, prefix: str = "") -> list[int]:
         names = [path.name.removeprefix(prefix) for path in self.path.glob(f"{prefix}*") if path.is_dir()]

@@ -126,7 +126,7 @@ def parse_manifest(raw: bytes, folder: Path | str) -> CheckpointManifest:
         raise damaged_checkpoint(folder, f"its {FILE} cannot be read ({error})") from error
 
 
-def check_fits(folder: Path, manifest: CheckpointManifest, *, version: int, model: Traits) -> None:
+def check_matches_run(folder: Path, manifest: CheckpointManifest, *, version: int, model: Traits) -> None:
     """Raise CheckpointError if the checkpoint has another version, or belongs to another model."""
     if manifest.version != version:
         raise CheckpointError(

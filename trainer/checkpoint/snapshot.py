@@ -102,7 +102,8 @@ class RankSnapshot:
         that stay unchanged until they are written, so they need no copy.
         """
         self._folder = folder
-        self._strategy = SaveStrategy({_memory(tensor) for tensor in live} - {_memory(tensor) for tensor in lent})
+        copied_addresses = {_address(tensor) for tensor in live} - {_address(tensor) for tensor in lent}
+        self._strategy = SaveStrategy(copied_addresses)
         # All data-parallel ranks have the weights. Without this wrapper the first would write all of them.
         shared = FullyParallelSaveStrategyWrapper(
             self._strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -122,7 +123,7 @@ class RankSnapshot:
 
 
 class SaveStrategy(megatron_strategies.TorchDistSaveShardedStrategy):
-    """`save` makes the plan of torch's `save_state_dict` and copies the tensors; `write` writes them later."""
+    """Splits torch's `save_state_dict`: `save` makes the plan and copies the tensors, `write` writes them later."""
 
     writer: torch_checkpoint.FileSystemWriter
     index: Metadata
@@ -180,28 +181,33 @@ class SavePlanner(megatron_strategies.MCoreSavePlanner):
     def _copy_if_live(self, data: Any) -> Any:
         if not isinstance(data, Tensor):
             return data  # already serialised
-        if data.is_cpu and _memory(data) not in self._live:
+        if data.is_cpu and _address(data) not in self._live:
             return data.detach()  # created for this checkpoint, or lent
         return data.detach().to("cpu", copy=True)
 
 
-def _memory(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
 def _to_location(result: WriteResult) -> ShardLocation:
     index = result.index
-    place = result.storage_data
-    offsets = list(index.offset) if index.offset is not None else None
+    storage = result.storage_data
     return ShardLocation(
-        index.fqn, offsets, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length
+        name=index.fqn,
+        offsets=list(index.offset) if index.offset is not None else None,
+        index=index.index,
+        bytes=result.size_in_bytes,
+        file=storage.relative_path,
+        start=storage.offset,
+        length=storage.length,
     )
 
 
 def _to_write_result(shard: ShardLocation) -> WriteResult:
     offsets = torch.Size(shard.offsets) if shard.offsets is not None else None
-    place = _StorageInfo(shard.file, shard.start, shard.length)
-    return WriteResult(MetadataIndex(shard.name, offsets, shard.index), shard.bytes, place)
+    storage = _StorageInfo(shard.file, shard.start, shard.length)
+    return WriteResult(MetadataIndex(shard.name, offsets, shard.index), shard.bytes, storage)
 
 
 def draft_path(folder: Path, epoch: int, version: int) -> Path:

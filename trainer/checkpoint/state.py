@@ -38,7 +38,7 @@ def metadata() -> dict[str, Any]:
     return {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[str, Any]:
+def policy_state(policy: Policy, *, written_by: RankLayout | None = None) -> dict[str, Any]:
     """Return the state as Megatron's sharded tensors of this rank.
 
     To save it, omit `written_by`; to load a checkpoint into it, pass the layout of the ranks that wrote the checkpoint.
@@ -50,7 +50,7 @@ def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[st
     model = policy.sharded_state(metadata())
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata())
     state = {"model": model, "optimizer": optimizer}
-    own = layout_of_ranks()
+    own = current_layout()
     if written_by is None or (written_by.pipeline, written_by.tensor) == (own.pipeline, own.tensor):
         state["random"] = _random_state()
     return state
@@ -79,7 +79,7 @@ def live_tensors(policy: Policy) -> list[Tensor]:
     return [tensor for tensor in (*weights, *states) if isinstance(tensor, Tensor)]
 
 
-def traits_of(
+def model_traits(
     hf: PretrainedConfig, dtype: torch.dtype, adapters: Adapters | None = None
 ) -> dict[str, str | int | bool | None]:
     """Return the values in which another model, or other adapters of this one, would differ."""
@@ -90,7 +90,7 @@ def traits_of(
     return traits
 
 
-def layout_of_ranks() -> RankLayout:
+def current_layout() -> RankLayout:
     """Return the current number of ranks of each kind."""
     return RankLayout(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),

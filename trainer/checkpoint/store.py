@@ -6,7 +6,7 @@
     NAME/run/config.yaml, metrics.jsonl   the other files of the run
 
     trainer   checkpoint on disk --push_checkpoint--> files, manifest, marker --> the buffer may forget the groups
-    launcher  bare machine       --pull-->            files of the run, newest checkpoint --> starts the roles
+    launcher  bare machine       --pull_run-->        files of the run, newest checkpoint --> starts the roles
 
 A checkpoint counts once its marker is written, which comes last; an interrupted upload has none. Each trainer has its
 own marker, and the one of the newest epoch wins, so a trainer that was thought dead cannot replace its successor's
@@ -100,7 +100,7 @@ class RunStore:
         """Open the copy of the run `name` below `url`. Raises ConfigError, DependencyError."""
         return cls(open_location(url, KEY), name, f"{url.rstrip('/')}/{name}")
 
-    def check(self) -> str:
+    def check_access(self) -> str:
         """Write, read and remove a small object. Returns a sentence with the result. Raises ConfigError."""
         trial = f"{self.name}/.trial"
         try:
@@ -114,7 +114,7 @@ class RunStore:
             ) from error
         return f"{self.url} can be written to, read and listed"
 
-    def newest(self) -> StoredCheckpoint | None:
+    def newest_checkpoint(self) -> StoredCheckpoint | None:
         """Return the newest complete checkpoint; None if there is none. Raises OSError."""
         markers = [name for name in self._list("checkpoints") if name.rpartition("/")[2].startswith(LATEST)]
         if not markers:
@@ -122,7 +122,7 @@ class RunStore:
         newest_epoch = max(markers)  # epochs have leading zeros, so their order is that of the names
         return StoredCheckpoint.parse(self.objects.read(newest_epoch).decode().strip())
 
-    def checkpoints(self) -> list[StoredCheckpoint]:
+    def list_checkpoints(self) -> list[StoredCheckpoint]:
         """Return all checkpoints that have any object, including interrupted uploads. Raises OSError."""
         folders = {name.split("/")[2] for name in self._list("checkpoints")}
         parsed = [StoredCheckpoint.parse(folder) for folder in folders]
@@ -145,12 +145,11 @@ class RunStore:
 
         Those of a newer epoch than `newest` belong to a trainer that has taken over, and stay. Raises OSError.
         """
-        own_or_older = [
-            checkpoint for checkpoint in self.checkpoints() if checkpoint.epoch <= newest.epoch and checkpoint != newest
-        ]
         markers = set()
         names = []
-        for checkpoint in own_or_older:
+        for checkpoint in self.list_checkpoints():
+            if checkpoint.epoch > newest.epoch or checkpoint == newest:
+                continue
             if checkpoint.epoch < newest.epoch:
                 markers.add(self._marker(checkpoint.epoch))
             # The same version of an earlier epoch is superseded by `newest`.
@@ -174,7 +173,7 @@ class RunStore:
                 self.objects.write(target, _pieces(path))
                 self._pushed[name] = (stat.st_mtime_ns, stat.st_size)
 
-    def pull(self, run_dir: Path, report: Report) -> None:
+    def pull_run(self, run_dir: Path, report: Report) -> None:
         """Fetch the run into `run_dir` if the store has a newer checkpoint than that folder; else do nothing.
 
         Raises OSError if the store fails (the next call continues where this one stopped), and CheckpointDamaged if the
@@ -182,7 +181,7 @@ class RunStore:
         """
         if (run_dir / "checkpoints" / CHOSEN).exists():
             return  # the user has chosen a local checkpoint
-        newest = self.newest()
+        newest = self.newest_checkpoint()
         local = _find_local(run_dir)
         if newest is None or (local is not None and newest <= local):
             return
@@ -236,7 +235,7 @@ class RunStore:
         sync(checkpoints)
         write_atomic(checkpoints / LATEST, f"{wanted.version}\n", synced=True)
 
-    def id(self) -> str | None:
+    def read_run_id(self) -> str | None:
         """Return the run's unique id (run.id); None if there is no copy. Raises OSError."""
         content = self._read_file("run.id")
         return None if content is None else content.decode()
@@ -251,7 +250,7 @@ class RunStore:
         except FileNotFoundError:
             return None
 
-    def holds_anything(self) -> bool:
+    def has_objects(self) -> bool:
         """True if the store has any object of a run of this name, even of an interrupted copy. Raises OSError."""
         return bool(self.objects.list_names(self.name))
 
@@ -325,7 +324,7 @@ class RunStore:
         return f"{self.name}/checkpoints/{LATEST}-{epoch:08d}"
 
 
-def runs_at(url: str) -> list[str]:
+def list_stored_runs(url: str) -> list[str]:
     """Return the names of the runs below `url`. Raises ConfigError, DependencyError, OSError."""
     names = open_location(url, "URL").list_names("")
     return sorted({name.partition("/")[0] for name in names if name.endswith("/run/config.yaml")})

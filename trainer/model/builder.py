@@ -146,7 +146,8 @@ def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, la
     """Build this rank's part of the model on its device, without loading weights."""
     _name_missing_kernel()
     config = transformer_config(hf, dtype, layout, platform.model_options(experts=shape_of(hf).experts > 0))
-    rope, layers = read_rope(hf), platform.layer_replacements(config)
+    rope = read_rope(hf)
+    layers = platform.layer_replacements(config)
     if LayerRole.experts in layers:
         token_dispatcher.permute = permute_without_waiting
     model = TrainedPositionsModel(

@@ -29,7 +29,8 @@ def check_architecture(hf: PretrainedConfig, config: TrainerConfig) -> None:
         ("num_experts", "expert_parallel") if shape_of(hf).experts else ("intermediate_size", "tensor_parallel"),
     ]
     for name, key in split_sizes:
-        size, ranks = getattr(hf, name), getattr(config, key)
+        size = getattr(hf, name)
+        ranks = getattr(config, key)
         if size % ranks:
             raise ConfigError(
                 f"the model's {name} ({size}) is not a multiple of trainer.{key} ({ranks}), so it cannot be split "

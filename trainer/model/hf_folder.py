@@ -92,7 +92,8 @@ def write_hf_folder(
     with whole_folder(target) as draft:
         copy_settings(source, draft)
         files: list[tuple[Path, list[str]]] = []
-        dtype, total_bytes = "", 0
+        dtype = ""
+        total_bytes = 0
         for shard in _group_by_size(tensors, shard_bytes):
             path = draft / f"shard-{len(files)}"
             save_file(shard, path, metadata={"format": "pt"})

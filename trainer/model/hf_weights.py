@@ -85,7 +85,9 @@ def gather_tensors(
     All ranks must iterate to the end. A tensor is gathered over the tensor-parallel ranks of its stage (an expert is
     already whole on its expert-parallel rank), and the first of these ranks sends it to rank 0.
     """
-    shape, positions, own_rank = shape_of(hf), gather_positions(), dist.get_rank()
+    shape = shape_of(hf)
+    positions = gather_positions()
+    own_rank = dist.get_rank()
     parameters = dict(model.named_parameters())
     for stage, weight in weights:
         source = next(rank for rank, position in enumerate(positions) if position.sends(stage, weight.expert_rank))

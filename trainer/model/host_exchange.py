@@ -7,7 +7,7 @@ Pages are page-locked, so both directions of the bus are busy at the same time, 
 training's stream waits only for the loads: it may compute while the last pieces are still being saved.
 
 torch rounds a page-locked allocation up to a power of two. With one allocation per tensor that would take a third more
-memory on average. So pages have such a size, and a tensor may start in one page and end in another.
+memory on average. So the size of a page is a power of two, and a tensor may start in one page and end in another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class HostExchange:
         pages = _allocate_pages(total_numel, page_numel, dtype, pinned=self._torch is not None)
         self._pieces_of_tensors = _split_over_pages(self._tensors, pages)
         if self._torch is not None:
-            self._loading, self._saving = self._torch.Stream(), self._torch.Stream()
+            self._loading = self._torch.Stream()
+            self._saving = self._torch.Stream()
             self._staging = [torch.empty(page_numel, dtype=dtype, device=device) for _ in range(EXCHANGE_BUFFERS)]
         self.save_tensors()
 
@@ -116,6 +117,7 @@ def _split_over_pages(tensors: Sequence[Tensor], pages: Sequence[Tensor]) -> lis
                 page = next(next_pages)
             count = min(remaining.numel(), page.numel())
             pieces.append((remaining[:count], page[:count]))
-            remaining, page = remaining[count:], page[count:]
+            remaining = remaining[count:]
+            page = page[count:]
         pieces_of_tensors.append(pieces)
     return pieces_of_tensors

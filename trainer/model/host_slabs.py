@@ -1,8 +1,8 @@
 """Host tensors that share page-locked allocations.
 
 torch rounds every page-locked allocation up to a power of two. With one allocation per tensor that takes a third more
-memory on average: more than 100 GB for the optimizer of a 32B model. Slabs have such a size, and tensors of any size
-fill them.
+memory on average: more than 100 GB for the optimizer of a 32B model. The sizes of slabs are powers of two, and tensors
+of any size fill them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SLAB_BYTES = 1 << 30
-"""Many tensors of a large model, and little memory for a small one."""
+"""Large enough for many tensors of a large model, small enough not to waste memory on a small one."""
 _ALIGNMENT_BYTES = 64
 
 

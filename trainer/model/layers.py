@@ -45,7 +45,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence. Signature: Megatron's core attention."""
+    """Causal attention within each packed sequence. Has the signature of Megatron's core attention."""
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class PackedAttention(MegatronModule):
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]"""
         assert packed_seq_params is not None, "the trainer packs every micro-batch"
         query, key = packed_seq_params.rotate(query, key)
-        cells, buckets = packed_seq_params.cells, packed_seq_params.buckets
+        cells = packed_seq_params.cells
+        buckets = packed_seq_params.buckets
         assert cells is not None, "with context parallelism the platform must replace this attention"
         queries = _to_rectangles(query, cells, buckets)
         keys = _to_rectangles(key, cells, buckets)

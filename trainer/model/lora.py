@@ -89,9 +89,11 @@ def stage_adapters(hf: PretrainedConfig, lora: LoraConfig, stage: int, stages: i
             projection = _projection_name(name)
             adapter = f"{weight.megatron.removesuffix('.weight')}.{CHILD}"
             if weight.rule is _ROW_PARALLEL:
-                rule_a, rule_b = ShardRule.COLUMNS, ShardRule.WHOLE
+                rule_a = ShardRule.COLUMNS
+                rule_b = ShardRule.WHOLE
             else:
-                rule_a, rule_b = ShardRule.WHOLE, ShardRule.ROWS
+                rule_a = ShardRule.WHOLE
+                rule_b = ShardRule.ROWS
             name_a, name_b = adapter_names(name)
             yield WeightRule(f"{adapter}.lora_A.{projection}", rule_a, (name_a,), ((lora.rank, columns),))
             yield WeightRule(f"{adapter}.lora_B.{projection}", rule_b, (name_b,), ((rows, lora.rank),))
@@ -122,14 +124,16 @@ class LoraAdapter(torch.nn.Module):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._sequence_parallel = bool(layer.config.sequence_parallel)
         self._is_row_parallel = weight.rule is _ROW_PARALLEL
-        self._scale, self._rank = lora.scale, lora.rank
+        self._scale = lora.scale
+        self._rank = lora.rank
         self._head_groups = hf.num_key_value_heads // ranks if weight.rule is ShardRule.QKV else 1
         """Number of times that the fused output repeats (query, key, value): once per group of heads on this rank."""
         self._output_widths: dict[str, int] = {}
         """Projection of the layer -> number of its outputs on this rank."""
 
         targets = dict(_find_targets(weight, lora))
-        self.lora_A, self.lora_B = torch.nn.ParameterDict(), torch.nn.ParameterDict()
+        self.lora_A = torch.nn.ParameterDict()
+        self.lora_B = torch.nn.ParameterDict()
         for name, (rows, columns) in zip(weight.hf, weight.shapes, strict=True):
             projection = _projection_name(name)
             inputs = columns // ranks if self._is_row_parallel else columns
@@ -209,11 +213,13 @@ def _initialise_adapters(model: GPTModel, hf: PretrainedConfig, lora: LoraConfig
 
     Each A has its own generator, seeded by its name, so the values do not depend on the layout of the ranks.
     """
-    parameters, shape = dict(model.named_parameters()), shape_of(hf)
+    parameters = dict(model.named_parameters())
+    shape = shape_of(hf)
     for weight in stage_adapters(hf, lora, *_pipeline_stage()):
         if ".lora_A." not in weight.megatron:
             continue
-        (name,), (size,) = weight.hf, weight.shapes
+        (name,) = weight.hf
+        (size,) = weight.shapes
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1)
         full = torch.empty(size).uniform_(-1, 1, generator=generator) / math.sqrt(size[1])
         (part,) = RankShard(weight, *_tensor_rank()).tensor_views({name: full}, shape)
@@ -267,10 +273,12 @@ def sharded_state(
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for weight in stage_adapters(hf, adapters.config, *_pipeline_stage()):
         if weight.rule is ShardRule.WHOLE:
-            offsets, replica_id = [], (0, rank, replica)
+            offsets = []
+            replica_id = (0, rank, replica)
         else:
             axis = 0 if weight.rule is ShardRule.ROWS else 1
-            offsets, replica_id = [(axis, rank, ranks)], (0, 0, replica)
+            offsets = [(axis, rank, ranks)]
+            replica_id = (0, 0, replica)
         state[prefix + weight.megatron] = ShardedTensor.from_rank_offsets(
             prefix + weight.hf[0], parameters[weight.megatron], *offsets, replica_id=replica_id
         )

@@ -53,7 +53,8 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
 
     row_shape = shape[1:]
     row_size = prod(row_shape)
-    first_whole, end_of_whole = -(-start // row_size), stop // row_size
+    first_whole = -(-start // row_size)
+    end_of_whole = stop // row_size
     if first_whole > end_of_whole:
         # The range is inside one row.
         row_start = end_of_whole * row_size
@@ -122,7 +123,8 @@ def _make_boxes(
     boxes = []
     for piece in _saved_pieces(whole, f"{_KEY}.{name}.{whole.key}", tensor.dtype):
         first = piece.data.storage_offset()
-        begin, end = max(start, first), min(start + tensor.numel(), first + piece.data.numel())
+        begin = max(start, first)
+        end = min(start + tensor.numel(), first + piece.data.numel())
         position = begin - start
         for offset, size in boxes_of_range(tuple(piece.local_shape), begin - first, end - first):
             data = tensor[position : position + prod(size)]
@@ -147,7 +149,8 @@ def _saved_pieces(whole: ShardedTensor | ShardedTensorFactory, key: str, dtype: 
 
 def _make_box(piece: ShardedTensor, offset: tuple[int, ...], size: tuple[int, ...], data: Tensor) -> ShardedTensor:
     added_axes = piece.prepend_axis_num
-    outer_offset, inner_offset = piece.global_offset[:added_axes], piece.global_offset[added_axes:]
+    outer_offset = piece.global_offset[:added_axes]
+    inner_offset = piece.global_offset[added_axes:]
     shape = (1,) * added_axes + size
     return ShardedTensor(
         key=piece.key,

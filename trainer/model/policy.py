@@ -344,15 +344,15 @@ def build_policy(
     model.config.grad_scale_func = optimizer.scale_loss
     offload = StateOffload(optimizer, platform.device) if config.optimizer.offload else None
     return Policy(
-        hf,
-        model,
-        wrapped,
-        optimizer,
-        config.optimizer.weight_decay,
-        temperature,
-        offload,
-        adapters,
-        repetition_penalty,
+        hf=hf,
+        model=model,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        weight_decay=config.optimizer.weight_decay,
+        temperature=temperature,
+        offload=offload,
+        adapters=adapters,
+        repetition_penalty=repetition_penalty,
     )
 
 
@@ -377,10 +377,10 @@ def load_policy(config: RunConfig, folder: Path, platform: Platform) -> Policy:
         platform,
         config.trainer,
         dtype,
-        config.sampling.temperature,
-        adapters,
-        config.seed,
-        config.sampling.repetition_penalty,
+        temperature=config.sampling.temperature,
+        adapters=adapters,
+        seed=config.seed,
+        repetition_penalty=config.sampling.repetition_penalty,
     )
     load_hf_tensors(policy.model, hf, SafetensorsFolder(folder))
     # The distributed optimizer copied its fp32 masters from the random weights when it was built, so copy them again.

@@ -101,7 +101,8 @@ class WeightRule:
 def stage_weights(hf: PretrainedConfig, stage: int, stages: int, expert_ranks: int = 1) -> list[WeightRule]:
     """Return the parameters of pipeline stage `stage` of `stages`, in export order, of all expert-parallel ranks."""
     shape = shape_of(hf)
-    is_first, is_last = stage == 0, stage == stages - 1
+    is_first = stage == 0
+    is_last = stage == stages - 1
     vocabulary = ((shape.vocab, shape.hidden),)
     weights = []
     if is_first:
@@ -142,7 +143,8 @@ def _output_layer_weights(shape: ModelShape, vocabulary: tuple[Shape, ...], *, i
 
 
 def _layer_weights(shape: ModelShape, local_layer: int, layer: int, expert_ranks: int) -> list[WeightRule]:
-    megatron, hf = f"decoder.layers.{local_layer}.", f"model.layers.{layer}."
+    megatron = f"decoder.layers.{local_layer}."
+    hf = f"model.layers.{layer}."
     if shape.experts:
         mlp = _expert_weights(shape, megatron, hf, expert_ranks)
     else:
@@ -160,7 +162,8 @@ def _norm_weight(size: int, megatron: str, hf: str) -> WeightRule:
 
 
 def _attention_weights(shape: ModelShape, megatron: str, hf: str) -> Iterator[WeightRule]:
-    hidden, sizes = shape.hidden, (shape.query, shape.key, shape.key)
+    hidden = shape.hidden
+    sizes = (shape.query, shape.key, shape.key)
 
     def qkv(kind: str, shapes: tuple[Shape, ...]) -> WeightRule:
         names = tuple(f"{hf}{projection}_proj.{kind}" for projection in "qkv")
@@ -191,7 +194,8 @@ def _gated_mlp_weights(
     shape: ModelShape, megatron: str, hf: str, expert_rank: int | None = None
 ) -> Iterator[WeightRule]:
     """Yield the two parameters of a gated MLP: down(silu(gate(x)) * up(x))."""
-    hidden, inner = shape.hidden, shape.ffn
+    hidden = shape.hidden
+    inner = shape.ffn
     gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
     shapes = ((inner, hidden), (inner, hidden))
     yield WeightRule(f"{megatron}linear_fc1.weight", ShardRule.GATE_UP, gate_up, shapes, expert_rank=expert_rank)

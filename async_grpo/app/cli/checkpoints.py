@@ -33,20 +33,22 @@ def convert(
     For the checkpoint of a run, use `async-grpo export`.
     """
     from async_grpo.models.hub import hub_repo
-    from trainer.checkpoint.convert import is_megatron, to_hugging_face, to_megatron
+    from trainer.checkpoint.convert import convert_to_hugging_face, convert_to_megatron, is_megatron
 
     repo = hub_repo(source, "model", "huggingface", "SOURCE")
     folder = source if repo is None else repo.pin_revision().fetch_files(print_line)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {source}. Give a Hugging Face folder or a Megatron checkpoint")
     if not is_megatron(folder):
-        return _write_with_progress("Megatron", target, lambda progress: to_megatron(folder, target, progress))
+        return _write_with_progress("Megatron", target, lambda progress: convert_to_megatron(folder, target, progress))
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{source} has no config.json, so its architecture and tokenizer are unknown. Only checkpoints written by "
             "`async-grpo convert` have one. For the checkpoint of a run, use `async-grpo export runs/NAME TARGET`"
         )
-    _write_with_progress("Hugging Face", target, lambda progress: to_hugging_face(folder, folder, target, progress))
+    _write_with_progress(
+        "Hugging Face", target, lambda progress: convert_to_hugging_face(folder, folder, target, progress)
+    )
 
 
 @exit_with_code()
@@ -70,7 +72,7 @@ def export(
     """
     from async_grpo.app.launch.first_policy import prepare_model
     from async_grpo.app.launch.run_folder import find_checkpoint
-    from trainer.checkpoint.convert import to_hugging_face
+    from trainer.checkpoint.convert import convert_to_hugging_face
 
     config, checkpoint = find_checkpoint(run_dir, version)
     settings = asyncio.run(prepare_model(config, print_line))
@@ -79,7 +81,7 @@ def export(
     _write_with_progress(
         "PEFT" if lora is not None and not merged else "Hugging Face",
         target,
-        lambda progress: to_hugging_face(checkpoint, settings, target, progress, lora=lora, merge=merged),
+        lambda progress: convert_to_hugging_face(checkpoint, settings, target, progress, lora=lora, merge=merged),
     )
 
 

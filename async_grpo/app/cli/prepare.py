@@ -121,10 +121,8 @@ def _download_inputs(options: dict[str, Any], dataset: str, split: str, subset: 
         options = {**options, "files": downloaded.train, "held_out_from": held_out, "format": format_name}
     repo = hub_repo(options["model"], "model", hub, "--model")
     if repo is not None:
-        options = {
-            **options,
-            "model": replace(repo, allow_patterns=TOKENIZER_FILES).pin_revision().fetch_files(print_message),
-        }
+        tokenizer = replace(repo, allow_patterns=TOKENIZER_FILES).pin_revision()
+        options = {**options, "model": tokenizer.fetch_files(print_message)}
     return options
 
 

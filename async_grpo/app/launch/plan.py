@@ -173,7 +173,7 @@ def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
     if config.weights.location is not None:
         yield "weights.location", lambda: check_location(config.weights, config.name_with_digest)
     if (store := config.runs_store) is not None:
-        yield "runs_store", lambda: RunStore.open(store, config.name).check()
+        yield "runs_store", lambda: RunStore.open(store, config.name).check_access()
 
     yield "Reward functions", lambda: check_rewards(config.rewards, read_first_rows(config, ROWS))
     yield "Workflow", lambda: check_workflow(config, policy)

@@ -14,7 +14,7 @@ from pathlib import Path
 from async_grpo.app.launch.run_folder import RunFolder, check_is_run
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
-from trainer.checkpoint.store import KEY, RunStore, runs_at
+from trainer.checkpoint.store import KEY, RunStore, list_stored_runs
 
 ReportProgress = Callable[[str], None]
 
@@ -30,7 +30,7 @@ def fetch_run(config: RunConfig, report_progress: ReportProgress) -> None:
     store = RunStore.open(config.runs_store, config.name)
     folder = RunFolder(config.run_dir.absolute())
     try:
-        stored_id = store.id()
+        stored_id = store.read_run_id()
         if stored_id is not None and folder.id_file.exists() and stored_id != folder.id_file.read_text():
             raise ConfigError(
                 f"{store.url} is the copy of another run than the one in {folder.path}. Neither was changed. "
@@ -38,7 +38,7 @@ def fetch_run(config: RunConfig, report_progress: ReportProgress) -> None:
             )
         folder.path.mkdir(parents=True, exist_ok=True)
         with folder.locked():
-            store.pull(folder.path, report_progress)
+            store.pull_run(folder.path, report_progress)
     except OSError as error:
         raise _unreachable(store.url, error) from error
     folder.origin  # noqa: B018  (creates run.id, which is copied with the other files)
@@ -58,9 +58,9 @@ async def remove_copy(config: RunConfig, confirm: Callable[[str], bool]) -> None
     check_is_run(folder)
     try:
         with folder.locked() if folder.path.exists() else nullcontext():
-            stored_id = await asyncio.to_thread(store.id)
+            stored_id = await asyncio.to_thread(store.read_run_id)
             own_id = folder.id_file.read_text() if folder.id_file.exists() else None
-            is_foreign = stored_id != own_id and await asyncio.to_thread(store.holds_anything)
+            is_foreign = stored_id != own_id and await asyncio.to_thread(store.has_objects)
             conflict = f"{store.url} is the copy of another run than the one in {folder.path}"
             if is_foreign and not confirm(f"{conflict}. Delete it with all its checkpoints?"):
                 raise ConfigError(
@@ -93,13 +93,13 @@ def pull_run(url: str, runs_dir: Path, report_progress: ReportProgress, *, check
         raise ConfigError(f"{target} exists already and is not overwritten. Choose another folder of runs (--to)")
     store = RunStore.open(place, name)
     try:
-        names = runs_at(place)
+        names = list_stored_runs(place)
         if name not in names:
             raise ConfigError(
                 f"there is no run at {url}. Runs in {place}: {', '.join(names) or 'none'}. Give PLACE/NAME"
             )
         if checkpoint:
-            store.pull(target, report_progress)
+            store.pull_run(target, report_progress)
         store.pull_files(target)
     except OSError as error:
         raise _unreachable(store.url, error) from error

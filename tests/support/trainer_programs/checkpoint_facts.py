@@ -98,7 +98,7 @@ def full_disk(config: RunConfig, model: Path, platform: Any, folder: Path) -> di
     saved.save(policy, 2, epoch=1)
     refused = refusal(lambda: saved.poll_saved(wait=True))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    newest, names = saved.newest(), listing(folder)
+    newest, names = saved.newest_version(), listing(folder)
     saved.load(policy, 1)
     saved.save(policy, 3, epoch=1)
     saved.poll_saved(wait=True)
@@ -128,7 +128,7 @@ def overtaken(config: RunConfig, model: Path, platform: Any, folder: Path) -> di
     saved.save(policy, 8, epoch=2)
     saved.poll_saved(wait=True)
     saved.save(policy, 6, epoch=1)
-    return {"refused": refusal(lambda: saved.poll_saved(wait=True)), "newest": saved.newest()}
+    return {"refused": refusal(lambda: saved.poll_saved(wait=True)), "newest": saved.newest_version()}
 
 
 def damaged(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def copies(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[
     resumed.store.objects.write = no_store  # type: ignore[method-assign]
     resumed.start_copy(4)
     safe.append([resumed.poll_saved(wait=True), resumed.uncopied_version])
-    return {"safe": safe, "warnings": warnings, "stored": [held.version for held in store.checkpoints()]}
+    return {"safe": safe, "warnings": warnings, "stored": [held.version for held in store.list_checkpoints()]}
 
 
 def no_store(*_: object) -> None:
@@ -262,10 +262,10 @@ def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[A
     with held_back() as let_go:
         run.save_checkpoint()
         run.commit_saved_checkpoints(wait=False)
-        early = [list(buffer.told), saved.newest()]
+        early = [list(buffer.told), saved.newest_version()]
         let_go()
     run.save_everything()
-    return [early, [buffer.told, saved.newest()]]
+    return [early, [buffer.told, saved.newest_version()]]
 
 
 def replay(config: RunConfig) -> list[str]:
@@ -369,12 +369,12 @@ def in_place(config: RunConfig, model: Path, platform: Any, _folder: Path) -> di
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from trainer.checkpoint.state import layout_of_ranks, live_tensors, state_of
+    from trainer.checkpoint.state import current_layout, live_tensors, policy_state
 
     policy = make(reconfigured(config, "bfloat16", False), model, platform)
     found: dict[str, list[str]] = {}
-    for name, written_by in (("save", None), ("load", layout_of_ranks())):
-        state = state_of(policy, written_by=written_by)["optimizer"]
+    for name, written_by in (("save", None), ("load", current_layout())):
+        state = policy_state(policy, written_by=written_by)["optimizer"]
         own = {tensor.untyped_storage().data_ptr() for tensor in live_tensors(policy)}
         tensors = [entry for entry in nested_values(state["param_state"]) if isinstance(entry, ShardedTensor)]
         assert tensors

@@ -57,7 +57,7 @@ def write_for_ever(config: RunConfig, model: Path, platform: Any, say: Any) -> N
     start_ranks(config.trainer, platform, config.seed, 60.0)
     policy = load_policy(config, model, platform)
     checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint)
-    newest = checkpoints.newest()
+    newest = checkpoints.newest_version()
     if newest is not None:
         checkpoints.load(policy, newest)
     say.write(f"{-1 if newest is None else newest}\n")

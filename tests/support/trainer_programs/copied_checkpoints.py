@@ -40,13 +40,13 @@ def main() -> None:
     live(lambda: train(config, model, platform, elsewhere, url))
     facts = json.loads((elsewhere / "pulled").read_text()) | {"death": death}
     facts["last"] = {folder.parent.name: losses(folder) for folder in (straight, elsewhere)}
-    facts["stored"] = [[found.version, found.epoch] for found in RunStore.open(url, config.name).checkpoints()]
+    facts["stored"] = [[found.version, found.epoch] for found in RunStore.open(url, config.name).list_checkpoints()]
     out.write_text(json.dumps(facts))
 
 
 def pull(store: RunStore, run_dir: Path) -> None:
-    left = [found.version for found in store.checkpoints()]
-    store.pull(run_dir, print)
+    left = [found.version for found in store.list_checkpoints()]
+    store.pull_run(run_dir, print)
     resumed = int((run_dir / "checkpoints/latest").read_text())
     (run_dir / "pulled").write_text(json.dumps({"left": left, "resumed": resumed}))
 
@@ -81,7 +81,7 @@ def train(
     policy = make(config, model, platform)
     store = RunStore.open(url, config.name) if url else None
     checkpoints = CheckpointFolder(run_dir / "checkpoints", config.trainer.checkpoint, store=store)
-    version = checkpoints.newest() or 0
+    version = checkpoints.newest_version() or 0
     if version:
         checkpoints.load(policy, version)
         checkpoints.start_copy(version)

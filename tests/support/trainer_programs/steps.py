@@ -122,7 +122,7 @@ def run(config: RunConfig, case: Case, platform: Platform) -> None:
     checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint, reference)
     states = {"untouched": weights_of(policy)}
     if case.resume:
-        newest = checkpoints.newest()
+        newest = checkpoints.newest_version()
         assert newest == case.versions[0]
         checkpoints.load(policy, newest)
     values = logprobs(policy, config) if case.logprobs else []

@@ -15,7 +15,7 @@ from trainer.checkpoint.manifest import (
     FORMAT,
     CheckpointManifest,
     RankLayout,
-    check_fits,
+    check_matches_run,
     complete_folder,
     find_changed_files,
     read_manifest,
@@ -44,7 +44,7 @@ def test_a_whole_checkpoint_says_what_it_is(folder: Path) -> None:
     assert (found.version, found.epoch, found.layout) == (5, 2, LAYOUT)
     assert {name: file.bytes for name, file in found.files.items()} == {"__0_0.distcp": 10, ".metadata": 5}
     assert find_changed_files(folder, found, found.files) == []
-    check_fits(folder, found, version=5, model=MODEL)
+    check_matches_run(folder, found, version=5, model=MODEL)
 
 
 def test_a_byte_that_changed_is_found(folder: Path) -> None:
@@ -99,12 +99,12 @@ def test_another_model_and_a_folder_that_was_renamed_are_refused_by_what_differs
     folder: Path, version: int, changes: dict[str, int], reason: str
 ) -> None:
     with pytest.raises(CheckpointError, match=reason):
-        check_fits(folder, read_manifest(folder), version=version, model={**MODEL, **changes})
+        check_matches_run(folder, read_manifest(folder), version=version, model={**MODEL, **changes})
 
 
 def test_a_trait_that_older_checkpoints_lack_is_compared_only_if_the_manifest_has_it(folder: Path) -> None:
     manifest = read_manifest(folder)
-    check_fits(folder, manifest, version=5, model={**MODEL, "num_experts_per_tok": 2})
+    check_matches_run(folder, manifest, version=5, model={**MODEL, "num_experts_per_tok": 2})
     newer = msgspec.structs.replace(manifest, model={**MODEL, "num_experts_per_tok": 2})
     with pytest.raises(CheckpointError, match="num_experts_per_tok 2 instead of 4"):
-        check_fits(folder, newer, version=5, model={**MODEL, "num_experts_per_tok": 4})
+        check_matches_run(folder, newer, version=5, model={**MODEL, "num_experts_per_tok": 4})

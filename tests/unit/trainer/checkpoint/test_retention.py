@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.checkpoint.folder import protected, ranked, to_delete
+from trainer.checkpoint.folder import find_outdated_versions, find_protected_versions, rank_versions
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ from trainer.checkpoint.folder import protected, ranked, to_delete
 def test_the_saved_one_and_those_before_it_stay_and_unmarked_ones_above_it_go(
     versions: list[int], saved: int, keep: int, deleted: list[int]
 ) -> None:
-    assert to_delete(versions, saved=saved, keep=keep) == deleted
+    assert find_outdated_versions(versions, saved=saved, keep=keep) == deleted
 
 
 def test_what_is_spared_stays_however_old_and_never_instead_of_a_newer_one() -> None:
-    assert to_delete([2, 4, 6, 8], saved=8, keep=2, protected=[2]) == [4]
-    assert to_delete([2, 4, 6, 8], saved=4, keep=2, protected=[8]) == [6, 8]
+    assert find_outdated_versions([2, 4, 6, 8], saved=8, keep=2, protected=[2]) == [4]
+    assert find_outdated_versions([2, 4, 6, 8], saved=4, keep=2, protected=[8]) == [6, 8]
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_what_is_spared_stays_however_old_and_never_instead_of_a_newer_one() -> 
 def test_checkpoints_are_ranked_by_the_evaluation_that_belongs_to_them(
     accuracies: dict[int, float], best_first: list[int]
 ) -> None:
-    assert ranked([10, 20, 30], accuracies, span=10) == best_first
+    assert rank_versions([10, 20, 30], accuracies, span=10) == best_first
 
 
 def test_without_keep_best_nothing_is_spared() -> None:
-    assert protected([10, 20], {10: 0.9}, span=10, keep=1, keep_best=0) == []
+    assert find_protected_versions([10, 20], {10: 0.9}, span=10, keep=1, keep_best=0) == []
 
 
 def test_one_that_waits_for_its_evaluation_is_spared_but_not_without_end() -> None:
-    assert protected([10, 20, 30, 40, 50], {}, span=10, keep=1, keep_best=2) == [40, 30]
-    assert protected([10, 20, 30, 40, 50], {40: 0.1, 20: 0.5}, span=10, keep=1, keep_best=2) == [20, 40]
+    assert find_protected_versions([10, 20, 30, 40, 50], {}, span=10, keep=1, keep_best=2) == [40, 30]
+    assert find_protected_versions([10, 20, 30, 40, 50], {40: 0.1, 20: 0.5}, span=10, keep=1, keep_best=2) == [20, 40]

@@ -86,13 +86,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunStore]:
 
 
 def test_an_empty_folder_gets_the_newest_checkpoint_bit_for_bit(store: RunStore, here: Path, there: Path) -> None:
-    assert "can be written to" in store.check()
-    assert store.newest() is None
+    assert "can be written to" in store.check_access()
+    assert store.newest_checkpoint() is None
     push(store, checkpoint(here, 10))
     newest = checkpoint(here, 20)
     push(store, newest)
     messages: list[str] = []
-    store.pull(there, messages.append)
+    store.pull_run(there, messages.append)
     assert digests(there / "checkpoints/00000020") == digests(newest)
     assert (there / "checkpoints/latest").read_text() == "20\n"
     assert (there / "metrics.jsonl").read_bytes() == (here / "metrics.jsonl").read_bytes()
@@ -103,19 +103,19 @@ def test_pruning_removes_old_checkpoints_and_keeps_those_of_a_newer_trainer(stor
     for version in (10, 20, 30):
         push(store, checkpoint(here, version, epoch=2 if version == 30 else 1))
     store.prune(StoredCheckpoint(1, 20), keep_versions=[20])  # by a trainer that was thought dead
-    assert store.checkpoints() == [StoredCheckpoint(1, 20), StoredCheckpoint(2, 30)]
-    assert store.newest() == StoredCheckpoint(2, 30)
+    assert store.list_checkpoints() == [StoredCheckpoint(1, 20), StoredCheckpoint(2, 30)]
+    assert store.newest_checkpoint() == StoredCheckpoint(2, 30)
     store.prune(StoredCheckpoint(2, 30), keep_versions=[30, 20])
-    assert store.checkpoints() == [StoredCheckpoint(1, 20), StoredCheckpoint(2, 30)]
-    assert store.newest() == StoredCheckpoint(2, 30)
+    assert store.list_checkpoints() == [StoredCheckpoint(1, 20), StoredCheckpoint(2, 30)]
+    assert store.newest_checkpoint() == StoredCheckpoint(2, 30)
     store.remove()
-    assert store.newest() is None and store.checkpoints() == []
+    assert store.newest_checkpoint() is None and store.list_checkpoints() == []
 
 
 def test_a_trainer_that_was_thought_dead_cannot_take_the_marker_back(store: RunStore, here: Path) -> None:
     push(store, checkpoint(here, 10, epoch=2))
     push(store, checkpoint(here, 40, epoch=1))
-    assert store.newest() == StoredCheckpoint(2, 10)
+    assert store.newest_checkpoint() == StoredCheckpoint(2, 10)
 
 
 @pytest.mark.parametrize("writes", range(4))
@@ -129,8 +129,8 @@ def test_an_interrupted_upload_never_counts(writes: int, tmp_path: Path, here: P
     with pytest.raises(OSError, match="the machine is gone"):
         store.push_checkpoint(checkpoint(here, 20), here)
     torn.left = 99
-    assert store.newest() == StoredCheckpoint(1, 10)
-    store.pull(there, print)
+    assert store.newest_checkpoint() == StoredCheckpoint(1, 10)
+    store.pull_run(there, print)
     assert digests(there / "checkpoints/00000010") == digests(whole)
 
 
@@ -144,10 +144,10 @@ def test_an_interrupted_fetch_continues_with_the_pieces_it_has(
     push(store, folder)
     torn.left = 7  # of ten pieces, five a file
     with pytest.raises(OSError, match="the machine is gone"):
-        store.pull(there, print)
+        store.pull_run(there, print)
     assert not (there / "checkpoints/00000010").exists()
     torn.left = 5  # the first file is not fetched again
-    store.pull(there, print)
+    store.pull_run(there, print)
     assert digests(there / "checkpoints/00000010") == digests(folder)
     assert not list((there / "checkpoints").glob(".pull-*"))
 
@@ -161,7 +161,7 @@ def test_a_copy_with_a_changed_byte_is_rejected_as_damaged(tmp_path: Path, here:
     raw[7] ^= 1
     objects.write(name, [raw])
     with pytest.raises(CheckpointDamaged, match=r"__1_0\.distcp") as refused:
-        store.pull(there, print)
+        store.pull_run(there, print)
     assert isinstance(refused.value, CONFIG_FAULTS), "a supervisor must not restart the run to fetch it again"
     assert not (there / "checkpoints/latest").exists()
 
@@ -171,10 +171,10 @@ def test_a_folder_that_is_up_to_date_is_not_changed(tmp_path: Path, here: Path) 
     folder = checkpoint(here, 10)
     push(store, folder)
     (here / "metrics.jsonl").write_text("newer\n")
-    store.pull(here, print)
+    store.pull_run(here, print)
     assert (here / "metrics.jsonl").read_text() == "newer\n"
     (folder / "__0_0.distcp").unlink()  # a damaged one is fetched again
-    store.pull(here, print)
+    store.pull_run(here, print)
     assert (folder / "__0_0.distcp").stat().st_size == BYTES
 
 
@@ -211,7 +211,7 @@ def test_an_unreachable_bucket_is_named_without_credentials(monkeypatch: pytest.
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     with pytest.raises(ConfigError, match=r"runs_store \(s3://bucket/run\)") as refused:
-        RunStore.open("s3://bucket", "run").check()
+        RunStore.open("s3://bucket", "run").check_access()
     assert SECRET not in str(refused.value)
 
 
@@ -225,7 +225,7 @@ def test_a_manifest_with_files_outside_the_checkpoint_is_rejected(
     manifest = "run/checkpoints/00000010-00000001/manifest.json"
     objects.write(manifest, [objects.read(manifest).replace(b"__0_0.distcp", name.encode())])
     with pytest.raises(CheckpointDamaged, match="outside"):
-        store.pull(there, print)
+        store.pull_run(there, print)
     assert not (there / "checkpoints/latest").exists()
 
 
@@ -235,5 +235,5 @@ def test_a_checkpoint_that_the_user_chose_is_not_replaced_by_a_newer_copy(tmp_pa
     push(store, checkpoint(here, 20))
     for name in ("latest", "resume-from"):
         (here / "checkpoints" / name).write_text("10\n")
-    store.pull(here, print)
+    store.pull_run(here, print)
     assert (here / "checkpoints/latest").read_text() == "10\n"

@@ -49,9 +49,9 @@ async def test_fresh_leaves_the_copy_of_a_live_run_alone(tmp_path: Path) -> None
     folder, yes = begin(config), Asked(True)
     with folder.locked(), pytest.raises(ConfigError, match="another `async-grpo run`"):
         await remove_copy(config, yes)
-    assert store_of(config).id() == folder.id_file.read_text()
+    assert store_of(config).read_run_id() == folder.id_file.read_text()
     await remove_copy(config, yes)
-    assert not store_of(config).holds_anything() and yes.questions == [], "it is this folder's own copy"
+    assert not store_of(config).has_objects() and yes.questions == [], "it is this folder's own copy"
 
 
 async def test_fresh_asks_before_it_deletes_the_copy_of_another_run(tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ async def test_fresh_asks_before_it_deletes_the_copy_of_another_run(tmp_path: Pa
     folder, no = begin(theirs), Asked(False)
     with pytest.raises(ConfigError, match="not confirmed"):
         await remove_copy(ours, no)
-    assert store_of(theirs).id() == folder.id_file.read_text() and len(no.questions) == 1
+    assert store_of(theirs).read_run_id() == folder.id_file.read_text() and len(no.questions) == 1
     await remove_copy(ours, Asked(True))
-    assert not store_of(theirs).holds_anything()
+    assert not store_of(theirs).has_objects()
 
 
 async def test_fresh_asks_nothing_without_a_copy(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ async def test_fresh_deletes_no_copy_for_a_folder_that_is_no_run(tmp_path: Path)
     (ours.run_dir / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="is not a run"):
         await remove_copy(ours, Asked(True))
-    assert store_of(theirs).holds_anything()
+    assert store_of(theirs).has_objects()
 
 
 def test_a_copy_that_was_deleted_elsewhere_is_made_whole_again(tmp_path: Path) -> None:
@@ -86,5 +86,5 @@ def test_a_copy_that_was_deleted_elsewhere_is_made_whole_again(tmp_path: Path) -
     store.push_files(folder.path)
     store_of(config).remove()
     store.push_files(folder.path)
-    assert store.id() == folder.id_file.read_text()
+    assert store.read_run_id() == folder.id_file.read_text()
     fetch_run(config, print)  # it is known as this run's
