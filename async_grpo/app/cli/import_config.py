@@ -56,7 +56,7 @@ def import_config(
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists and would be overwritten. Name another file with -o, or remove it")
     imported = import_file(SOURCES[source], file, _parse_pairs(given or []), rows)
-    text = imported.text(f"From {file.name} of {SOURCES[source].title}, by async-grpo import-config.")
+    text = imported.format_yaml(f"From {file.name} of {SOURCES[source].title}, by async-grpo import-config.")
     if out is None:
         typer.echo(text, nl=False)
     else:

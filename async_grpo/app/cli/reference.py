@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
 from async_grpo.config.basics import BASIC_KEYS
-from async_grpo.lab.importers import SOURCES, page_name, with_tables
+from async_grpo.lab.importers import SOURCES, page_name, insert_tables
 from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 
 HEADER = """# Reference
@@ -177,4 +177,4 @@ if __name__ == "__main__":
     Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
     for source in SOURCES.values():
         page = Path(sys.argv[1]).with_name(page_name(source))
-        page.write_text(with_tables(page.read_text(encoding="utf-8"), source), encoding="utf-8")
+        page.write_text(insert_tables(page.read_text(encoding="utf-8"), source), encoding="utf-8")

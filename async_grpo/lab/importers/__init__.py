@@ -1,15 +1,16 @@
-"""Configurations of other systems, read into this project's YAML.
+"""Imports configurations of other systems into this project's YAML.
 
     reading       YAML files and launch scripts (shell) -> dotted keys and values
+    shell         variables and commands of a launch script, without executing it
     references    ${key} in a YAML file -> the value of that key
     table         tables/NAME.toml: their key -> ours, conversion, note; or the reason why there is no counterpart
     translation   the state of one import, and the file that it writes
-    conversions   of one key, by the name in the table; and of several keys, shared by the systems
-    devices       who trains and who generates
-    verl, trl ... what depends on several keys of that system
+    conversions   conversions of one key, by the name in the table, and of several keys, shared by the systems
+    devices       the number of devices for training and for generation
+    verl, trl ... conversions of several keys of that system
 
-`SOURCES` names the systems. The tables of docs/coming-from-NAME.md are written from theirs (`with_tables`), and a test
-holds them together.
+`SOURCES` lists the systems. The tables of docs/coming-from-NAME.md are generated from theirs (`insert_tables`), and a
+test compares them.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ def page_name(source: SourceSystem) -> str:
     return f"coming-from-{source.name}.md"
 
 
-def with_tables(page: str, source: SourceSystem) -> str:
-    """The system's page with its tables after MARK; the text before MARK is written by hand."""
-    tables = "\n".join(_tables(source))
-    return f"{page.partition(MARK)[0]}{MARK}\n\n{tables}\n"
+def insert_tables(page: str, source: SourceSystem) -> str:
+    """Return the system's page with its tables after MARK. The text before MARK is kept."""
+    text = page.partition(MARK)[0]
+    tables = "\n".join(_format_tables(source))
+    return f"{text}{MARK}\n\n{tables}\n"
 
 
 def _tables(source: SourceSystem) -> Iterator[str]:
@@ -50,12 +52,12 @@ def _tables(source: SourceSystem) -> Iterator[str]:
     yield f"\n### Always so here\n\n| {source.title} | here | nearest |\n|---|---|---|"
     for row in source.rows:
         if row.always:
-            yield f"| `{row.theirs}` | {row.always} | {_code(row.near)} |"
+            yield f"| `{row.theirs}` | {row.always} | {_format_code(row.near)} |"
     yield f"\n### Without a counterpart\n\n| {source.title} | reason | nearest |\n|---|---|---|"
     for row in source.rows:
         if row.dropped:
-            yield f"| `{row.theirs}` | {row.dropped} | {_code(row.near)} |"
+            yield f"| `{row.theirs}` | {row.dropped} | {_format_code(row.near)} |"
 
 
-def _code(key: str) -> str:
+def _format_code(key: str) -> str:
     return f"`{key}`" if key else ""

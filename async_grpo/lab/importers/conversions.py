@@ -1,4 +1,4 @@
-"""Conversions of the tables, and translations of several keys that the systems share."""
+"""Conversions of single keys for the tables, and of several keys that all systems have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRACKERS = get_args(get_args(TelemetryConfig.model_fields["trackers"].annotatio
 _LARGEST_VOCABULARY = 1_000_000
 """A top_k of at least this keeps all tokens: AReaL's default is 1e8."""
 _UNTRUNCATED = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Settings of the sampled distribution that need top_k, with the values at which they have no effect."""
+"""Settings of the sampled distribution that need top_k -> value without effect."""
 _KL_ESTIMATORS = {
     "kl": "k1",
     "k1": "k1",
@@ -30,7 +30,7 @@ _KL_ESTIMATORS = {
     "k3": "k3",
     "k3+": "k3+",
 }
-"""Names of verl and MindSpeed-RL; with `+` the gradient is that of k2."""
+"""Name in verl and MindSpeed-RL -> name here. With `+` the gradient is that of k2."""
 ON_POLICY = "on policy, as there; 1 or 2 lets both sides work at once"
 
 
@@ -42,10 +42,10 @@ def convert_keys(t: Translation) -> None:
             CONVERSIONS[row.convert](t, row)
 
 
-def _plain(read: Callable[[Translation, str], Any]) -> Callable[[Translation, KeyRow], None]:
-    """A conversion that writes the value that `read` returns, if there is one and it is above the row's `above`."""
+def _make_conversion(read: Callable[[Translation, str], Any]) -> Callable[[Translation, KeyRow], None]:
+    """Return a conversion that writes the result of `read`, if there is one and it is above the row's `above`."""
 
-    def convert(t: Translation, row: KeyRow) -> None:
+    def convert_key(t: Translation, row: KeyRow) -> None:
         if t.get(row.theirs) is None:
             return
         value = read(t, row.theirs)
@@ -53,28 +53,32 @@ def _plain(read: Callable[[Translation, str], Any]) -> Callable[[Translation, Ke
             for ours in row.ours:
                 t.set(ours, value, row.comment)
 
-    return convert
+    return convert_key
 
 
 def _convert_updates(t: Translation, row: KeyRow) -> None:
-    if t.number(row.theirs) >= 1:  # below 1 it is a share of the run
-        t.set(row.ours[0], t.steps(row.theirs))
+    if t.read_number(row.theirs) >= 1:  # below 1 it is a share of the run
+        t.set(row.ours[0], t.read_steps(row.theirs))
 
 
 def _convert_name(t: Translation, row: KeyRow) -> None:
     fallback = f"from-{t.source.name}"
     raw = PurePosixPath(str(t.get(row.theirs) or fallback)).name
-    kept = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in raw).strip("-._")[:64]
-    t.set("name", kept if kept.isascii() and kept else fallback)
+    name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in raw).strip("-._")[:64]
+    t.set("name", name if name.isascii() and name else fallback)
 
 
 def _convert_model(t: Translation, row: KeyRow) -> None:
-    """Set the policy, and its architecture if the name reveals it."""
+    """Set the policy, and its architecture if the name is known."""
     path = str(t.get(row.theirs) or "")
-    folder = str(Path(path).expanduser()) if path.startswith("~") else path or "models/CHANGE-ME"
-    is_id = hub_repo(Path(folder), "model", "huggingface", "model.path") is not None
+    folder = path or "models/CHANGE-ME"
+    if path.startswith("~"):
+        folder = str(Path(path).expanduser())
     comment = "yours to check: a Hugging Face folder with its tokenizer"
-    t.set("model.path", folder, "an id of Hugging Face; model.hub names the other hub" if is_id else comment)
+    if hub_repo(Path(folder), "model", "huggingface", "model.path") is not None:
+        comment = "an id of Hugging Face; model.hub names the other hub"
+    t.set("model.path", folder, comment)
+
     name = path.rstrip("/").rpartition("/")[2].lower().replace("_", "-").replace("qwen25", "qwen2.5")
     for suffix in ("-instruct", "-chat", "-base"):
         name = name.removesuffix(suffix)
@@ -88,13 +92,14 @@ def _convert_precision(t: Translation, row: KeyRow) -> None:
 
 
 def _convert_bf16(t: Translation, row: KeyRow) -> None:
-    set_precision(t, row.theirs, "bfloat16" if t.flag(row.theirs) else "float32")
+    set_precision(t, row.theirs, "bfloat16" if t.read_flag(row.theirs) else "float32")
 
 
 def _convert_group_size(t: Translation, row: KeyRow) -> None:
-    """Advantages compare the samples of a group, so it has at least 2."""
-    size = t.integer(row.theirs)
-    t.set("group_size", max(2, size), "" if size >= 2 else f"{CHANGE_ME}: {size} there; a group has at least 2 samples")
+    """Set a group size of at least 2, because advantages compare the samples of a group."""
+    size = t.read_integer(row.theirs)
+    comment = "" if size >= 2 else f"{CHANGE_ME}: {size} there; a group has at least 2 samples"
+    t.set("group_size", max(2, size), comment)
 
 
 def _convert_recompute(t: Translation, row: KeyRow) -> None:
@@ -104,16 +109,18 @@ def _convert_recompute(t: Translation, row: KeyRow) -> None:
 
 
 def _convert_eager(t: Translation, row: KeyRow) -> None:
-    eager = t.flag(row.theirs)
+    eager = t.read_flag(row.theirs)
     comment = "as there; false captures graphs, which is the default here on accelerators and faster" if eager else ""
     t.set(row.ours[0], eager, comment)
 
 
 def _convert_temperature(t: Translation, row: KeyRow) -> None:
-    if t.number(row.theirs) > 0:
-        t.set("sampling.temperature", t.number(row.theirs))
+    if t.read_number(row.theirs) > 0:
+        t.set("sampling.temperature", t.read_number(row.theirs))
     else:
-        t.drop(row.theirs, "completions for training are sampled, and greedy ones have no log-probability", "sampling")
+        t.mark_unsupported(
+            row.theirs, "completions for training are sampled, and greedy ones have no log-probability", "sampling"
+        )
 
 
 def _convert_trackers(t: Translation, row: KeyRow) -> None:
@@ -122,11 +129,11 @@ def _convert_trackers(t: Translation, row: KeyRow) -> None:
 
 
 CONVERSIONS: Mapping[str, Callable[[Translation, KeyRow], None]] = {
-    "integer": _plain(Translation.integer),
-    "number": _plain(Translation.number),
-    "flag": _plain(Translation.flag),
-    "opposite": _plain(lambda t, key: not t.flag(key)),
-    "text": _plain(lambda t, key: str(t.get(key))),
+    "integer": _make_conversion(Translation.read_integer),
+    "number": _make_conversion(Translation.read_number),
+    "flag": _make_conversion(Translation.read_flag),
+    "opposite": _make_conversion(lambda t, key: not t.read_flag(key)),
+    "text": _make_conversion(lambda t, key: str(t.get(key))),
     "noted": lambda t, row: t.get(row.theirs),
     "updates": _convert_updates,
     "name": _convert_name,
@@ -145,14 +152,14 @@ CONVERSIONS: Mapping[str, Callable[[Translation, KeyRow], None]] = {
 def set_sampling(t: Translation, prefix: str) -> None:
     """Set top_k, top_p, min_p and repetition_penalty from the keys of these names below `prefix`.
 
-    Here top_k is at most MAX_TOP_K, and the others need it. Where the file has none, the largest one is set.
+    Here top_k is at most MAX_TOP_K, and the others need it. If the file has none, MAX_TOP_K is set.
     """
-    top_k = t.integer(f"{prefix}top_k")
+    top_k = t.read_integer(f"{prefix}top_k")
     if not 0 < top_k < _LARGEST_VOCABULARY:
         top_k = 0
     limit = f"engines report at most {MAX_TOP_K} tokens per position to the trainer"
     if top_k > MAX_TOP_K:
-        t.approximate(f"{prefix}top_k", f"{limit}: the {MAX_TOP_K} most likely of {top_k}", "sampling.top_k")
+        t.mark_approximated(f"{prefix}top_k", f"{limit}: the {MAX_TOP_K} most likely of {top_k}", "sampling.top_k")
         top_k = MAX_TOP_K
 
     changed: dict[str, float] = {}
@@ -160,7 +167,7 @@ def set_sampling(t: Translation, prefix: str) -> None:
         row = t.source.find_row(f"{prefix}{name}")
         if row is None or not row.ours or t.get(row.theirs) is None:
             continue
-        value = t.number(row.theirs)
+        value = t.read_number(row.theirs)
         if value != neutral:
             changed[name] = value
     comment = ""
@@ -169,7 +176,7 @@ def set_sampling(t: Translation, prefix: str) -> None:
         comment = f"not in the file: {limit}"
         for name in changed:
             reason = f"with top_k {MAX_TOP_K}, which the file lacks: {limit}"
-            t.approximate(f"{prefix}{name}", reason, f"sampling.{name}, sampling.top_k")
+            t.mark_approximated(f"{prefix}{name}", reason, f"sampling.{name}, sampling.top_k")
 
     if top_k:
         t.set("sampling.top_k", top_k, comment)
@@ -184,7 +191,7 @@ def set_precision(t: Translation, key: str, kind: str) -> None:
     else:
         t.set("model.precision", "bfloat16")
         if kind != "auto":
-            t.drop(key, "weights are bfloat16 or float32", "model.precision")
+            t.mark_unsupported(key, "weights are bfloat16 or float32", "model.precision")
 
 
 def set_data(t: Translation, described: Any, command: str) -> None:
@@ -194,18 +201,26 @@ def set_data(t: Translation, described: Any, command: str) -> None:
 
 
 def set_lengths(t: Translation, *, longest: int = 0, micro_tokens: int = 0) -> None:
-    """Set the lengths of sequence and micro-batch in tokens; 0 means not given. A micro-batch must hold the longest
-    sequence."""
-    prompt, completion = (t.settings[key].value for key in ("data.max_prompt_tokens", "sampling.max_tokens"))
-    length = max(longest, completion + 1) if longest else prompt + completion
-    t.set("rollout.vllm.max_model_len", length, "" if longest else f"prompt {prompt} + completion {completion}")
+    """Set the lengths of sequence and micro-batch in tokens; 0 means not in the file.
+
+    A micro-batch must have space for the longest sequence.
+    """
+    prompt = t.settings["data.max_prompt_tokens"].value
+    completion = t.settings["sampling.max_tokens"].value
+    if longest:
+        length = max(longest, completion + 1)
+        t.set("rollout.vllm.max_model_len", length)
+    else:
+        length = prompt + completion
+        t.set("rollout.vllm.max_model_len", length, f"prompt {prompt} + completion {completion}")
+
     tokens = micro_tokens or length
-    raised = "raised to the longest sequence" if tokens < length else "tokens of one packed micro-batch"
-    t.set("trainer.micro_batch_tokens", max(tokens, length), raised)
+    comment = "raised to the longest sequence" if tokens < length else "tokens of one packed micro-batch"
+    t.set("trainer.micro_batch_tokens", max(tokens, length), comment)
 
 
 def set_kl(t: Translation, beta: float, estimator: str, *, in_reward: bool = False) -> None:
-    """Set the KL term and the reference model that it needs; a weight of 0 sets nothing."""
+    """Set the KL term and the reference model that it needs, unless the weight is 0."""
     if beta <= 0:
         return
     t.set("trainer.objective.kl_beta", beta)
@@ -216,23 +231,23 @@ def set_kl(t: Translation, beta: float, estimator: str, *, in_reward: bool = Fal
 
 
 def convert_kl(t: Translation, weight: str, estimator: str, control: str, *, in_reward: bool = False) -> None:
-    """Set the KL term from the keys of its weight, its estimator and the kind of control of the weight."""
+    """Set the KL term from the keys of its weight, its estimator and the control of the weight."""
     if str(t.get(control)) != "fixed":
-        t.drop(control, "the weight is fixed", "trainer.objective.kl_beta")
-    if t.number(weight) > 0:
+        t.mark_unsupported(control, "the weight is fixed", "trainer.objective.kl_beta")
+    if t.read_number(weight) > 0:
         kind = str(t.get(estimator))
         if kind not in _KL_ESTIMATORS:
             reason = "estimators are k1, k2, k3 and k3+; k3 is taken"
-            t.drop(estimator, reason, "trainer.objective.kl_estimator")
-        set_kl(t, t.number(weight), _KL_ESTIMATORS.get(kind, "k3"), in_reward=in_reward)
+            t.mark_unsupported(estimator, reason, "trainer.objective.kl_estimator")
+        set_kl(t, t.read_number(weight), _KL_ESTIMATORS.get(kind, "k3"), in_reward=in_reward)
 
 
 def set_schedule(t: Translation, key: str, style: str, warmup: float, min_lr: float) -> None:
-    """Set the learning-rate schedule. `warmup`: number of steps, or a share of all steps if below 1."""
+    """Set the learning-rate schedule. `warmup`: number of steps, or share of all steps if below 1."""
     if style in ("constant", "linear", "cosine"):
         t.set("trainer.optimizer.schedule", style)
     else:
-        t.drop(key, "the schedules are constant, linear and cosine", "trainer.optimizer.schedule")
+        t.mark_unsupported(key, "the schedules are constant, linear and cosine", "trainer.optimizer.schedule")
     if min_lr and style in ("linear", "cosine"):
         t.set("trainer.optimizer.min_lr", float(f"{min_lr:.10g}"))
     if warmup > 0:
@@ -242,46 +257,56 @@ def set_schedule(t: Translation, key: str, style: str, warmup: float, min_lr: fl
 
 def set_steps(t: Translation, epochs: str, groups: int) -> None:
     """Set the steps from epochs if the number of rows is known, else 100 with a note."""
-    number = t.number(epochs)
+    number = t.read_number(epochs)
     if t.rows:
         t.set("steps", max(1, int(number * t.rows // groups)), f"{number:g} epochs of {t.rows} rows / {groups}")
         return
     t.set(
         "steps", 100, f"CHANGE ME: {number:g} epochs are {number:g} * rows / {groups} steps; --rows tells the importer"
     )
-    t.drop(epochs, "the length of a run is given in steps; pass --rows N (rows of the data) to compute them", "steps")
+    t.mark_unsupported(
+        epochs, "the length of a run is given in steps; pass --rows N (rows of the data) to compute them", "steps"
+    )
 
 
 def set_rewards(
     t: Translation, key: str, names: Sequence[str], weights: Sequence[float], known: Mapping[str, str]
 ) -> None:
-    """Set the reward functions by name. Unknown ones are listed. There is always at least one."""
-    chosen = {}
-    for name, weight in zip(names, [*weights, *[1.0] * len(names)], strict=False):
+    """Set the reward functions by name, at least one, and mark unknown names. `known`: name there -> name here."""
+    all_weights = [*weights, *[1.0] * len(names)]  # missing weights are 1
+    functions = {}
+    unknown = []
+    for name, weight in zip(names, all_weights, strict=False):
         if name in known:
-            chosen[known[name]] = {"name": known[name], "weight": float(weight)}
-    unknown = [name for name in names if name not in known]
+            functions[known[name]] = {"name": known[name], "weight": float(weight)}
+        else:
+            unknown.append(name)
     if unknown:
         reason = f"there is no verifier {', '.join(unknown)} here; give your own as module:attribute"
-        t.drop(key, reason, "rewards.functions")
-    comment = (
-        "docs/verifiers.md has the exact rules" if chosen else "CHANGE ME: none of the file's functions is known here"
-    )
-    t.set("rewards.functions", list(chosen.values()) or [{"name": "math_verify", "weight": 1.0}], comment)
+        t.mark_unsupported(key, reason, "rewards.functions")
+
+    if functions:
+        t.set("rewards.functions", list(functions.values()), "docs/verifiers.md has the exact rules")
+    else:
+        comment = "CHANGE ME: none of the file's functions is known here"
+        t.set("rewards.functions", [{"name": "math_verify", "weight": 1.0}], comment)
 
 
 def set_overlong(t: Translation, enable: str, length: str, factor: str) -> None:
-    """Set the length penalty from the three keys."""
-    if t.flag(enable) and t.integer(length) and t.number(factor):
+    """Set the length penalty from its three keys."""
+    if t.read_flag(enable) and t.read_integer(length) and t.read_number(factor):
         t.set("rewards.overlong", "soft")
-        t.set("rewards.soft_overlong_tokens", t.integer(length))
-        t.set("rewards.soft_overlong_factor", t.number(factor))
+        t.set("rewards.soft_overlong_tokens", t.read_integer(length))
+        t.set("rewards.soft_overlong_factor", t.read_number(factor))
 
 
 def set_trackers(t: Translation, key: str, names: Any) -> None:
-    """Set the trackers by name. `console` and its like are ignored: every run does that."""
-    given = [str(name) for name in (names if isinstance(names, list) else [names]) if name]
+    """Set the trackers by name. `console` is ignored: every run prints its metrics."""
+    if not isinstance(names, list):
+        names = [names]
+    given = [str(name) for name in names if name]
     t.set("telemetry.trackers", [name for name in _TRACKERS if name in given])
-    strange = [name for name in given if name not in (*_TRACKERS, "console", "none")]
-    if strange:
-        t.drop(key, f"there is no tracker {', '.join(strange)}; known: {', '.join(_TRACKERS)}", "telemetry.trackers")
+    unknown = [name for name in given if name not in (*_TRACKERS, "console", "none")]
+    if unknown:
+        reason = f"there is no tracker {', '.join(unknown)}; known: {', '.join(_TRACKERS)}"
+        t.mark_unsupported(key, reason, "telemetry.trackers")

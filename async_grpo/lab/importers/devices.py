@@ -1,4 +1,4 @@
-"""Devices: those of the other system, on which both sides mostly take turns, for a trainer and rollout servers."""
+"""Divides the devices of the other system between trainer and rollout servers, which mostly take turns there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from async_grpo.config.trainer import VLLM_PLATFORMS
 from async_grpo.lab.importers.translation import Translation
 
 SHARED_CACHE_BYTES = 4 << 30
-"""KV cache of an engine that shares its devices with the trainer: no file has such a number."""
+"""KV cache of an engine that shares its devices with the trainer. Other systems have no such setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCount:
-    """The devices of the other system and how it assigns them."""
+    """The devices of the other system and their assignment."""
 
     platform: str
     nodes: int
@@ -26,25 +26,25 @@ class DeviceCount:
 
 
 def parallel_size(t: Translation, kind: str) -> int:
-    """The size of tensor, pipeline, context or expert parallelism that is set for the trainer, else 1."""
+    """Return the trainer's size of tensor, pipeline, context or expert parallelism, 1 if not set."""
     setting = t.settings.get(f"trainer.{kind}_parallel")
     return 1 if setting is None else int(setting.value)
 
 
-def _find_block(t: Translation) -> int:
-    """The smallest number of ranks that hold the model once with its experts distributed evenly."""
+def _smallest_rank_count(t: Translation) -> int:
+    """Return the smallest number of ranks for one copy of the model with its experts distributed evenly."""
     pipeline = parallel_size(t, "pipeline")
     replica = parallel_size(t, "tensor") * pipeline * parallel_size(t, "context")
     return math.lcm(replica, pipeline * parallel_size(t, "expert"))
 
 
 def set_devices(t: Translation, count: DeviceCount) -> None:
-    """Set platform, ranks and servers. Devices on which both sides took turns are split: half train, half generate.
+    """Set platform, ranks and servers. If both sides took turns, half of the devices train and half generate.
 
-    On one machine that has too few devices for that, both sides share them (`launch.share_devices`): the run must not
-    need more devices than the file has. Call it after the parallel sizes are set.
+    On one machine with too few devices for that, both sides share them (`launch.share_devices`): the run must not need
+    more devices than the file has. Call it after the parallel sizes are set.
     """
-    block = _find_block(t)
+    block = _smallest_rank_count(t)
     t.set("trainer.platform", count.platform)
     t.set("rollout.vllm.platform", VLLM_PLATFORMS[count.platform])
     if count.engine > 1:
@@ -63,7 +63,7 @@ def set_devices(t: Translation, count: DeviceCount) -> None:
 
 
 def _split_devices(t: Translation, count: DeviceCount, total: int, block: int) -> None:
-    """Half of the devices of one machine train, but at most as many as leave room for one engine."""
+    """Assign half of the devices of one machine to the trainer, but leave enough for one engine."""
     most_ranks = max((total - count.engine) // block, 1) * block
     ranks = min(max(total // 2 // block, 1) * block, most_ranks)
     servers = max(1, (total - ranks) // count.engine)
@@ -77,7 +77,7 @@ def _split_devices(t: Translation, count: DeviceCount, total: int, block: int) -
 
 
 def _share_devices(t: Translation, count: DeviceCount, total: int, block: int) -> None:
-    """All devices of one machine train, and all of them generate while no step is made."""
+    """Assign all devices of one machine to both sides, which take turns."""
     note = ""
     if max(block, count.engine) > total:
         note = f"CHANGE ME: the file's parallel sizes need {max(block, count.engine)} devices, and it has {total}"
@@ -93,7 +93,7 @@ def _share_devices(t: Translation, count: DeviceCount, total: int, block: int) -
 
 
 def _split_machines(t: Translation, count: DeviceCount, block: int) -> None:
-    """Half of the machines train, but at least as many as hold the model once."""
+    """Assign half of the machines to the trainer, but at least enough for one copy of the model."""
     nodes = max(1, count.nodes // 2)
     ranks = max(nodes * count.per_node // block, 1) * block
     nodes = max(nodes, math.ceil(ranks / count.per_node))
@@ -109,8 +109,7 @@ def _split_machines(t: Translation, count: DeviceCount, block: int) -> None:
 
 
 def _set_machines(t: Translation, nodes: int, servers: int, *, on_other_machines: bool) -> None:
-    """Set the machines of the trainer and the servers, which `async-grpo run` starts only where they are on its own
-    machine."""
+    """Set the machines of the trainer, and the servers. `async-grpo run` starts only servers on its own machine."""
     if nodes > 1:
         t.set("trainer.nodes", nodes, "async-grpo trainer --node-rank R on each of them")
         t.set("trainer.rendezvous.address", "node0", "CHANGE ME: how the others reach the first node")
@@ -122,7 +121,7 @@ def _set_machines(t: Translation, nodes: int, servers: int, *, on_other_machines
 
 
 def set_engine_memory(t: Translation, share: float) -> None:
-    """Set the engine's share of a device's memory; call it after `set_devices`."""
+    """Set the engine's share of a device's memory. Call it after `set_devices`."""
     comment = "the engine has its devices to itself here: 0.8 or more is usual"
     if "launch.share_devices" in t.settings:
         comment = "of a device that it shares with the trainer, as there"

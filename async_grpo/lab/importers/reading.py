@@ -13,36 +13,36 @@ import yaml
 
 from async_grpo.errors import ConfigError
 from async_grpo.lab.importers.references import resolve_references
-from async_grpo.lab.importers.shell import LaunchScript, options
-from async_grpo.lab.importers.table import SourceSystem
+from async_grpo.lab.importers.shell import LaunchScript, parse_options
+from async_grpo.lab.importers.table import LaunchStyle, SourceSystem
 
 _SECRET = re.compile(r"(api_?key|token|secret|password)$", re.IGNORECASE)
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 70
-
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 70
 
 Outcome = Literal["same", "approximated", "not supported"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+"""From best to worst."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedKey:
-    """A key of the file and what became of it."""
+    """A key of the file and the outcome of its import."""
 
     key: str
     value: Any
     reason: str
     ours: str = ""
-    """The keys that it became, or the nearest one if it is not supported."""
+    """Our keys that replace it, or the nearest one if it is not supported."""
     outcome: Outcome = "not supported"
 
     @property
     def shown(self) -> str:
-        """The value in at most 70 characters; secrets are hidden."""
-        return "(hidden)" if _SECRET.search(self.key) else _short.repr(self.value)
+        """The value in at most 70 characters. Secrets are hidden."""
+        return "(hidden)" if _SECRET.search(self.key) else _REPR.repr(self.value)
 
     def merge(self, other: ImportedKey) -> ImportedKey:
-        """Return both outcomes of one key as one: the worse outcome, with the reasons of both."""
+        """Merge two outcomes of one key. The worse outcome counts; equal ones keep both reasons."""
         if other.outcome != self.outcome:
             return max(self, other, key=lambda item: OUTCOMES.index(item.outcome))
         reasons = dict.fromkeys([self.reason, other.reason])
@@ -55,8 +55,9 @@ class GivenKeys:
 
     values: Mapping[str, Any]
     left_out: Sequence[ImportedKey] = ()
+    """Keys whose value the file does not determine."""
     program: str = ""
-    """The program that a launch script starts."""
+    """Program that the launch script starts."""
     file_name: str = ""
 
     def has_section(self, prefix: str) -> bool:
@@ -64,65 +65,71 @@ class GivenKeys:
         return any(key.startswith(prefix) for key in self.values)
 
 
-def read_file(source: SourceSystem, file: Path, given: Mapping[str, str]) -> GivenKeys:
-    """Read a YAML file or, if the system has such, a launch script.
+def read_keys(source: SourceSystem, file: Path, given: Mapping[str, str]) -> GivenKeys:
+    """Read a YAML file or, for systems that have them, a launch script.
 
-    `given`: the values of --set: variables of the script, or keys, which override those of the file.
-    Raises ConfigError.
+    `given`: the values of --set, which override variables of the script or keys of the file. Raises ConfigError.
     """
     if source.script is None or file.suffix in (".yaml", ".yml"):
-        values = {**read_yaml(file, given), **_parsed(given)}
-        unresolved = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
-        left_out = [
-            ImportedKey(key, values.pop(key), f"it refers to what the file does not have; pass --set {key}=VALUE")
-            for key in unresolved
-        ]
-        return GivenKeys(values, left_out, file_name=file.name)
+        return _read_yaml_keys(file, given)
+    return _read_script_keys(source, source.script, file, given)
 
+
+def _read_yaml_keys(file: Path, given: Mapping[str, str]) -> GivenKeys:
+    values = {**read_yaml(file, given), **_parse_values(given)}
+    unresolved = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
+    left_out = []
+    for key in unresolved:
+        reason = f"it refers to what the file does not have; pass --set {key}=VALUE"
+        left_out.append(ImportedKey(key, values.pop(key), reason))
+    return GivenKeys(values, left_out, file_name=file.name)
+
+
+def _read_script_keys(source: SourceSystem, style: LaunchStyle, file: Path, given: Mapping[str, str]) -> GivenKeys:
     script = LaunchScript(given)
-    program, words = script.words(read_text(file), re.compile(source.script.program))
-    arguments = _overrides(words) if source.script.arguments == "overrides" else options(words)
+    program, words = script.find_command(read_text(file), re.compile(style.program))
+    arguments = _parse_overrides(words) if style.arguments == "overrides" else parse_options(words)
     values = {}
-    if source.script.config:
-        values = read_yaml(_find_config(file, Path(arguments.pop(source.script.config, ""))))
+    if style.config:
+        config = Path(arguments.pop(style.config, ""))
+        values = read_yaml(_find_config(file, config))
 
+    # A given name that the script refers to is a variable of it, unless the system has a key of that name.
     keys = {row.theirs for row in source.rows}
-    override = {name: text for name, text in given.items() if name not in script.used or name in keys}
+    overrides = {name: text for name, text in given.items() if name not in script.used or name in keys}
+
     left_out = []
     for name, text in arguments.items():
-        key = source.script.names.get(name, name)
-        if reason := script.reason(key, text):
-            if key not in override:
-                left_out.append(ImportedKey(key, "$...", reason))
-        else:
+        key = style.names.get(name, name)
+        reason = script.explain_unknown(key, text)
+        if not reason:
             values[key] = parse_value(text)
-    doubts = [
-        ImportedKey(
-            name, script.variables[name], "an if, a case or a loop may change it; --set says what holds for you"
-        )
-        for name in script.doubtful()
-    ]
-    return GivenKeys({**values, **_parsed(override)}, left_out + doubts, program, file.name)
+        elif key not in overrides:
+            left_out.append(ImportedKey(key, "$...", reason))
+    for name in script.list_conditional():
+        reason = "an if, a case or a loop may change it; --set says what holds for you"
+        left_out.append(ImportedKey(name, script.variables[name], reason))
+    return GivenKeys({**values, **_parse_values(overrides)}, left_out, program, file.name)
 
 
-def _overrides(words: Sequence[str]) -> dict[str, str]:
-    """`key=value` and `+key=value`, as Hydra takes them."""
+def _parse_overrides(words: Sequence[str]) -> dict[str, str]:
+    """Parse Hydra's `key=value` and `+key=value`. Other words are ignored."""
     pairs = (word.lstrip("+~").partition("=") for word in words)
     return {key: text for key, equals, text in pairs if equals}
 
 
-def _find_config(script: Path, named: Path) -> Path:
-    for path in (named, script.parent / named, script.parent / named.name):
+def _find_config(script: Path, config: Path) -> Path:
+    for path in (config, script.parent / config, script.parent / config.name):
         if path.is_file():
             return path
     raise ConfigError(
-        f"{script} names the configuration {named}, which does not exist there or next to the script. Put it next to "
+        f"{script} names the configuration {config}, which does not exist there or next to the script. Put it next to "
         "the script"
     )
 
 
 def read_yaml(file: Path, given: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The keys of a YAML file, dotted, with references resolved. `given` overrides what references lead to.
+    """Return the dotted keys of a YAML file with references resolved. `given` also overrides values of references.
 
     Raises ConfigError.
     """
@@ -133,11 +140,11 @@ def read_yaml(file: Path, given: Mapping[str, str] | None = None) -> dict[str, A
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} must hold keys and values (a YAML mapping), but holds {type(raw).__name__}")
     for key, text in (given or {}).items():
-        _override(raw, key.split("."), parse_value(text))
+        _set_nested(raw, key.split("."), parse_value(text))
     return flatten(resolve_references(raw, parse_value))
 
 
-def _override(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
+def _set_nested(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
     *sections, leaf = path
     for section in sections:
         below = raw.setdefault(section, {})
@@ -148,7 +155,7 @@ def _override(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def read_text(file: Path) -> str:
-    """The text of a file. Raises ConfigError."""
+    """Read a text file. Raises ConfigError."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -158,19 +165,21 @@ def read_text(file: Path) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a value as YAML, except that 1e-6 is a number (YAML 1.1 takes it for a string)."""
+    """Parse a value as YAML, except that 1e-6 is a number. In YAML 1.1 it is a string."""
     try:
-        return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.safe_load(text)
+        if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text):
+            return float(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
 
 
-def _parsed(given: Mapping[str, str]) -> dict[str, Any]:
+def _parse_values(given: Mapping[str, str]) -> dict[str, Any]:
     return {key: parse_value(text) for key, text in given.items()}
 
 
 def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; lists stay values, and an empty section disappears.
+    """Return dotted key -> value. Lists are values, and empty sections disappear.
 
     >>> flatten({"a": {"b": 1, "c": [2]}})
     {'a.b': 1, 'a.c': [2]}

@@ -5,7 +5,7 @@
     name: "${experiment_name}-a"                                   -> text with the value in it
     nnodes: "${oc.select:trainer.nnodes,1}"                        -> the value, or else 1
 
-Everything else in `${...}` stays as it is: relative keys, and resolvers such as `oc.env`, which reads the environment.
+Other uses of `${...}` are not resolved: relative keys, and resolvers such as `oc.env`, which reads the environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from async_grpo.errors import ConfigError
 
 _REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^{}]*?)\s*)?\}")
 _MAX_DEPTH = 20
-"""References that one value may follow. A longer chain refers to itself."""
+"""Maximum number of references that one value may follow. A longer chain is taken for a circle."""
 
 
 def resolve_references(raw: Mapping[str, Any], parse: Callable[[str], Any]) -> dict[str, Any]:

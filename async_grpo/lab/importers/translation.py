@@ -1,10 +1,10 @@
 """Translates the configuration of another system into this project's YAML.
 
-    file --read_file--> keys and values --translate--> settings, each with a comment  --finish--> Imported
+    file --read_keys--> keys and values --translate--> settings with comments  --finish--> Imported
                                                  \\--> keys that are approximated or not supported, with the reason
 
-Nothing is dropped silently: every key of the file is listed as the same, approximated or not supported. A value that
-the translation needs and the file lacks is the other system's default.
+Nothing is dropped silently: every key of the file is listed as the same, approximated or not supported. For keys that
+the file does not have, the translation uses the other system's defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import yaml
 from async_grpo.config import RunConfig
 from async_grpo.config.load import dotted_keys, validate
 from async_grpo.errors import ConfigError
-from async_grpo.lab.importers.reading import OUTCOMES, GivenKeys, ImportedKey, Outcome, read_file
+from async_grpo.lab.importers.reading import OUTCOMES, GivenKeys, ImportedKey, Outcome, read_keys
 from async_grpo.lab.importers.table import KeyRow, SourceSystem
 from buffer import plan_buffer_memory
 
@@ -41,44 +41,44 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A translated configuration that validates."""
+    """A translated and validated configuration."""
 
     settings: Sequence[Setting]
     keys: Sequence[ImportedKey]
-    """Every key that the file sets."""
+    """All keys of the file."""
     config: RunConfig
 
     @property
     def left_out(self) -> list[ImportedKey]:
-        """The keys that are not supported."""
+        """Keys that are not supported."""
         return [item for item in self.keys if item.outcome == "not supported"]
 
     @property
     def approximated(self) -> list[ImportedKey]:
-        """The keys that are imported with a difference."""
+        """Keys that are imported with a difference."""
         return [item for item in self.keys if item.outcome == "approximated"]
 
     @property
     def defaults(self) -> list[ImportedKey]:
-        """The keys that need no setting, because runs here do the same without one."""
+        """Keys that need no setting, because they have our default."""
         written = [setting.key for setting in self.settings]
         same = [item for item in self.keys if item.outcome == "same"]
         return [item for item in same if not any(_is_below(key, item.ours.split(", ")) for key in written)]
 
     @property
     def counts(self) -> str:
-        """Number of keys of the file by what became of them."""
+        """Number of keys of the file by outcome."""
         outcomes = [item.outcome for item in self.keys]
         return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in OUTCOMES)
 
-    def text(self, title: str) -> str:
-        """The YAML file: the settings with their comments, then as comments what was left out or approximated."""
-        settings = sorted(self.settings, key=lambda setting: _position(setting.key))
-        nested = _nest({setting.key: setting for setting in settings})
-        lines = [f"# {title}", "# Check it: async-grpo run THIS_FILE --dry-run", "", *_yaml_lines(nested, "")]
-        lines += _comments("Not supported, with the reason and the nearest key here", self.left_out)
-        lines += _comments("Approximated, with the difference", self.approximated)
-        lines += _comments("Not written, because runs here do the same without a setting", self.defaults)
+    def format_yaml(self, title: str) -> str:
+        """Return the YAML file: the settings, then as comments the keys that are not supported or approximated."""
+        settings = sorted(self.settings, key=lambda setting: _schema_position(setting.key))
+        nested = _nest_keys({setting.key: setting for setting in settings})
+        lines = [f"# {title}", "# Check it: async-grpo run THIS_FILE --dry-run", "", *_format_yaml(nested, "")]
+        lines += _format_comments("Not supported, with the reason and the nearest key here", self.left_out)
+        lines += _format_comments("Approximated, with the difference", self.approximated)
+        lines += _format_comments("Not written, because runs here do the same without a setting", self.defaults)
         return "\n".join([*lines, ""])
 
 
@@ -91,28 +91,33 @@ class Translation:
     rows: int | None = None
     """Number of rows of the training data, needed to convert epochs into steps."""
     updates_per_step: int = 1
-    """Optimizer updates of one of our steps, where the other system counts its schedules in updates."""
+    """Number of optimizer updates per step here, for systems that count their schedules in updates."""
     settings: dict[str, Setting] = field(default_factory=dict)
     outcomes: dict[str, ImportedKey] = field(default_factory=dict)
     """Keys that are approximated or not supported."""
     _read: set[str] = field(default_factory=set)
 
     def has(self, key: str) -> bool:
-        """True if the file gives the key a value."""
+        """True if the file has a value other than null for the key."""
         return self.given.values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """True if the file switches the key off with null. A null that means the default is `not has(key)`."""
+        """True if the file has null for the key, where null means off. If it means the default, use `has`."""
         return key in self.given.values and self.given.values[key] is None
 
     def get(self, key: str) -> Any:
-        """The value in the file, or else the other system's default. Marks the key as translated."""
+        """Return the value in the file, or else the other system's default. Marks the key as translated."""
         self._read.add(key)
         value = self.given.values.get(key)
-        return next((row.default for row in self.source.rows if row.theirs == key), None) if value is None else value
+        if value is not None:
+            return value
+        for row in self.source.rows:
+            if row.theirs == key:
+                return row.default
+        return None
 
-    def number(self, key: str) -> float:
-        """`get` as a number; 0 where there is none. Raises ConfigError."""
+    def read_number(self, key: str) -> float:
+        """Return `get` as a number; 0 if there is none. Raises ConfigError."""
         value = self.get(key)
         try:
             return float(value or 0)
@@ -121,43 +126,48 @@ class Translation:
                 f"{key} is {value!r}, and a number is needed. Correct the file, or pass --set {key}=NUMBER"
             ) from None
 
-    def integer(self, key: str) -> int:
-        """`number`, cut to an integer."""
-        return int(self.number(key))
+    def read_integer(self, key: str) -> int:
+        """Return `read_number`, truncated to an integer."""
+        return int(self.read_number(key))
 
-    def steps(self, key: str) -> int:
-        """A number of optimizer updates as a number of our steps, at least 1; 0 where there is none."""
-        updates = self.number(key)
-        return max(1, round(updates / self.updates_per_step)) if updates > 0 else 0
+    def read_steps(self, key: str) -> int:
+        """Convert a number of optimizer updates into steps, at least 1; 0 if there is none."""
+        updates = self.read_number(key)
+        if updates <= 0:
+            return 0
+        return max(1, round(updates / self.updates_per_step))
 
-    def flag(self, key: str) -> bool:
-        """`get` as true or false."""
+    def read_flag(self, key: str) -> bool:
+        """Return `get` as true or false."""
         return str(self.get(key)).lower() in ("true", "1", "yes", "on")
 
-    def first(self, *keys: str) -> str:
-        """The first of these keys that the file has, else the last."""
+    def first_present(self, *keys: str) -> str:
+        """Return the first of these keys that the file has, or else the last."""
         return next((key for key in keys if self.has(key)), keys[-1])
 
-    def choose(self, key: str, names: str, fallback: Any, reason: str, near: str) -> Any:
-        """Our name for the value, of the table's choices; if there is none, list the key and return `fallback`."""
+    def choose_name(self, key: str, names: str, fallback: Any, reason: str, near: str) -> Any:
+        """Return our name for the value, from the table's choices `names`.
+
+        If there is none, mark the key as not supported and return `fallback`.
+        """
         value = str(self.get(key))
         if value not in self.source.choices[names]:
-            self.drop(key, reason.format(value), near)
+            self.mark_unsupported(key, reason.format(value), near)
         return self.source.choices[names].get(value, fallback)
 
     def set(self, key: str, value: Any, comment: str = "") -> None:
         """Set one of our keys; a later call replaces an earlier one."""
         self.settings[key] = Setting(key, value, comment)
 
-    def drop(self, key: str, reason: str, near: str = "") -> None:
-        """List a key of the file as not supported; a key that the file lacks is not listed."""
-        self._list(key, "not supported", reason, near)
+    def mark_unsupported(self, key: str, reason: str, near: str = "") -> None:
+        """List a key as not supported, if the file has it."""
+        self._record_outcome(key, "not supported", reason, near)
 
-    def approximate(self, key: str, reason: str, ours: str = "") -> None:
-        """List a key of the file as imported with a difference; a key that the file lacks is not listed."""
-        self._list(key, "approximated", reason, ours)
+    def mark_approximated(self, key: str, reason: str, ours: str = "") -> None:
+        """List a key as imported with a difference, if the file has it."""
+        self._record_outcome(key, "approximated", reason, ours)
 
-    def _list(self, key: str, outcome: Outcome, reason: str, ours: str) -> None:
+    def _record_outcome(self, key: str, outcome: Outcome, reason: str, ours: str) -> None:
         if not self.has(key):
             return
         item = ImportedKey(key, self.given.values[key], reason, ours, outcome)
@@ -165,41 +175,41 @@ class Translation:
         self.outcomes[key] = item if earlier is None else earlier.merge(item)
 
     def finish(self) -> Imported:
-        """List what became of every key and validate the result. Raises ConfigError."""
-        config = self._validated()
-        need = plan_buffer_memory(config).needed_bytes
-        if need > config.redis.max_memory_bytes:
-            self.set("redis.max_memory_bytes", -(-need // _GIB) * _GIB, "what this many samples in flight need")
-            config = self._validated()
+        """Return all settings, validated, and the outcome of every key. Raises ConfigError."""
+        config = self._validate()
+        needed_bytes = plan_buffer_memory(config).needed_bytes
+        if needed_bytes > config.redis.max_memory_bytes:
+            rounded_bytes = -(-needed_bytes // _GIB) * _GIB
+            self.set("redis.max_memory_bytes", rounded_bytes, "what this many samples in flight need")
+            config = self._validate()
 
-        keys = [self._explain(key, value) for key, value in self.given.values.items() if value is not None]
+        keys = [self._describe_outcome(key, value) for key, value in self.given.values.items() if value is not None]
         return Imported(tuple(self.settings.values()), (*keys, *self.given.left_out), config)
 
-    def _explain(self, key: str, value: Any) -> ImportedKey:
-        """Return what became of a key."""
+    def _describe_outcome(self, key: str, value: Any) -> ImportedKey:
+        """Return the outcome of a key, with the reason."""
         if key in self.outcomes:
             return self.outcomes[key]
         row = self.source.find_row(key)
         if row is None:
             return ImportedKey(key, value, f"this importer does not know it; see {self.source.link}", nearest_key(key))
         if row.ours:
-            return self._explain_translated(key, value, row)
+            return self._describe_translated(key, value, row)
         if row.always:
             return ImportedKey(key, value, row.always, row.near, "approximated" if value is False else "same")
-        is_off = value is False or (isinstance(value, str) and value.lower() in _OFF_WORDS)
-        if is_off or (row.same is not None and value == row.same):
-            return ImportedKey(
-                key, value, f"off in the file; {row.dropped}" if is_off else row.dropped, row.near, "same"
-            )
+        if value is False or (isinstance(value, str) and value.lower() in _OFF_WORDS):
+            return ImportedKey(key, value, f"off in the file; {row.dropped}", row.near, "same")
+        if row.same is not None and value == row.same:
+            return ImportedKey(key, value, row.dropped, row.near, "same")
         return ImportedKey(key, value, row.dropped, row.near)
 
-    def _explain_translated(self, key: str, value: Any, row: KeyRow) -> ImportedKey:
+    def _describe_translated(self, key: str, value: Any, row: KeyRow) -> ImportedKey:
         ours = ", ".join(row.ours)
         if key not in self._read:
-            unused = "without effect in this file"
+            reason = "without effect in this file"
             if row.note:
-                unused += f"; {row.note}"
-            return ImportedKey(key, value, unused, ours, "same")
+                reason += f"; {row.note}"
+            return ImportedKey(key, value, reason, ours, "same")
 
         settings = [setting for name, setting in self.settings.items() if _is_below(name, row.ours)]
         if not settings:
@@ -209,14 +219,14 @@ class Translation:
             return ImportedKey(key, value, marked[0], ours, "approximated")
         return ImportedKey(key, value, row.note, ours, "same")
 
-    def _validated(self) -> RunConfig:
-        raw = _nest({setting.key: setting.value for setting in self.settings.values()})
+    def _validate(self) -> RunConfig:
+        raw = _nest_keys({setting.key: setting.value for setting in self.settings.values()})
         return validate(raw, source=f"the {self.source.title} configuration, translated,")
 
 
 def import_file(source: SourceSystem, file: Path, given: Mapping[str, str], rows: int | None = None) -> Imported:
     """Read and translate a file. `given`: the values of --set. Raises ConfigError."""
-    keys = read_file(source, file, given)
+    keys = read_keys(source, file, given)
     if not any(source.find_row(key) for key in keys.values):
         raise ConfigError(f"{file} holds no key of {source.title}. Is it the right file, and the right --from?")
     translation = Translation(source, keys, rows)
@@ -228,10 +238,11 @@ _KEYS = tuple(dotted_keys(RunConfig))
 
 
 def nearest_key(theirs: str) -> str:
-    """Our key whose last part is most similar to theirs; "" if none is similar."""
-    leaves = {key.rpartition(".")[2]: key for key in reversed(_KEYS)}
-    near = difflib.get_close_matches(theirs.rpartition(".")[2], leaves, n=1, cutoff=0.75)
-    return leaves[near[0]] if near else ""
+    """Return our key whose last part is most similar to that of theirs; "" if none is similar."""
+    # Reversed, so that the first of several keys with the same last part counts.
+    key_by_leaf = {key.rpartition(".")[2]: key for key in reversed(_KEYS)}
+    leaves = difflib.get_close_matches(theirs.rpartition(".")[2], key_by_leaf, n=1, cutoff=0.75)
+    return key_by_leaf[leaves[0]] if leaves else ""
 
 
 def _is_below(key: str, sections: Sequence[str]) -> bool:
@@ -239,13 +250,13 @@ def _is_below(key: str, sections: Sequence[str]) -> bool:
     return any(f"{key}.".startswith(f"{section}.") for section in sections if section)
 
 
-def _position(key: str) -> int:
-    """The place of a key in the schema; keys below a free mapping have that of the mapping."""
-    return max(at for at, known in enumerate(_KEYS) if f"{key}.".startswith(f"{known}."))
+def _schema_position(key: str) -> int:
+    """Return the position of a key in the schema; for a key in a free mapping, that of the mapping."""
+    return max(index for index, schema_key in enumerate(_KEYS) if f"{key}.".startswith(f"{schema_key}."))
 
 
-def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as sections within sections."""
+def _nest_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Nest dotted keys into sections."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *sections, leaf = key.split(".")
@@ -256,8 +267,8 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _comments(title: str, items: Sequence[ImportedKey]) -> Iterator[str]:
-    """The keys as comments of the YAML file, by reason."""
+def _format_comments(title: str, items: Sequence[ImportedKey]) -> Iterator[str]:
+    """Yield the keys as comments of the YAML file, grouped by reason."""
     if not items:
         return
     groups: dict[str, list[ImportedKey]] = {}
@@ -272,7 +283,7 @@ def _comments(title: str, items: Sequence[ImportedKey]) -> Iterator[str]:
             yield f"#     {item.key}: {item.shown}"
 
 
-def _yaml_lines(nested: Mapping[str, Any], indent: str) -> Iterator[str]:
+def _format_yaml(nested: Mapping[str, Any], indent: str) -> Iterator[str]:
     for key, value in nested.items():
         if isinstance(value, Setting):
             text = yaml.safe_dump(
@@ -283,4 +294,4 @@ def _yaml_lines(nested: Mapping[str, Any], indent: str) -> Iterator[str]:
         else:
             yield from ([""] if not indent else [])
             yield f"{indent}{key}:"
-            yield from _yaml_lines(value, f"{indent}  ")
+            yield from _format_yaml(value, f"{indent}  ")

@@ -19,7 +19,7 @@ from async_grpo.config.load import dotted_keys
 from async_grpo.errors import ConfigError
 from async_grpo.lab.importers import SOURCES, page_name, with_tables
 from async_grpo.lab.importers.conversions import CONVERSIONS
-from async_grpo.lab.importers.reading import flatten, read_file
+from async_grpo.lab.importers.reading import flatten, read_keys
 from async_grpo.lab.importers.table import SourceSystem
 from async_grpo.lab.importers.translation import Imported, import_file
 
@@ -201,7 +201,7 @@ def test_a_published_file_becomes_these_values(name: str) -> None:
 def test_nothing_of_a_published_file_is_dropped_silently(name: str) -> None:
     result = imported(name)
     source = SOURCES[CASES[name][0]]
-    given = read_file(source, PUBLISHED / name, {})
+    given = read_keys(source, PUBLISHED / name, {})
     rows = {row.theirs: row for row in source.rows}
     listed = Counter(item.key for item in result.keys)
     assert all(listed[key] == 1 for key, value in given.values.items() if value is not None)
@@ -263,7 +263,7 @@ echo "$(rm -rf /nowhere)" > /dev/null
 
 def test_a_launch_script_is_read_and_what_it_decides_is_listed(tmp_path: Path) -> None:
     file = write(tmp_path, "run.sh", SCRIPT)
-    given = read_file(SOURCES["verl"], file, {})
+    given = read_keys(SOURCES["verl"], file, {})
     assert given.values["data.train_batch_size"] == 16
     assert given.values["data.max_prompt_length"] == 64
     assert given.values["trainer.total_training_steps"] == 3
@@ -278,23 +278,23 @@ def test_a_launch_script_is_read_and_what_it_decides_is_listed(tmp_path: Path) -
 
 def test_set_gives_a_script_what_its_environment_would(tmp_path: Path) -> None:
     file = write(tmp_path, "run.sh", SCRIPT)
-    values = read_file(SOURCES["verl"], file, {"MINI": "4", "temperature": "0.5"}).values
+    values = read_keys(SOURCES["verl"], file, {"MINI": "4", "temperature": "0.5"}).values
     assert values["data.train_batch_size"] == 8
     assert values["actor_rollout_ref.rollout.temperature"] == 0.5
 
 
 def test_a_script_without_a_launch_command_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="starts 0 programs"):
-        read_file(SOURCES["verl"], write(tmp_path, "run.sh", "echo hello\n"), {})
+        read_keys(SOURCES["verl"], write(tmp_path, "run.sh", "echo hello\n"), {})
 
 
 def test_set_gives_a_value_that_a_command_of_the_script_decides(tmp_path: Path) -> None:
     text = "trl grpo --per_device_train_batch_size 8 --learning_rate $(cat rate) --run_name $NAME"
     file = write(tmp_path, "run.sh", text)
-    [unknown] = read_file(SOURCES["trl"], file, {"NAME": "mine"}).left_out
+    [unknown] = read_keys(SOURCES["trl"], file, {"NAME": "mine"}).left_out
     assert unknown.key == "learning_rate" and "--set learning_rate=VALUE" in unknown.reason
 
-    keys = read_file(SOURCES["trl"], file, {"NAME": "mine", "learning_rate": "1e-5"})
+    keys = read_keys(SOURCES["trl"], file, {"NAME": "mine", "learning_rate": "1e-5"})
     assert keys.values == {"per_device_train_batch_size": 8, "learning_rate": 1e-5, "run_name": "mine"}
     assert keys.left_out == []
 
@@ -482,10 +482,10 @@ def test_an_engine_that_runs_eager_in_the_file_says_what_that_costs() -> None:
 
 def test_values_that_are_the_default_are_listed_too(tmp_path: Path) -> None:
     result = imported("mindspeed_rl_grpo_qwen25_7b.yaml")
-    given = read_file(SOURCES["mindspeed-rl"], PUBLISHED / "mindspeed_rl_grpo_qwen25_7b.yaml", {}).values
+    given = read_keys(SOURCES["mindspeed-rl"], PUBLISHED / "mindspeed_rl_grpo_qwen25_7b.yaml", {}).values
     listed = {item.key for item in result.defaults} & set(given)
     assert {"rl_config.adv_estimator", "generate_config.sampling_config.top_p"} <= listed
-    assert "rl_config.adv_estimator: 'group_norm'" in result.text("x")
+    assert "rl_config.adv_estimator: 'group_norm'" in result.format_yaml("x")
 
 
 def outcomes(result: Imported) -> dict[str, str]:
