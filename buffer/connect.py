@@ -16,7 +16,7 @@ from buffer.capacity import NO_QUOTA, MemoryQuota, plan_buffer_memory
 from buffer.redis.board import RedisBoard
 from buffer.redis.buffer import RedisBuffer
 from buffer.redis.client import check_server, make_client
-from buffer.redis.retrying import RetryingClient, close
+from buffer.redis.retrying import RetryingClient, close_client
 from buffer.redis.scripts import RunKeys
 
 _KEYS_PER_SCAN = 1000
@@ -44,7 +44,7 @@ async def connect(
             timeout_s=redis.timeout_s,
         )
     except BaseException:
-        await close(client)
+        await close_client(client)
         raise
 
 
@@ -75,7 +75,7 @@ async def check_memory(config: RunConfig) -> None:
     plan = plan_buffer_memory(config)
     async with _checked_link(config.redis, run) as link:
         info = await link.call(lambda: link.client.info("memory"))
-        reserved_before = await link.call(lambda: link.client.hget(RunKeys(run).of("meta"), "reserved_bytes"))
+        reserved_before = await link.call(lambda: link.client.hget(RunKeys(run).key("meta"), "reserved_bytes"))
         others: dict[str, int] = {}
         if int(reserved_before or 0) < plan.quota.reserved_bytes:
             others = await _reserved_by_others(link, run)
@@ -89,11 +89,11 @@ async def _reserved_by_others(link: RetryingClient, run: str) -> dict[str, int]:
     fields = ["reserved_bytes", "stored_bytes", "ended"]
     sizes: dict[str, int] = {}
     try:
-        async for names in _scan_keys(link, RunKeys("*").of("meta")):
+        async for names in _scan_keys(link, RunKeys("*").key("meta")):
             for name in names:
                 reserved, stored, ended = await link.call(partial(link.client.hmget, name, fields))
                 size = int((stored if ended == b"1" else reserved) or 0)
-                other = RunKeys.run_of(name.decode())
+                other = RunKeys.run_of_key(name.decode())
                 if other != run and size > 0:
                     sizes[other] = size
     except ServerRefused:  # this user may read its own run only
@@ -104,7 +104,7 @@ async def _reserved_by_others(link: RetryingClient, run: str) -> dict[str, int]:
 async def run_exists(redis: RedisConfig, run: str) -> bool:
     """True if the server has data of `run`."""
     async with _checked_link(redis, run) as link:
-        return bool(await link.call(lambda: link.client.exists(RunKeys(run).of("meta"))))
+        return bool(await link.call(lambda: link.client.exists(RunKeys(run).key("meta"))))
 
 
 async def wipe_run(redis: RedisConfig, run: str) -> int:
@@ -182,6 +182,6 @@ async def _checked_client(redis: RedisConfig, run: str) -> Any:
     try:
         await RetryingClient(client, redis.timeout_s).call(lambda: check_server(client))
     except BaseException:
-        await close(client)
+        await close_client(client)
         raise
     return client

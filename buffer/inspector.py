@@ -26,7 +26,7 @@ from buffer.base import BufferStats
 from buffer.redis.buffer import RedisBuffer, split_reply
 from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
-from buffer.redis.scripts import RunKeys, script
+from buffer.redis.scripts import RunKeys, load_script
 
 STATE_FORMAT = 4
 """Format of the state keys that this file can read: FORMAT of lua/parts/policy.lua."""
@@ -196,11 +196,11 @@ class Inspector:
 
     async def records(self, seq: int) -> dict[str, bytes]:
         """Return the stored records of one group or waiting task, by kind (task, partial, group)."""
-        keys = {"task": self._keys.of(f"task:{seq}"), "partial": self._keys.of(f"partial:{seq}")}
+        keys = {"task": self._keys.key(f"task:{seq}"), "partial": self._keys.key(f"partial:{seq}")}
         group_key = await self._link.call(lambda: self._find_group_key(seq))
         if group_key is not None:
             keys["group"] = group_key
-        payloads = await self._link.fetch(list(keys.values()))
+        payloads = await self._link.fetch_values(list(keys.values()))
         return {kind: payload for kind, payload in zip(keys, payloads, strict=True) if payload is not None}
 
     async def payloads(self, groups: Sequence[GroupFacts]) -> AsyncIterator[tuple[int, bytes | None]]:
@@ -208,7 +208,7 @@ class Inspector:
         for start in range(0, len(groups), GROUPS_PER_CALL):
             page = groups[start : start + GROUPS_PER_CALL]
             keys = [self._keys.group(group.seq, group.attempt) for group in page]
-            for group, payload in zip(page, await self._link.fetch(keys), strict=True):
+            for group, payload in zip(page, await self._link.fetch_values(keys), strict=True):
                 yield group.seq, payload
 
     async def stop_admission(self) -> bool:
@@ -231,14 +231,14 @@ class Inspector:
         await self._link.aclose()
 
     async def _check_exists(self) -> None:
-        if not await self._link.call(lambda: self._link.client.exists(self._keys.of("meta"))):
+        if not await self._link.call(lambda: self._link.client.exists(self._keys.key("meta"))):
             raise BufferFault(
                 f"the server at {self._link.client.endpoint} holds no run named {self._run}. "
                 "Check the name (overrides become part of it), and that the run has started"
             )
 
     async def _run_script(self, name: str) -> Any:
-        return await self._link.run(script(name), self._keys.state_keys, self._keys.prefix)
+        return await self._link.run_script(load_script(name), self._keys.state_keys, self._keys.prefix)
 
     async def _read_snapshot(self) -> _Snapshot:
         reply = await self._run_script("look")
@@ -255,14 +255,14 @@ class Inspector:
 
         It is searched for, because the state keys, which have the attempt, may be in another format.
         """
-        names = [name.decode() async for name in self._link.client.scan_iter(match=self._keys.of(f"group:{seq}:*"))]
+        names = [name.decode() async for name in self._link.client.scan_iter(match=self._keys.key(f"group:{seq}:*"))]
         return max(names, key=lambda name: int(name.rpartition(":")[2]), default=None)
 
     async def _read_sizes(self, groups: Sequence[GroupFacts]) -> list[int]:
         keys = []
         for group in groups:
             if group.state is GroupState.INFLIGHT:
-                keys.append(self._keys.of(f"partial:{group.seq}"))
+                keys.append(self._keys.key(f"partial:{group.seq}"))
             else:
                 keys.append(self._keys.group(group.seq, group.attempt))
 

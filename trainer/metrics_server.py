@@ -287,5 +287,5 @@ class MetricsServer:
         launch = self._config.launch
         max_servers = launch.kubernetes.max_servers or launch.autoscale.max_servers or MAX_SERVERS
         self._collector.servers_wanted = self.demand.estimate_servers(max_servers)
-        self._collector.memory = await self._buffer.memory()
+        self._collector.memory = await self._buffer.read_memory()
         return await self._buffer.stats()

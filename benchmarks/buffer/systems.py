@@ -13,7 +13,7 @@ the buffer. Its consumer takes a batch of keys with one BLMPOP, the payloads wit
 UNLINK. It has no admission, no bound, no leases, no fencing, no order by ticket and no replay after a crash. A consumer
 that dies between BLMPOP and UNLINK loses its groups.
 
-The bench and its worker processes exchange one JSON line per message:
+The bench and its worker processes send_commands one JSON line per message:
 
     bench --BenchJob--> worker: connects, prepares --READY--> bench --GO--> worker: runs --WorkerReport--> bench
 
@@ -38,7 +38,7 @@ from async_grpo.errors import WaitTimeout
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from async_grpo.wire import Group, Sample, Task, Ticket, VersionSpan, decode, encode, logprobs_to_bytes, tokens_to_bytes
 from buffer import RedisBuffer, connect, make_client
-from buffer.redis.connection import exchange, one_connection
+from buffer.redis.connection import send_commands, use_connection
 from buffer.redis.scripts import RunKeys
 
 LEASE_S = 60.0
@@ -133,7 +133,7 @@ class PlainLoop:
     def __init__(self, client: Any, job: BenchJob) -> None:
         self._client = client
         self._keys = RunKeys(job.run)
-        self._list = self._keys.of("plain:list")
+        self._list = self._keys.key("plain:list")
         self._holder = f"producer-{job.worker}"
         self._batch = job.window.groups_per_step
         self._next_seq = 0
@@ -149,9 +149,9 @@ class PlainLoop:
         return tickets
 
     async def insert_group(self, ticket: Ticket, group: Group) -> None:
-        key = self._keys.of(f"plain:{self._holder}:{ticket.seq}")
-        async with one_connection(self._client) as connection:
-            await exchange(connection, ("SET", key, encode(group)), ("RPUSH", self._list, key))
+        key = self._keys.key(f"plain:{self._holder}:{ticket.seq}")
+        async with use_connection(self._client) as connection:
+            await send_commands(connection, ("SET", key, encode(group)), ("RPUSH", self._list, key))
 
     async def take_batches(self, groups: int) -> AsyncIterator[list[Group]]:
         remaining = groups

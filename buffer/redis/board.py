@@ -9,7 +9,7 @@ from async_grpo.wire import decode, encode
 from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ReplayProgress, ServerBeat
 from buffer.redis.client import RunClient
 from buffer.redis.retrying import Payload, RetryingClient, RetryLater
-from buffer.redis.scripts import RunKeys, script
+from buffer.redis.scripts import RunKeys, load_script
 
 REMEMBER_REQUEST_MS = 120_000
 """Time for which a repeated `add_to_counter` is recognised."""
@@ -22,7 +22,7 @@ class RedisBoard:
         """`aclose` closes `client`."""
         self._link = RetryingClient(client, timeout_s)
         self._client = self._link.client
-        self._prefix = RunKeys(run).of("board:")
+        self._prefix = RunKeys(run).key("board:")
 
     async def set_origin(self, origin: str) -> None:
         """Store the run folder that the run belongs to."""
@@ -30,21 +30,21 @@ class RedisBoard:
 
     async def origin(self) -> str | None:
         """Return the stored run folder; None for a run whose roles were started one by one."""
-        (payload,) = await self._link.fetch([self._key("origin")])
+        (payload,) = await self._link.fetch_values([self._key("origin")])
         return None if payload is None else payload.decode()
 
     async def set_publisher(self, address: PublisherAddress) -> None:
         await self._set_unless_older("publisher", address)
 
     async def publisher_address(self) -> PublisherAddress | None:
-        (payload,) = await self._link.fetch([self._key("publisher")])
+        (payload,) = await self._link.fetch_values([self._key("publisher")])
         return None if payload is None else decode(payload, PublisherAddress)
 
     async def report_replay(self, progress: ReplayProgress) -> None:
         await self._set_unless_older("replay", progress)
 
     async def replay_progress(self) -> ReplayProgress | None:
-        (payload,) = await self._link.fetch([self._key("replay")])
+        (payload,) = await self._link.fetch_values([self._key("replay")])
         return None if payload is None else decode(payload, ReplayProgress)
 
     async def announce_server(self, beat: ServerBeat, *, ttl_s: float) -> None:
@@ -53,12 +53,12 @@ class RedisBoard:
     async def live_servers(self) -> list[ServerBeat]:
         # The set has every name that was ever announced; only the heartbeats expire.
         names = await self._link.call(lambda: self._client.smembers(self._key("servers")))
-        payloads = await self._link.fetch([self._key(f"server:{name.decode()}") for name in sorted(names)])
+        payloads = await self._link.fetch_values([self._key(f"server:{name.decode()}") for name in sorted(names)])
         return [decode(payload, ServerBeat) for payload in payloads if payload is not None]
 
     async def add_to_counter(self, name: str, amount: int) -> None:
         keys = [self._key("counters"), self._key(f"counted:{uuid.uuid4().hex}")]
-        await self._link.run(script("board_count"), keys, name, amount, REMEMBER_REQUEST_MS)
+        await self._link.run_script(load_script("board_count"), keys, name, amount, REMEMBER_REQUEST_MS)
 
     async def counters(self) -> dict[str, int]:
         counters = await self._link.call(lambda: self._client.hgetall(self._key("counters")))
@@ -66,7 +66,7 @@ class RedisBoard:
 
     async def claim_job(self, job: str, holder: str, *, ttl_s: float) -> bool:
         keys = [self._key(f"claim:{job}")]
-        return bool(await self._link.run(script("board_claim"), keys, holder, _milliseconds(ttl_s)))
+        return bool(await self._link.run_script(load_script("board_claim"), keys, holder, _milliseconds(ttl_s)))
 
     async def put_evaluation(self, evaluation: Evaluation) -> None:
         version = str(evaluation.version)
@@ -81,13 +81,13 @@ class RedisBoard:
     async def put_probe(self, probe: Probe) -> None:
         keys = [self._key(name) for name in ("stage", "probe", "probe:version", "wake:probe")]
         staged = [Payload(keys[0], encode(probe))]
-        await self._link.run(script("board_probe"), keys, probe.version, payloads=staged)
+        await self._link.run_script(load_script("board_probe"), keys, probe.version, payloads=staged)
 
     async def wait_for_probe(self, version: int, *, timeout_s: float) -> Probe:
         waited_for = f"the probe of version {version} from a rollout server"
 
         async def read_probe() -> Probe | RetryLater:
-            (payload,) = await self._link.fetch([self._key("probe")])
+            (payload,) = await self._link.fetch_values([self._key("probe")])
             if payload is None:
                 return RetryLater()
             probe = decode(payload, Probe)
@@ -107,7 +107,7 @@ class RedisBoard:
     async def _set_unless_older(self, name: str, record: PublisherAddress | ReplayProgress) -> None:
         """Store a fact of the trainer, unless a newer trainer has stored it."""
         keys = [self._key(name), self._key(f"{name}:epoch")]
-        await self._link.run(script("board_epoch"), keys, record.epoch, encode(record))
+        await self._link.run_script(load_script("board_epoch"), keys, record.epoch, encode(record))
 
     async def _store_beat(self, beat: ServerBeat, ttl_ms: int) -> None:
         async with self._client.pipeline(transaction=True) as pipe:

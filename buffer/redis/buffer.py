@@ -37,7 +37,7 @@ from buffer.errors import (
 from buffer.fair_share import FAIR_WAIT_S
 from buffer.redis.client import RunClient
 from buffer.redis.retrying import Payload, RetryingClient, RetryLater
-from buffer.redis.scripts import RunKeys, script
+from buffer.redis.scripts import RunKeys, load_script
 
 _COUNTERS = (
     "epoch",
@@ -124,13 +124,13 @@ class RedisBuffer:
         check_consecutive([task.index for task in tasks])
 
         # Skip the tasks that another feeder has put before, so that their payloads are not sent.
-        meta_key = self._keys.of("meta")
+        meta_key = self._keys.key("meta")
         next_index = int(await self._link.call(lambda: self._link.client.hget(meta_key, "tasks_put")) or 0)
         new_tasks = [task for task in tasks if task.index >= next_index]
         if not new_tasks:
             return next_index
 
-        payloads = [Payload(self._keys.of(f"task:{task.index}"), encode(task), only_new=True) for task in new_tasks]
+        payloads = [Payload(self._keys.key(f"task:{task.index}"), encode(task), only_new=True) for task in new_tasks]
         status, next_index = await self._run_script("put_tasks", new_tasks[0].index, len(new_tasks), payloads=payloads)
         if status == b"gap":
             raise stream_gap_error(new_tasks[0].index, next_index)
@@ -141,7 +141,7 @@ class RedisBuffer:
     ) -> list[Ticket]:
         request = _AdmitRequest(limit, holder, max(limit, slots or 0))
         return await self._link.retry_until(
-            self._keys.of("wake:admit"),
+            self._keys.key("wake:admit"),
             lambda: self._admit_or_give_back(request),
             waited_for="room in the staleness window and a task",
             timeout_s=timeout_s,
@@ -156,7 +156,7 @@ class RedisBuffer:
     async def save_partial(self, ticket: Ticket, partial: Partial) -> None:
         # The script moves the staged payload to its place only if the lease is valid: the partial of a lost lease must
         # not replace that of its new holder.
-        staged = [Payload(self._keys.of("stage"), encode(partial))]
+        staged = [Payload(self._keys.key("stage"), encode(partial))]
         reply = await self._run_script(
             "save_partial",
             ticket.seq,
@@ -225,7 +225,7 @@ class RedisBuffer:
     async def end_run(self) -> None:
         await self._run_script("end_run")
 
-    async def memory(self) -> tuple[int, int]:
+    async def read_memory(self) -> tuple[int, int]:
         """Return the bytes that the server uses and its limit; 0 if it has no limit or does not report it."""
         info = await self._link.call(lambda: self._link.client.info("memory"))
         return int(info.get("used_memory") or 0), int(info.get("maxmemory") or 0)
@@ -299,7 +299,7 @@ class RedisBuffer:
 
     async def _take(self, epoch: int, version: int, have: int, extent: str, timeout_s: float) -> Batch:
         return await self._link.retry_until(
-            self._keys.of("wake:take"),
+            self._keys.key("wake:take"),
             lambda: self._try_to_take(epoch, version, have, extent),
             waited_for=describe_batch_wait(version),
             timeout_s=timeout_s,
@@ -316,7 +316,7 @@ class RedisBuffer:
 
         replayed, mask_below, missing, *chosen = values
         keys = [self._keys.group(seq, attempt) for seq, attempt in split_reply(chosen, 2)]
-        groups = [decode(payload, Group) for payload in await self._link.fetch(keys) if payload is not None]
+        groups = [decode(payload, Group) for payload in await self._link.fetch_values(keys) if payload is not None]
         if len(groups) < len(keys):
             # Harmless if something has changed between the two calls: another trainer took over, or the server came
             # back with less data. If the script returns the same again, the payloads are really gone.
@@ -340,8 +340,8 @@ class RedisBuffer:
     ) -> Any:
         """Run the script `name` with this run's keys and return its reply."""
         keys = self._keys
-        return await self._link.run(
-            script(name), keys.state_keys, keys.prefix, *args, payloads=payloads, together=together
+        return await self._link.run_script(
+            load_script(name), keys.state_keys, keys.prefix, *args, payloads=payloads, together=together
         )
 
 

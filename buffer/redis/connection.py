@@ -18,23 +18,23 @@ Command = Sequence[bytes | str | int | float]
 
 
 @asynccontextmanager
-async def one_connection(client: Redis) -> AsyncIterator[Any]:
-    """A connection of the client for the duration of the block.
+async def use_connection(client: Redis) -> AsyncIterator[Any]:
+    """Take a connection of the client for the duration of the block.
 
-    redis-py closes a connection whose reply was not read to its end, so that none is reused half-read.
+    redis-py closes a connection whose reply was not read completely, so a half-read connection is never reused.
     """
     pool = client.connection_pool
     connection = await pool.get_connection()
     try:
         yield connection
     except BaseException:
-        # Shielded: a second cancellation in here would leave the connection in use for ever, and the pool has a limit.
+        # Shielded: a second cancellation here would leave the connection in use for ever, and the pool has a limit.
         await asyncio.shield(pool.release(connection))
         raise
     await pool.release(connection)
 
 
-async def exchange(connection: Any, *commands: Command) -> list[Any]:
+async def send_commands(connection: Any, *commands: Command) -> list[Any]:
     """Send commands together and return their replies. Raises the first error once all replies are read."""
     await connection.send_packed_command(pack_commands(commands))
     replies = [await _read_reply(connection) for _ in commands]
@@ -42,9 +42,9 @@ async def exchange(connection: Any, *commands: Command) -> list[Any]:
     return replies
 
 
-async def transact(connection: Any, commands: Sequence[Command]) -> list[Any]:
-    """Send commands as a transaction: all or none. Returns their replies and raises the first error."""
-    *_, replies = await exchange(connection, ("MULTI",), *commands, ("EXEC",))
+async def send_transaction(connection: Any, commands: Sequence[Command]) -> list[Any]:
+    """Send commands as a transaction and return their replies. Raises the first error."""
+    *_, replies = await send_commands(connection, ("MULTI",), *commands, ("EXEC",))
     _raise_first(replies)
     return list(replies)
 
@@ -61,7 +61,7 @@ def pack_commands(commands: Sequence[Command]) -> list[bytes]:
 
 
 def _pack_uncopied(command: Command) -> list[bytes]:
-    """Pack a command with a large value, which hiredis would copy. The copy would take longer than all the rest."""
+    """Pack a command with a large value without copying it. hiredis would copy it, which takes longer than the rest."""
     chunks: list[bytes] = []
     small = [b"*%d\r\n" % len(command)]
     for part in command:

@@ -1,4 +1,4 @@
-"""Classifies errors of the server: can waiting help, and which error explains the fix."""
+"""Classifies errors of the server: those that may pass by themselves, and the error to raise for the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_CAUSES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Report of one kind of error. `text` may contain {where}, {said} (the server's text) and {timeout} (s)."""
+    """Error to raise for a kind of error. `text` may contain {where}, {reply} (the server's text) and {timeout} (s)."""
 
     matches: Callable[[Exception], bool]
     fault: type[BufferFault]
@@ -46,7 +46,7 @@ def _is_tls_refusal(error: Exception) -> bool:
 _CONNECTION_LOST = _Rule(
     lambda error: isinstance(error, LOST) or _starts_with("BUSY")(error) or _starts_with("UNBLOCKED")(error),
     ServerLost,
-    "the server at {where} has not answered for {timeout} s: {said}. Check that it runs and can be reached, and "
+    "the server at {where} has not answered for {timeout} s: {reply}. Check that it runs and can be reached, and "
     "that redis.url begins with rediss:// exactly if it speaks TLS (with redis.tls_cert if it asks for a "
     "certificate of ours), or raise redis.timeout_s",
 )
@@ -55,21 +55,21 @@ _RULES = (
     _Rule(
         _is(server_errors.AuthenticationError, server_errors.AuthorizationError),
         ServerRefused,
-        f"the server at {{where}} refuses this client: {{said}}. Set {PASSWORD_VARIABLE}, and for another user than "
+        f"the server at {{where}} refuses this client: {{reply}}. Set {PASSWORD_VARIABLE}, and for another user than "
         f"the default one {USERNAME_VARIABLE} (or write redis://USER@HOST); for sentinels {SENTINEL_PASSWORD_VARIABLE}",
         can_pass=False,
     ),
     _Rule(
         lambda error: isinstance(error, server_errors.NoPermissionError) or "ACL failure" in str(error),
         ServerRefused,
-        "the server at {where} does not permit this user to do that: {said}. Widen its ACL: it needs ~agrpo:{{RUN}}:* "
+        "the server at {where} does not permit this user to do that: {reply}. Widen its ACL: it needs ~agrpo:{{RUN}}:* "
         "and the commands listed in docs/buffer-redis.md. Or use the run that the user is for",
         can_pass=False,
     ),
     _Rule(
         _is_tls_refusal,
         ServerRefused,
-        "no encrypted connection to the server at {where}: {said}. Check that redis.tls_ca holds the CA of its "
+        "no encrypted connection to the server at {where}: {reply}. Check that redis.tls_ca holds the CA of its "
         "certificate, that the certificate names this host, and whether the server speaks TLS (else use redis://) "
         "or asks for redis.tls_cert",
         can_pass=False,
@@ -89,7 +89,7 @@ _RULES = (
     _Rule(
         _is(server_errors.AskError, server_errors.TryAgainError, server_errors.ClusterDownError),
         ServerLost,
-        "no node of the cluster at {where} has served this run for {timeout} s: {said}. Wait until CLUSTER INFO "
+        "no node of the cluster at {where} has served this run for {timeout} s: {reply}. Wait until CLUSTER INFO "
         "reports cluster_state:ok and no slot is migrating, or raise redis.timeout_s; with redis:// use "
         "redis+cluster://",
     ),
@@ -102,7 +102,7 @@ _RULES = (
     _Rule(
         _starts_with("MISCONF"),
         ServerLost,
-        "the server at {where} has not been able to write its file for {timeout} s, and refuses changes: {said}. "
+        "the server at {where} has not been able to write its file for {timeout} s, and refuses changes: {reply}. "
         "Free space on its disk",
     ),
     _Rule(
@@ -114,7 +114,7 @@ _RULES = (
     _CONNECTION_LOST,
 )
 """The first rule that matches an error applies."""
-_OTHER = _Rule(lambda _: True, BufferFault, "the server at {where} failed: {said}", can_pass=False)
+_OTHER = _Rule(lambda _: True, BufferFault, "the server at {where} failed: {reply}", can_pass=False)
 
 
 def find_cause(error: Exception, unrelated: BaseException | None = None) -> Exception:
@@ -144,8 +144,8 @@ def describe_fault(cause: Exception, where: str, timeout_s: float) -> AsyncGrpoE
     if isinstance(cause, AsyncGrpoError):
         return cause
     rule = _find_rule(cause)
-    said = str(cause).rstrip(". ") or "no reply"
-    return rule.fault(rule.text.format(where=where, said=said, timeout=f"{timeout_s:g}"))
+    reply = str(cause).rstrip(". ") or "no reply"
+    return rule.fault(rule.text.format(where=where, reply=reply, timeout=f"{timeout_s:g}"))
 
 
 def _find_rule(error: Exception) -> _Rule:

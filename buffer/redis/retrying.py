@@ -1,7 +1,7 @@
 """Calls to the server that survive a lost connection, a restart, a failover, a full memory and lost scripts.
 
     call         --attempts, with backoff, until timeout_s--> server     (every call made here is idempotent)
-    run          --script, then WAIT on the same connection--> server, and replicas if redis.replicas_to_wait_for
+    run_script   --script, then WAIT on the same connection--> server, and replicas if redis.replicas_to_wait_for
     retry_until  --BLPOP on a separate connection----------> wake list  (filled by the Lua scripts)
 
 `call` waits for the server, but only a limited time on one connection. The next attempt uses a new connection, because
@@ -28,9 +28,9 @@ from redis.asyncio import Redis
 
 from async_grpo.errors import ReplicasBehind, WaitTimeout
 from buffer.redis.client import RunClient
-from buffer.redis.connection import Command, exchange, one_connection, transact
+from buffer.redis.connection import Command, send_commands, send_transaction, use_connection
 from buffer.redis.errors import LOST, can_pass, describe_fault, find_cause
-from buffer.redis.scripts import Script, script
+from buffer.redis.scripts import Script, load_script
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ CONFIRM_MARGIN_FRACTION = 0.1
 """Fraction of timeout_s, at least MIN_CONFIRM_MARGIN_S, by which the wait for replicas ends early. Otherwise silent
 replicas would look like a silent server."""
 MIN_CONFIRM_MARGIN_S = 0.25
-BARRIER = script("barrier")
+BARRIER = load_script("barrier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class RetryingClient:
         """
         return await self._retry(lambda _: function())
 
-    async def run(
+    async def run_script(
         self,
         script: Script,
         keys: Sequence[str],
@@ -136,7 +136,7 @@ class RetryingClient:
         call = ScriptCall(script, keys, args, payloads, together)
         return await self._retry(lambda deadline: self._run_script(call, deadline))
 
-    async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
+    async def fetch_values(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the values of the keys, in their order; None for a key that does not exist."""
         values: list[bytes | None] = []
         for start in range(0, len(keys), PAGE):
@@ -167,7 +167,7 @@ class RetryingClient:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await close(self.client)
+        await close_client(self.client)
 
     async def _retry(self, attempt: Callable[[float], Awaitable[Any]]) -> Any:
         """Repeat `attempt`, which gets the loop time at which it will be cancelled."""
@@ -205,7 +205,7 @@ class RetryingClient:
         If one connection was lost or silent, idle ones may be, too.
         """
         if self.client.discovery is not None:
-            self.client.discovery.forget()
+            self.client.discovery.forget_node()
         if self.client.discovery is not None or isinstance(cause, LOST):
             with contextlib.suppress(server_errors.RedisError, OSError):
                 async with asyncio.timeout(CLOSE_S):
@@ -216,8 +216,8 @@ class RetryingClient:
         unrelated = sys.exc_info()[1]
         try:
             async with asyncio.timeout(max_s + min(self._timeout_s, LATE_WAKE_S)):
-                async with one_connection(self.client) as connection:
-                    await exchange(connection, ("BLPOP", wake, max(max_s, 0.01)))  # 0 would mean no limit
+                async with use_connection(self.client) as connection:
+                    await send_commands(connection, ("BLPOP", wake, max(max_s, 0.01)))  # 0 would mean no limit
         except (server_errors.RedisError, OSError) as error:
             cause = find_cause(error, unrelated)
             if not can_pass(cause):
@@ -235,11 +235,11 @@ class RetryingClient:
 
     async def _send_script(self, call: ScriptCall, deadline: float) -> Any:
         commands = call.commands()
-        async with one_connection(self.client) as connection:
+        async with use_connection(self.client) as connection:
             if call.needs_transaction:
-                replies = await transact(connection, commands)
+                replies = await send_transaction(connection, commands)
             else:
-                replies = await exchange(connection, *commands)
+                replies = await send_commands(connection, *commands)
             # On the same connection: WAIT counts the writes of its own connection only.
             if self._replicas and not call.script.only_reads:
                 await self._wait_for_replicas(connection, deadline)
@@ -251,7 +251,7 @@ class RetryingClient:
         remaining_s = deadline - asyncio.get_running_loop().time() - margin_s
         barrier = ("EVALSHA", BARRIER.digest, 1, self.client.barrier_key)
         wait = ("WAIT", self._replicas, max(1, int(1000 * remaining_s)))  # 0 would mean no limit
-        _, confirmed = await exchange(connection, barrier, wait)
+        _, confirmed = await send_commands(connection, barrier, wait)
         if confirmed < self._replicas:
             raise ReplicasBehind(
                 f"{confirmed} of {self._replicas} replicas of the server at {self.client.endpoint} have confirmed a "
@@ -261,7 +261,7 @@ class RetryingClient:
             )
 
 
-async def close(client: Redis) -> None:
+async def close_client(client: Redis) -> None:
     """Close all connections, also those to a server that is gone."""
     with contextlib.suppress(server_errors.RedisError, OSError):
         await client.aclose()

@@ -66,14 +66,14 @@ _STATE_KEYS = (
 
 
 class RunKeys:
-    """Names of the keys of `run`."""
+    """Full names of the keys of `run`."""
 
     def __init__(self, run: str) -> None:
         self.prefix = f"agrpo:{{{run}}}:"
-        self.state_keys = tuple(self.of(name) for name in _STATE_KEYS)
+        self.state_keys = tuple(self.key(name) for name in _STATE_KEYS)
 
-    def of(self, name: str) -> str:
-        """Return the full name of the run's key `name`."""
+    def key(self, name: str) -> str:
+        """Return the full name of a key of the run."""
         return self.prefix + name
 
     def group(self, seq: int, attempt: int) -> str:
@@ -81,7 +81,7 @@ class RunKeys:
         return f"{self.prefix}group:{seq}:{attempt}"
 
     @staticmethod
-    def run_of(key: str) -> str:
+    def run_of_key(key: str) -> str:
         """Return the run that a key belongs to."""
         return key.removeprefix("agrpo:{").rpartition("}:")[0]
 
@@ -109,7 +109,7 @@ class Script:
 
 
 @cache
-def script(name: str) -> Script:
+def load_script(name: str) -> Script:
     """Return `lua/<name>.lua`, with its parts between its flags (the first line) and its body."""
     flags, body = _read_file(name).split("\n", 1)
     second_line = body.split("\n", 1)[0]

@@ -37,7 +37,7 @@ async def server_of(config: RunConfig) -> AsyncIterator[Any]:
 
 async def stored_partials(config: RunConfig) -> dict[int, Partial]:
     async with server_of(config) as client:
-        names = [name async for name in client.scan_iter(match=RunKeys(config.name).of("partial:*"), count=1000)]
+        names = [name async for name in client.scan_iter(match=RunKeys(config.name).key("partial:*"), count=1000)]
         payloads = {int(name.rpartition(b":")[2]): await client.get(name) for name in names}
         return {seq: decode(payload, Partial) for seq, payload in payloads.items() if payload}
 
@@ -47,7 +47,7 @@ async def finished_groups(config: RunConfig, seqs: set[int]) -> dict[int, Group]
     groups: dict[int, Group] = {}
     async with server_of(config) as client, asyncio.timeout(120):
         while seqs - groups.keys():
-            async for name in client.scan_iter(match=RunKeys(config.name).of("group:*"), count=1000):
+            async for name in client.scan_iter(match=RunKeys(config.name).key("group:*"), count=1000):
                 if (seq := int(name.split(b":")[-2])) in seqs and (payload := await client.get(name)):
                     groups[seq] = decode(payload, Group)
             await asyncio.sleep(0.02)

@@ -200,7 +200,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def all_leases_expire(self) -> None:
         self.now_s += 2 * LEASE_S
-        leases = RunKeys(self.run).of("leases")
+        leases = RunKeys(self.run).key("leases")
         for seq, deadline in self.do(self.client.zrange(leases, 0, -1, withscores=True)):
             self.do(self.client.zadd(leases, {seq: min(deadline, 1)}))
 
@@ -349,8 +349,8 @@ class BufferMachine(RuleBasedStateMachine):
     def holders_are_the_same(self) -> None:
         """Who holds how many leases, and who waits."""
         state, keys = self.memory._state, RunKeys(self.run)
-        held = self.do(self.client.hgetall(keys.of("held")))
-        waiting = self.do(self.client.hgetall(keys.of("waiting")))
+        held = self.do(self.client.hgetall(keys.key("held")))
+        waiting = self.do(self.client.hgetall(keys.key("waiting")))
         assert {name.decode(): int(count) for name, count in held.items()} == dict(+state.lease_counts)
         assert {name.decode(): tuple(map(int, text.split())) for name, text in waiting.items()} == {
             name: (server.wanted, server.slots, server.request_number) for name, server in state.waiting_servers.items()

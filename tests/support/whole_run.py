@@ -110,8 +110,8 @@ class WholeRun(CommandInFolder):
         keys, steps = RunKeys("small"), self.roles_config().steps
 
         def is_there() -> bool:
-            ended = books.hget(keys.of("meta"), "ended") == b"1"
-            return ended and (not measured or bool(books.hexists(keys.of("board:evaluations"), str(steps))))
+            ended = books.hget(keys.key("meta"), "ended") == b"1"
+            return ended and (not measured or bool(books.hexists(keys.key("board:evaluations"), str(steps))))
 
         self.until(is_there, "the end", timeout_s)
 

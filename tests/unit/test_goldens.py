@@ -89,7 +89,7 @@ def test_tags_and_fields_of_every_record() -> None:
 
 def test_names_of_redis_keys() -> None:
     keys = RunKeys("RUN")
-    named = [*keys.state_keys, keys.of("task:1"), keys.of("partial:2"), keys.group(3, 4), keys.pattern]
+    named = [*keys.state_keys, keys.key("task:1"), keys.key("partial:2"), keys.group(3, 4), keys.pattern]
     assert_golden("redis_keys.json", lines(named))
 
 

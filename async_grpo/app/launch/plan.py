@@ -33,7 +33,7 @@ from async_grpo.models.hub import HubRepo
 from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.weights.folder.objects import check_location
 from buffer import plan_buffer_memory
-from buffer.redis.url import parse
+from buffer.redis.url import parse_redis_url
 from trainer.checkpoint.store import RunStore
 
 Rows = list[tuple[str, str]]
@@ -169,7 +169,7 @@ def start_checks(plan: RunPlan) -> Iterator[StartCheck]:
     config, policy = plan.inputs, find_local_policy(plan.inputs)
     yield "Run folder", lambda: check_folder(config.run_dir)
     if (url := config.redis.url) is not None:
-        yield "redis.url", lambda: parse(url)
+        yield "redis.url", lambda: parse_redis_url(url)
     if config.weights.location is not None:
         yield "weights.location", lambda: check_location(config.weights, config.name_with_digest)
     if (store := config.runs_store) is not None:

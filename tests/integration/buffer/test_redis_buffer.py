@@ -60,23 +60,24 @@ async def keys(client: Redis, run: str) -> dict[str, object]:
 
 
 class LosesReplies(RetryingClient):
-    """Every command reaches the server, and every first answer to a script is lost."""
+    """Loses the first reply to every script call. All commands reach the server."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._lost: list[object] = []
+        self.lost_replies: list[ScriptCall] = []
 
-    async def _run(self, call: ScriptCall, until: float) -> Any:
-        reply = await super()._run(call, until)
-        if call not in self._lost:
-            self._lost.append(call)
+    async def _run_script(self, call: ScriptCall, deadline: float) -> Any:
+        reply = await super()._run_script(call, deadline)
+        if call not in self.lost_replies:
+            self.lost_replies.append(call)
             raise ConnectionError("the reply was lost")
         return reply
 
 
 async def test_no_lost_reply_changes_anything_twice(redis_config: RedisConfig, run: str) -> None:
     await (await attach(redis_config, run, policy(S=1, P=2))).aclose()
-    buffer = RedisBuffer(LosesReplies(make_client(redis_config), 5.0), run)
+    link = LosesReplies(make_client(redis_config), 5.0)
+    buffer = RedisBuffer(link, run)
     await buffer.put_tasks(tasks(0, 20))
     epoch = (await buffer.rollback(0)).epoch
     first, second, third, fourth = await admit(buffer, 4)
@@ -89,6 +90,7 @@ async def test_no_lost_reply_changes_anything_twice(redis_config: RedisConfig, r
     await buffer.commit_checkpoint(epoch=epoch, version=1)
     stats = await buffer.stats()
     assert (released(stats), stats.inflight, stats.active, stats.kept) == ({"trained": 2, "filtered": 1}, 1, 1, 0)
+    assert {call.script.name for call in link.lost_replies} >= {"admit_groups", "insert_group", "take_batch"}
     await buffer.aclose()
 
 

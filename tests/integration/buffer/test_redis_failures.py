@@ -346,11 +346,11 @@ async def test_a_cancelled_call_never_leaves_its_reply_to_the_next_one(server: S
     names = [f"agrpo:{{{run}}}:{index}" for index in range(64)]
     await link.client.mset({name: name.encode() * 200 for name in names})
     for attempt in range(400):
-        cut = asyncio.create_task(link.fetch(names[: attempt % 64 + 1]))
+        cut = asyncio.create_task(link.fetch_values(names[: attempt % 64 + 1]))
         for _ in range(attempt % 23):
             await asyncio.sleep(0)
         cut.cancel()
-        (found,) = await link.fetch([names[attempt % 64]])
+        (found,) = await link.fetch_values([names[attempt % 64]])
         assert found == names[attempt % 64].encode() * 200
         await asyncio.gather(cut, return_exceptions=True)
     await link.aclose()

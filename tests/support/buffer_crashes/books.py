@@ -47,9 +47,9 @@ async def read_books(link: RetryingClient) -> Books:
     async def read() -> list[object]:
         async with link.client.pipeline(transaction=True) as pipe:
             for name in _SETS:
-                pipe.zrange(keys.of(name), 0, -1)
-            pipe.smembers(keys.of("taken")).hgetall(keys.of("log")).hgetall(keys.of("groups"))
-            pipe.hmget(keys.of("meta"), "tasks_put", "admitted").hvals(keys.of("released"))
+                pipe.zrange(keys.key(name), 0, -1)
+            pipe.smembers(keys.key("taken")).hgetall(keys.key("log")).hgetall(keys.key("groups"))
+            pipe.hmget(keys.key("meta"), "tasks_put", "admitted").hvals(keys.key("released"))
             pipe.keys(keys.pattern)
             found: list[object] = await pipe.execute()
             return found
@@ -76,7 +76,7 @@ def complaints(books: Books) -> list[str]:
     references = Counter({seq: record.references for seq, record in books.records.items() if record.references})
     expected_references = Counter(kept) + Counter(seq for seqs in books.logged.values() for seq in seqs)
     waiting = set(range(books.admitted, books.tasks_put))
-    # A server that was just restarted stores payloads before it rejects the unknown script (`RetryingClient.run`). So
+    # A server that was just restarted stores payloads before it rejects the unknown script (`RetryingClient.run_script`). So
     # there may be tasks ahead of the stream until they are put again, and groups with a lease until it ends.
     tasks, finished = {seq for seq in of["task"] if seq < books.tasks_put}, of["group"] - in_flight
     same = {

@@ -134,7 +134,7 @@ async def _look(plan: Plan, url: str) -> Look:
     buffer, link = await join(plan, url), reader(url)
     stats, books = await buffer.stats(), await read_books(link)
     seqs = sorted(books.kept)
-    payloads = await link.fetch([RunKeys(RUN).group(seq, books.records[seq].attempt) for seq in seqs])
+    payloads = await link.fetch_values([RunKeys(RUN).group(seq, books.records[seq].attempt) for seq in seqs])
     digests = {seq: digest(decode(found, Group)) for seq, found in zip(seqs, payloads, strict=True) if found}
     await buffer.aclose()
     await link.aclose()

@@ -185,7 +185,7 @@ async def test_books_of_another_format_are_refused_but_their_records_are_read(
     buffer: RedisBuffer, inspector: Inspector, redis_config: RedisConfig, run: str
 ) -> None:
     client: Any = make_client(redis_config, run)
-    await client.hset(RunKeys(run).of("meta"), "format", STATE_FORMAT + 1)
+    await client.hset(RunKeys(run).key("meta"), "format", STATE_FORMAT + 1)
     await client.set(RunKeys(run).group(3, 1), msgpack.packb({"kind": "group", "format": 9, "novelty": True}))
     await client.aclose()
     with pytest.raises(BufferFault, match=f"format {STATE_FORMAT + 1}"):
