@@ -76,7 +76,7 @@ class NpuOnCpu(npu.NpuPlatform):
         report_cuda_types_to_optimizers()
         torch.nn.Parameter.type = torch.Tensor.type
 
-    def _torch(self) -> Any:
+    def _torch_device(self) -> Any:
         import torch
 
         return torch.npu

@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
 from async_grpo.config.basics import BASIC_KEYS
-from async_grpo.lab.importers import SOURCES, page_name, insert_tables
+from async_grpo.lab.importers import SOURCES, insert_tables, page_name
 from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 
 HEADER = """# Reference

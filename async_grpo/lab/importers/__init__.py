@@ -42,7 +42,7 @@ def insert_tables(page: str, source: SourceSystem) -> str:
     return f"{text}{MARK}\n\n{tables}\n"
 
 
-def _tables(source: SourceSystem) -> Iterator[str]:
+def _format_tables(source: SourceSystem) -> Iterator[str]:
     yield f"## Every key\n\nThe keys of [{source.title}]({source.link}) with a counterpart here:\n"
     yield f"| {source.title} | here | on the way |\n|---|---|---|"
     for row in source.rows:

@@ -182,7 +182,7 @@ def test_a_hub_that_is_silent_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("ASYNC_GRPO_CACHE", str(tmp_path))
-        monkeypatch.setattr(huggingface, "_ANSWER_S", 0.05)
+        monkeypatch.setattr(huggingface, "_REQUEST_TIMEOUT_S", 0.05)
         for said in ("timed out", "just .*time out"):
             with pytest.raises(HubUnreachable, match=said):
                 MODEL.pin_revision()

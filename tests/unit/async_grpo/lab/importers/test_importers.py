@@ -17,7 +17,7 @@ from async_grpo.app.launch.role_specs import assign_devices
 from async_grpo.config import RunConfig
 from async_grpo.config.load import dotted_keys
 from async_grpo.errors import ConfigError
-from async_grpo.lab.importers import SOURCES, page_name, with_tables
+from async_grpo.lab.importers import SOURCES, insert_tables, page_name
 from async_grpo.lab.importers.conversions import CONVERSIONS
 from async_grpo.lab.importers.reading import flatten, read_keys
 from async_grpo.lab.importers.table import SourceSystem
@@ -623,7 +623,7 @@ def test_every_row_of_a_table_has_one_meaning(source: SourceSystem) -> None:
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_the_page_has_the_tables_of_the_code(source: SourceSystem) -> None:
     page = (ROOT / "docs" / page_name(source)).read_text()
-    assert page == with_tables(page, source), "run `make reference`"
+    assert page == insert_tables(page, source), "run `make reference`"
 
 
 def test_every_source_can_be_named() -> None:
