@@ -36,7 +36,8 @@ from async_grpo.utils.requirements import (  # noqa: E402
     VLLM_ASCEND,
 )
 
-MACHINES, PYTHONS = ("x86_64", "aarch64"), ("3.11", "3.12")
+MACHINES = ("x86_64", "aarch64")
+PYTHONS = ("3.11", "3.12")
 ENVIRONMENTS = [(machine, python) for machine in MACHINES for python in PYTHONS]
 UNWANTED = "no part of text models; PyPI's build is for CUDA and cannot be imported without it"
 CUDA_ONLY = "of vLLM's CUDA target, not of its empty target"
