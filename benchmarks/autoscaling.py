@@ -30,7 +30,9 @@ from async_grpo.telemetry.servers_wanted import ServerDemand
 from async_grpo.wire.board import ServerBeat
 from buffer.base import Batch
 
-MAX_SERVERS, STEPS, SEED = 16, 60, 1
+MAX_SERVERS = 16
+STEPS = 60
+SEED = 1
 BEAT_S = 1.0
 PRESENT = (1, 4)
 """Numbers of servers that a run has when the estimate is made."""
@@ -118,7 +120,8 @@ class WatchedSimulation(Simulation):
     def run_and_measure_demand(self) -> ServerDemand:
         """Run to the end. Returns the demand measured from its rows and heartbeats."""
         for step, lengths in zip(self.run().steps, self.buffer.lengths, strict=True):
-            mean, longest = sum(lengths) / len(lengths), max(lengths)
+            mean = sum(lengths) / len(lengths)
+            longest = max(lengths)
             row = {"step_s": step.step_s, "wait_s": step.wait_s, "staleness": step.staleness}
             self.demand.add_step(row | {"completion_tokens_mean": mean, "completion_tokens_max": longest})
         return self.demand

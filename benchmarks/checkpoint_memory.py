@@ -32,7 +32,9 @@ from rich.table import Table
 
 from async_grpo.config import RunConfig, validate
 
-HIDDEN, LAYERS, VOCAB = 512, 12, 32_768
+HIDDEN = 512
+LAYERS = 12
+VOCAB = 32_768
 TIMEOUT_S = 600.0
 RETURN_MEMORY = "glibc.malloc.mmap_threshold=131072:glibc.malloc.trim_threshold=131072"
 """Makes glibc return freed tensors to the system. Otherwise a peak could reuse memory freed before it and not show."""

@@ -31,8 +31,10 @@ from benchmarks.harness import main, make_parser
 
 _TEXT = "sum of apples and pears that each child buys per day for a price in dollars after the half third part"
 _WORDS = _TEXT.split()
-_FULL_ROWS, _FULL_PAIRS = 20_000, 5
-_QUICK_ROWS, _QUICK_PAIRS = 500, 1
+_FULL_ROWS = 20_000
+_FULL_PAIRS = 5
+_QUICK_ROWS = 500
+_QUICK_PAIRS = 1
 _TEMPLATE = "Question: {prompt}\nAnswer:"
 _MAX_PROMPT_TOKENS = 512
 

@@ -31,11 +31,14 @@ from async_grpo.wire import Group, Sample, Task, Ticket, VersionSpan, logprobs_t
 from buffer import EmbeddedServer, RedisBuffer, connect
 from buffer.base import ReplayBuffer
 
-GROUPS_PER_STEP, MAX_STALENESS = 8, 1
+GROUPS_PER_STEP = 8
+MAX_STALENESS = 1
 SLOTS = (MAX_STALENESS + 1) * GROUPS_PER_STEP
 """Groups that one server can generate concurrently: the whole window."""
-STEP_S, GROUP_S = 0.03, 0.02
-MIN_PIECES, MAX_PIECES = 2, 6
+STEP_S = 0.03
+GROUP_S = 0.02
+MIN_PIECES = 2
+MAX_PIECES = 6
 WARMUP_STEPS = 4
 
 

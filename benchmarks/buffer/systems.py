@@ -43,7 +43,8 @@ from buffer.redis.scripts import RunKeys
 
 LEASE_S = 60.0
 MAX_ATTEMPTS = 3
-READY, GO = b"ready\n", b"go\n"
+READY = b"ready\n"
+GO = b"go\n"
 WAIT_S = 120.0
 """Timeout of a worker: a bench that takes longer is broken."""
 AT_ONCE = 8

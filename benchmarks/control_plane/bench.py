@@ -37,7 +37,8 @@ from benchmarks.control_plane.replay import PROMPT, ReplayPlan, percentile
 from benchmarks.control_plane.round import RoundResult, run_round
 
 LENGTH_COUNT = 4096
-SLOTS, QUICK_SLOTS = 16, 4
+SLOTS = 16
+QUICK_SLOTS = 4
 QUICK_S = 2.0
 LENGTHS = LengthModel(kind="lognormal", mean=256, sigma=0.8, cap=1024)
 QUICK_TOKEN_S = 0.0005
@@ -72,7 +73,10 @@ async def measure(
         lengths = _draw_lengths(LENGTHS)
         token_s = token_ms / 1e3
     if quick:
-        servers, faster, seconds, token_s = [2, 4], [], QUICK_S, QUICK_TOKEN_S
+        servers = [2, 4]
+        faster = []
+        seconds = QUICK_S
+        token_s = QUICK_TOKEN_S
 
     rounds = [(size, 1) for size in servers] + [(min(servers), factor) for factor in faster]
     step = add_progress_bar(progress, "rounds", len(rounds))
@@ -119,7 +123,9 @@ def measure_round(result: RoundResult, factor: int) -> Iterator[Measurement]:
     name = f"{result.plan.servers} servers"
     if factor != 1:
         name += f", tokens {factor} times as fast"
-    groups, before, after = result.groups_per_s, result.before, result.after
+    groups = result.groups_per_s
+    before = result.before
+    after = result.after
     yield Measurement(f"{name}: inserted", groups, "groups/s", result.bare_per_s, BARE, groups / result.bare_per_s)
 
     latencies_s = {label: result.collect(field) for field, label in _LATENCIES.items()}

@@ -2,8 +2,8 @@
 
     bench --open, serve, observe, stop, bare--> VirtualServers --NodeReport--> bench
 
-Each server is a real `RolloutServer` with separate connections, heartbeat, leases and weight watcher. A process stands
-for one machine: its servers share a weight receiver. The parts that are not real are in `replay`.
+Each server is a real `RolloutServer` with separate connections, heartbeat, leases and weight watcher. A process
+represents one machine: its servers share a weight receiver. The parts that are not real are in `replay`.
 """
 
 from __future__ import annotations

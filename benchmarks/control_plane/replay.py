@@ -130,7 +130,7 @@ class ReplayWorkflow:
 
 
 class EqualVerdicts:
-    """Stands for a reward pool: every completion immediately gets the reward 1."""
+    """A reward pool that immediately returns the reward 1 for every completion."""
 
     async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
         """Return one result per item."""
@@ -138,7 +138,7 @@ class EqualVerdicts:
 
 
 async def count_bare_groups(plan: ReplayPlan, servers: int, warm_s: float, seconds: float) -> int:
-    """Number of groups that engines limited only by their slots finish within `seconds`, after `warm_s`."""
+    """Count the groups that engines limited only by their slots finish within `seconds`, after `warm_s`."""
     ended_s: list[float] = []
     async with asyncio.TaskGroup() as tasks:
         engines = []

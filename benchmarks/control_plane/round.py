@@ -30,11 +30,15 @@ from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
 
 MODULE = "benchmarks.control_plane.node"
-WHO = "the servers of the bench"
+NODE_NAME = "the servers of the bench"
 NODES = 4
-OPEN_TIMEOUT_S, TAKE_TIMEOUT_S, MARGIN_S = 300.0, 240.0, 60.0
-WARM_COMPLETIONS, WARM_S = 3, 2.0
-"""Warm-up before the observation: a number of completions of mean length, plus seconds."""
+OPEN_TIMEOUT_S = 300.0
+TAKE_TIMEOUT_S = 240.0
+MARGIN_S = 60.0
+WARM_COMPLETIONS = 3
+"""Warm-up before the observation: number of completions of mean length."""
+WARM_S = 2.0
+"""Seconds of warm-up in addition to these."""
 _TINY = np.zeros(1024, np.float32)
 
 
@@ -155,15 +159,15 @@ async def run_round(plan: ReplayPlan, seconds: float) -> RoundResult:
                 opens: list[dict[str, Any]] = []
                 for node, servers in enumerate(servers_per_node):
                     opens.append({"ask": "open", "plan": packed_plan, "node": node, "servers": servers})
-                await request_all(WHO, nodes, opens, OPEN_TIMEOUT_S)
-                await request_all(WHO, nodes, [{"ask": "serve"}] * len(nodes), MARGIN_S)
+                await request_all(NODE_NAME, nodes, opens, OPEN_TIMEOUT_S)
+                await request_all(NODE_NAME, nodes, [{"ask": "serve"}] * len(nodes), MARGIN_S)
                 await asyncio.sleep(warm_s)
 
                 before = await trainer.read_counters()
                 observe = {"ask": "observe", "seconds": seconds}
-                observed = await request_all(WHO, nodes, [observe] * len(nodes), seconds + MARGIN_S)
+                observed = await request_all(NODE_NAME, nodes, [observe] * len(nodes), seconds + MARGIN_S)
                 after = await trainer.read_counters()
-                await request_all(WHO, nodes, [{"ask": "stop"}] * len(nodes), MARGIN_S)
+                await request_all(NODE_NAME, nodes, [{"ask": "stop"}] * len(nodes), MARGIN_S)
 
             # The engines alone run after the trainer has stopped, on the same processes and cores.
             bares: list[dict[str, Any]] = []
@@ -171,7 +175,7 @@ async def run_round(plan: ReplayPlan, seconds: float) -> RoundResult:
                 bares.append(
                     {"ask": "bare", "plan": packed_plan, "warm_s": warm_s, "seconds": seconds, "servers": servers}
                 )
-            bare_groups = await request_all(WHO, nodes, bares, warm_s + seconds + MARGIN_S)
+            bare_groups = await request_all(NODE_NAME, nodes, bares, warm_s + seconds + MARGIN_S)
 
     reports = [msgspec.convert(report, NodeReport) for report in observed]
     return RoundResult(plan, before, after, reports, trainer.published_s, sum(bare_groups) / seconds)

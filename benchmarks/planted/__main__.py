@@ -55,7 +55,7 @@ class Diagnosis:
     """The change with the largest simulated gain. None if the simulation cannot be calibrated on the run."""
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         """True if `why` named the planted cause."""
         return self.explanation.cause is self.planted.cause
 
@@ -127,13 +127,13 @@ def diagnose(name: str, planted: PlantedRun, folder: Path) -> Diagnosis:
 
 def make_table(diagnoses: Sequence[Diagnosis]) -> Table:
     """Make a table with a row per run."""
-    right = sum(diagnosis.is_right for diagnosis in diagnoses)
-    table = Table(title=f"{right} of {len(diagnoses)} causes named", title_justify="left")
+    correct = sum(diagnosis.is_correct for diagnosis in diagnoses)
+    table = Table(title=f"{correct} of {len(diagnoses)} causes named", title_justify="left")
     for column in ("planted", "by", "named", "share", "best change, simulated"):
         table.add_column(column, justify="right" if column == "share" else "left")
     for diagnosis in diagnoses:
         named = diagnosis.explanation.cause.value
-        if not diagnosis.is_right:
+        if not diagnosis.is_correct:
             named += "[bold] (wrong)[/]"
         best = ""
         if diagnosis.best_change is not None:
@@ -172,7 +172,7 @@ def main() -> None:
     console.print(make_table(diagnoses))
     for diagnosis in diagnoses:
         console.print(f"{diagnosis.name}: {ADVICE[diagnosis.explanation.cause]}.", highlight=False)
-    sys.exit(0 if sum(diagnosis.is_right for diagnosis in diagnoses) == len(names) else 1)
+    sys.exit(0 if sum(diagnosis.is_correct for diagnosis in diagnoses) == len(names) else 1)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,16 @@ from async_grpo.errors import ConfigError
 from async_grpo.telemetry.bottleneck import Cause
 from benchmarks.slowdown import PERIOD_S, RUNNING_FRACTION, find_processes, send_signal
 
-GROUPS, SIZE, PROMPT = 4, 4, 32
-CONSTANT, SHORT, LONG = 40, 8, 400
-"""Completion lengths in tokens."""
+GROUPS = 4
+SIZE = 4
+PROMPT = 32
+CONSTANT = 40
+SHORT = 8
+LONG = 400
+"""Completion length in tokens, as CONSTANT and SHORT."""
 LINK = "60mbit"
 FSYNC_S = 0.4
-HOGS = 2
+BUSY_PROCESSES = 2
 """Busy processes per processor."""
 SLOW_FSYNC_SOURCE = r"""
 #define _GNU_SOURCE
@@ -101,7 +105,7 @@ def slow_server(run: Path) -> Iterator[None]:
 
 
 @contextmanager
-def hogs(run: Path) -> Iterator[None]:
+def run_busy_processes(run: Path) -> Iterator[None]:
     """Run busy processes in parallel with the run.
 
     Each is in its own session, because the kernel shares processors by session: in one session, all of them together
@@ -109,7 +113,7 @@ def hogs(run: Path) -> Iterator[None]:
     """
     del run
     command = [sys.executable, "-c", "while True: pass"]
-    count = HOGS * len(os.sched_getaffinity(0))
+    count = BUSY_PROCESSES * len(os.sched_getaffinity(0))
     processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield
@@ -171,8 +175,8 @@ PLANTED: dict[str, PlantedRun] = {
     ),
     "CPU contention": PlantedRun(
         Cause.CPU,
-        f"{HOGS} busy processes per processor",
-        disturb=hogs,
+        f"{BUSY_PROCESSES} busy processes per processor",
+        disturb=run_busy_processes,
         steps=40,
     ),
 }

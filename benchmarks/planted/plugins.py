@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from async_grpo.data.tokenizer import Tokenizer
     from async_grpo.wire import Task
 
-REWARD_S, ROW_S = 0.15, 0.5
+REWARD_S = 0.15
+ROW_S = 0.5
 
 
 def slow_reward(completion: str, answer: str) -> float:

@@ -34,7 +34,8 @@ MILES = {
 }
 MILES_MEAN = 6447.0
 """Mean length in the two calibrating cells: tokens per step / samples per step."""
-MILES_CAP, MILES_TRUNCATED = 16_384, 0.053
+MILES_CAP = 16_384
+MILES_TRUNCATED = 0.053
 MILES_STEPS = {1: 40, 2: 40, 4: 60, 8: 110}
 """Steps to simulate per S. Enough for a growing queue to fill."""
 MILES_CALIBRATING = ((4, 2), (4, 4))
@@ -306,7 +307,8 @@ def applied_compute() -> Study:
 def _fit_sigma(longest: float, size: int) -> float:
     """Return the sigma of a lognormal whose longest of `size` samples is on average `longest` times the mean."""
     normals = np.random.default_rng(0).standard_normal((20_000, size))
-    low, high = 0.01, 2.0
+    low = 0.01
+    high = 2.0
     for _ in range(40):  # bisection: the ratio grows with sigma
         middle = (low + high) / 2
         if tail_ratio(np.exp(middle * normals)) < longest:

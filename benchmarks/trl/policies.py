@@ -32,9 +32,12 @@ from trainer.warmup import warm_up
 
 WIDTH = 3
 MAX_ROUNDS = 20
-MEDIAN_ROUNDS, SIGMA_ROUNDS = 2.5, 1.0
+MEDIAN_ROUNDS = 2.5
+SIGMA_ROUNDS = 1.0
 REASONING_SHARE = 0.6
-STEPS, ROWS, PEAK_LR = 120, 32, 1e-3
+STEPS = 120
+ROWS = 32
+PEAK_LR = 1e-3
 POSITIONS = 640
 
 
@@ -65,7 +68,8 @@ def write_checked_solution(problem: Problem, rounds: int) -> str:
     >>> write_checked_solution(Problem(47, 85), 2)
     '<think>7+5+0=12 4+8+1=13 7+5+0=12 4+8+1=13</think><answer>132</answer>'
     """
-    opening, closing = "<think>", "</think>"
+    opening = "<think>"
+    closing = "</think>"
     sums, answer = demonstration(problem).removeprefix(opening).split(closing)
     return f"{opening}{' '.join([sums] * rounds)}{closing}{answer}"
 

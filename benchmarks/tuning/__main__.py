@@ -30,7 +30,8 @@ from async_grpo.lab.simulate.recorded import read_recorded
 from async_grpo.telemetry.logging import configure_logging
 from benchmarks.tuning.workloads import WORKLOADS, TuningBench
 
-CALIBRATION, TUNE = "calibration", "tune"
+CALIBRATION = "calibration"
+TUNE = "tune"
 OUT_OF_TIME = 75
 """Exit code if runs are still missing."""
 

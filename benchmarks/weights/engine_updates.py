@@ -38,7 +38,8 @@ from rollout_server.engines.vllm.engine import VllmEngine
 
 IN_FLIGHT = 16
 VOCABULARY = 4096
-PROMPT_TOKENS, MAX_TOKENS = 32, 256
+PROMPT_TOKENS = 32
+MAX_TOKENS = 256
 DENSE = WeightsConfig(encoding="dense")
 EnginePlatform = Literal["cpu", "cuda", "ascend", "none"]
 BASELINE_NAME = "a safetensors folder, then vLLM's reload_weights"

@@ -67,7 +67,9 @@ class Weights:
 
 
 def _shapes(size: TinyModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, key_value, intermediate = size.hidden, size.hidden // 7, size.hidden * 38 // 7
+    hidden = size.hidden
+    key_value = size.hidden // 7
+    intermediate = size.hidden * 38 // 7
     yield "model.embed_tokens.weight", (size.vocab, hidden)
     for layer in range(size.layers):
         for name, shape in (

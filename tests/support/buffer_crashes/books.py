@@ -76,7 +76,7 @@ def complaints(books: Books) -> list[str]:
     references = Counter({seq: record.references for seq, record in books.records.items() if record.references})
     expected_references = Counter(kept) + Counter(seq for seqs in books.logged.values() for seq in seqs)
     waiting = set(range(books.admitted, books.tasks_put))
-    # A server that was just restarted stores payloads before it rejects the unknown script (`RetryingClient.run_script`). So
+    # A server that was just restarted stores payloads before it rejects the unknown script (`run_script`). So
     # there may be tasks ahead of the stream until they are put again, and groups with a lease until it ends.
     tasks, finished = {seq for seq in of["task"] if seq < books.tasks_put}, of["group"] - in_flight
     same = {
