@@ -28,7 +28,8 @@ async def open_buffer(implementation: str, redis_config: RedisConfig) -> AsyncIt
         async def opened(
             replay_policy: ReplayPolicy | None = None, *, lease_s: float = 30.0, put: int = 100, **options: Any
         ) -> ReplayBuffer:
-            replay_policy, options = replay_policy or policy(), {"max_attempts": 3, "lease_s": lease_s, **options}
+            replay_policy = replay_policy or policy()
+            options = {"max_attempts": 3, "lease_s": lease_s, **options}
             buffer: ReplayBuffer
             if implementation == "memory":
                 buffer = InMemoryBuffer(replay_policy, **options)

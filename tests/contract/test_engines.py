@@ -135,7 +135,8 @@ async def test_every_token_has_a_logprob_and_a_version(subject: Subject) -> None
 
 async def test_a_seed_gives_the_same_completion_whole_or_streamed(subject: Subject) -> None:
     request = make_request(30, seed=2**62 + 1)
-    whole, again = await subject.sampler.generate(request), await subject.sampler.generate(request)
+    whole = await subject.sampler.generate(request)
+    again = await subject.sampler.generate(request)
     pieces = [piece async for piece in subject.sampler.stream(request)]
     assert len(pieces) > 2
     assert {piece.finish_reason for piece in pieces[:-1]} == {""}
@@ -275,7 +276,8 @@ async def test_an_engine_that_was_not_started_refuses_updates(engine: Engine) ->
 async def test_a_dead_engine_fails_all_calls_but_keeps_partials(subject: Subject) -> None:
     await subject.update("keep")
     request = make_request(LONG)
-    running, reading = start(subject.sampler.generate(request)), start(read_stream(subject, make_request(LONG)))
+    running = start(subject.sampler.generate(request))
+    reading = start(read_stream(subject, make_request(LONG)))
     before = await wait_for_partial(subject, request, 40)
     subject.stall()
     updating = start(subject.update("keep"))
@@ -297,7 +299,8 @@ async def test_a_dead_engine_fails_all_calls_but_keeps_partials(subject: Subject
 
 def counting_script(request: GenerationRequest) -> list[int]:
     """A completion in which each token determines the next, so that a prefix is continued."""
-    tokens, last = [], request.prompt[-1]
+    tokens = []
+    last = request.prompt[-1]
     for _ in range(2 * LONG):
         last = (5 * last + 3) % 250
         tokens.append(last)

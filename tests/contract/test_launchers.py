@@ -30,7 +30,8 @@ async def start(config: RunConfig, command: str = "") -> int:
 
 def begun(config: RunConfig) -> RunState:
     """The state of a run that was trained to its end."""
-    folder, state = open_run(config), RunState(finished_steps=config.steps)
+    folder = open_run(config)
+    state = RunState(finished_steps=config.steps)
     write_config(folder, config, for_roles=config)
     folder.write_state(state)
     return state

@@ -95,7 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Path]]:
     """One server and one folder for all tests: the client reads its variables once."""
-    site, folder = Site(), tmp_path_factory.mktemp("modelscope")
+    site = Site()
+    folder = tmp_path_factory.mktemp("modelscope")
     listener = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"site": site}))
     thread = threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True)
     thread.start()

@@ -229,7 +229,8 @@ def test_a_tracker_may_be_closed_twice(opened: Opened) -> None:
 
 
 def test_a_tracker_that_fails_is_warned_about_once_and_the_others_go_on() -> None:
-    failing, other = Counting(fails_at=(2, 3)), Counting()
+    failing = Counting(fails_at=(2, 3))
+    other = Counting()
     with structlog.testing.capture_logs() as lines:
         trackers = Trackers({"failing": lambda: failing, "other": lambda: other})
         for step in (1, 2, 3):
@@ -245,7 +246,8 @@ def test_a_tracker_that_cannot_be_opened_or_hangs_is_warned_about_and_ends_nothi
     def no_key() -> Tracker:
         raise RuntimeError("no API key")
 
-    entered, never = Event(), Event()
+    entered = Event()
+    never = Event()
 
     class Hanging(Counting):
         def log(self, step: int, scalars: Mapping[str, float], at_s: float) -> None:

@@ -39,7 +39,8 @@ class Trainer:
     def __init__(self, config: RunConfig, epoch: int) -> None:
         program = [sys.executable, "-m", "tests.support.weight_publisher", config.model_dump_json(), str(epoch)]
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.epoch, self._version = epoch, -1
+        self.epoch = epoch
+        self._version = -1
         self.address = decode(bytes.fromhex(self._answer()["address"]), PublisherAddress)
 
     def order(self) -> WeightVersion:
@@ -101,9 +102,11 @@ KILLS = [
 
 @pytest.mark.parametrize(("transport", "moments"), KILLS)
 async def test_a_trainer_is_killed_in_the_middle_of_a_version(transport: str, moments: int) -> None:
-    random, board = np.random.default_rng(moments), Board()
+    random = np.random.default_rng(moments)
+    board = Board()
     with run_through(transport) as config:
-        receiver, seen = make_receiver(config, board.publisher_address, name="server"), NEVER
+        receiver = make_receiver(config, board.publisher_address, name="server")
+        seen = NEVER
         trainers = [Trainer(config, 0)]
         try:
             for epoch in range(1, moments + 1):
@@ -125,7 +128,8 @@ async def test_a_trainer_is_killed_in_the_middle_of_a_version(transport: str, mo
 
 @pytest.mark.parametrize(("transport", "moments"), KILLS)
 async def test_a_receiver_is_killed_in_the_middle_of_a_version(transport: str, moments: int) -> None:
-    random, board = np.random.default_rng(moments), Board()
+    random = np.random.default_rng(moments)
+    board = Board()
     with run_through(transport) as config:
         receiver = make_receiver(config, board.publisher_address, name="server")
         assert isinstance(receiver, SharedWeightReceiver)
@@ -183,7 +187,8 @@ async def test_a_late_receiver_follows_the_chain_and_a_lost_link_is_made_good(tr
     board = Board()
     with run_through(transport, dense_every=100) as config:
         sender = make_sender(config, LAYOUT, 0)
-        board.address, objects = sender.address, open_objects(config.weights)
+        board.address = sender.address
+        objects = open_objects(config.weights)
         try:
             async with joining(config, board, "follower") as follower:
                 for version in range(versions):

@@ -52,7 +52,8 @@ async def through_a_bad_proxy(sender: WeightSender, board: Board, _: WeightVersi
 async def through_a_damaged_copy(sender: WeightSender, board: Board, newest: WeightVersion) -> AsyncIterator[None]:
     """The board names a copy of the epoch's folder in which every block is wrong."""
     assert isinstance(sender, FolderWeightSender)
-    objects, folder = open_objects(sender.config), sender.address.announce
+    objects = open_objects(sender.config)
+    folder = sender.address.announce
     await until(lambda: f"{folder}/head" in objects.list_names(folder))
     await until(lambda: decode_with_digest(objects.read(f"{folder}/head"), Head, "head").identity == newest)
     for name in objects.list_names(folder):
@@ -253,7 +254,8 @@ async def test_weights_that_do_not_fit_are_refused_and_the_next_version_arrives(
     plane: Plane, receiver: WeightReceiver
 ) -> None:
     published, _ = plane.publish()
-    version, publish = next(plane.versions), plane.sender.publish_weights
+    version = next(plane.versions)
+    publish = plane.sender.publish_weights
     with pytest.raises(WeightsError, match=r"4 tensors .* not given: \['experts', 'frozen', 'head'\]"):
         publish(version, [("embed", random_weights(0)["embed"])])
     with pytest.raises(WeightsError, match=r"'norm' is float32 .* float64"):

@@ -36,7 +36,8 @@ class Containers:
     """Services of the profile cpu as processes of this machine, with the entrypoint of the images."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.page = folder, free_port()
+        self.folder = folder
+        self.page = free_port()
         self._redis = free_port()
         self.ports = {"rollout": free_port(), "trainer": free_port(), "prometheus": free_port()}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}

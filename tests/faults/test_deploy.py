@@ -30,7 +30,9 @@ import yaml
 from tests.support.ports import free_port
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-STEPS, GROUPS_PER_STEP, MAX_STALENESS = 1000, 8, 2
+STEPS = 1000
+GROUPS_PER_STEP = 8
+MAX_STALENESS = 2
 """Small steps, and so many that the run outlasts what happens to it: engines that start, one after another."""
 CONFIG = {
     "base": ["/app/deploy/configs/cpu.yaml"],
@@ -46,7 +48,10 @@ CONFIG = {
     "launch": {"ready_timeout_s": 3600},
 }
 PROJECT = "async-grpo-test"
-BUILD_S, START_S, EVENT_S, RUN_S = 7200.0, 3600.0, 1800.0, 7200.0
+BUILD_S = 7200.0
+START_S = 3600.0
+EVENT_S = 1800.0
+RUN_S = 7200.0
 
 
 def docker(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
@@ -81,7 +86,8 @@ class Stack:
     """The containers of one project; `close` leaves nothing behind but images."""
 
     def __init__(self, folder: Path) -> None:
-        self._prometheus, view = free_port(), free_port()
+        self._prometheus = free_port()
+        view = free_port()
         (folder / "config").mkdir()
         (folder / "config" / "test.yaml").write_text(yaml.safe_dump(CONFIG))
         mounted = {"volumes": [f"{folder / 'config'}:/config:ro"]}

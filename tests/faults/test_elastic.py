@@ -20,7 +20,8 @@ from buffer.redis.scripts import RunKeys
 from tests.support.waiting import wait_until
 from tests.support.whole_run import WholeRun, check_books
 
-STEPS, LONG_RUN = 60, 200
+STEPS = 60
+LONG_RUN = 200
 """A server takes half a minute to start, or more beside others; a step takes a second or so."""
 LONG = 200
 PROGRESS = ("rollout.progress_interval_s=0.3",)

@@ -80,7 +80,8 @@ def test_weights_through_a_folder_find_a_killed_server_and_come_from_a_killed_tr
 
 def test_a_trainer_killed_after_the_end_costs_a_restart_of_its_own_and_none_of_the_servers(run: WholeRun) -> None:
     run.wait_for_step(STEPS)
-    trainer, server = run.role("trainer.main"), run.role("rollout_server.main")
+    trainer = run.role("trainer.main")
+    server = run.role("rollout_server.main")
     run.wait_for_end(measured=False)
     trainer.suspend()
     run.wait_for_end(measured=True)

@@ -23,7 +23,8 @@ from async_grpo.wire.board import PROTOCOL, ServerBeat
 from buffer import connect_board
 from tests.support.whole_run import COMMAND, CONFIG, check_books
 
-STEPS, TOKEN = 260, "of-this-test"
+STEPS = 260
+TOKEN = "of-this-test"
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("async_grpo", "buffer", "rollout_server", "trainer")
 
@@ -44,7 +45,8 @@ class Cluster:
     """A run whose roles are started one by one, as on several machines."""
 
     def __init__(self, folder: Path, url: str) -> None:
-        self.folder, self.file = folder, folder / "run.yaml"
+        self.folder = folder
+        self.file = folder / "run.yaml"
         name = f"upgrade-{uuid.uuid4().hex[:8]}"
         text = CONFIG.format(steps=STEPS, max_tokens=200).replace("name: small", f"name: {name}")
         self.file.write_text(text.replace("redis: {", f"redis: {{url: '{url}', "))

@@ -31,7 +31,9 @@ from tests.support.trainer_programs.models import make_model
 from tests.support.trainer_programs.supply import supply, trained, write_config
 from tests.support.waiting import until
 
-STEPS, GROUPS, KILL_AT = 4, 2, 3
+STEPS = 4
+GROUPS = 2
+KILL_AT = 3
 PATIENCE_S = 400.0
 COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main"]
 TRAINER = [*COMMAND, "trainer"]

@@ -40,7 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> dict[str, Outcome]:
     """Every family in float32; one in bfloat16, and with activations recomputed."""
-    steps, on_gpu, qwen2 = {"versions": [*range(STEPS)]}, adamw(LR) | ON_GPU, make_model(folder, "qwen2")
+    steps = {"versions": [*range(STEPS)]}
+    on_gpu = adamw(LR) | ON_GPU
+    qwen2 = make_model(folder, "qwen2")
     runs = {name: Run(make_model(folder, name), on_gpu, steps) for name in FAMILIES}
     runs |= {
         "bfloat16": Run(qwen2, on_gpu, {**steps, "logprobs": True}, precision="bfloat16"),
@@ -63,7 +65,8 @@ def test_a_checkpoint_goes_through_the_gpu_bit_for_bit(trained: dict[str, Outcom
 
 def test_ten_steps_in_bfloat16_stay_within_its_digits(trained: dict[str, Outcome], folder: Path) -> None:
     """Eight bits of mantissa: one part in 256 of a number, a few of them after two layers and a logarithm."""
-    found, expected = trained["bfloat16"], plain_steps(make_model(folder, "qwen2"), STEPS, LR)
+    found = trained["bfloat16"]
+    expected = plain_steps(make_model(folder, "qwen2"), STEPS, LR)
     assert sorted(found.found["logprobs"]) == pytest.approx(sorted(expected.logprobs), abs=0.1)
     for mine, theirs in zip(found.steps, expected.steps, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=0.03)

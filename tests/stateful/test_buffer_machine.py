@@ -81,7 +81,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.run = uuid.uuid4().hex
         self.now_s = 1000.0
-        self.policy, self.policies, self.most_active = first, [first], first.window.capacity
+        self.policy = first
+        self.policies = [first]
+        self.most_active = first.window.capacity
         self.client = make_client(self.config)
         options: dict[str, Any] = {"lease_s": LEASE_S, "max_attempts": 2}
         options["quota"] = MemoryQuota(0, room_bytes=room * GROUP_BYTES, group_bytes=GROUP_BYTES)
@@ -97,7 +99,10 @@ class BufferMachine(RuleBasedStateMachine):
         """What this trainer has of the step, if it takes it in parts."""
         self.settled: set[int] = set()
         self.uses: Counter[int] = Counter()
-        self.epoch, self.version, self.head, self.committed = 1, 0, 0, 0
+        self.epoch = 1
+        self.version = 0
+        self.head = 0
+        self.committed = 0
         self.both(lambda buffer: buffer.rollback(0))
         self.both(lambda buffer: buffer.put_tasks(tasks(0, 3)))
 
@@ -284,7 +289,9 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def the_trainer_dies(self) -> None:
-        old, self.epoch, self.version = self.epoch, self.epoch + 1, self.committed
+        old = self.epoch
+        self.epoch = self.epoch + 1
+        self.version = self.committed
         self.have = []
         resume = self.both(lambda buffer: buffer.rollback(self.version))
         assert (resume.epoch, resume.head_version) == (self.epoch, self.head)
@@ -348,7 +355,8 @@ class BufferMachine(RuleBasedStateMachine):
 
     def holders_are_the_same(self) -> None:
         """Who holds how many leases, and who waits."""
-        state, keys = self.memory._state, RunKeys(self.run)
+        state = self.memory._state
+        keys = RunKeys(self.run)
         held = self.do(self.client.hgetall(keys.key("held")))
         waiting = self.do(self.client.hgetall(keys.key("waiting")))
         assert {name.decode(): int(count) for name, count in held.items()} == dict(+state.lease_counts)

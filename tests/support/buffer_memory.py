@@ -33,13 +33,16 @@ from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from async_grpo.wire import Group, Sample, Task, Ticket, VersionSpan, tokens_to_bytes
 from buffer import EmbeddedServer, ReplayBuffer, connect, make_client
 
-S, P = 2, 16
-LANES, AT_ONCE = 8, 4
+S = 2
+P = 16
+LANES = 8
+AT_ONCE = 4
 LEASE_S = 1.0
 """Answers to `admit_groups` are kept for as long, too."""
 CHECKPOINT_EVERY = 10
 WAIT_S = 60.0
-SMALL, LARGE = (1, 500), (8, 4300)
+SMALL = (1, 500)
+LARGE = (8, 4300)
 """Samples of a group, and tokens of a sample: 4 KB and 276 KB."""
 MB = 1e6
 
@@ -74,13 +77,16 @@ class MemoryRun:
     """One run of the buffer, round by round, each over connections of its own."""
 
     def __init__(self, redis: RedisConfig, client: Any, folder: Path) -> None:
-        self._redis, self._client, self._folder = redis, client, folder
+        self._redis = redis
+        self._client = client
+        self._folder = folder
         self._done = self._version = 0
         self._most_file = self._most_used = 0
 
     async def round(self, groups: int, shape: tuple[int, int]) -> Look:
         """So many groups (a multiple of P) from their tasks to their checkpoint, and the look afterwards."""
-        began_s, maker = time.monotonic(), Maker(shape)
+        began_s = time.monotonic()
+        maker = Maker(shape)
         self._most_file = self._most_used = 0
         left = [AT_ONCE] * (groups // AT_ONCE)
         policy = ReplayPolicy(StalenessWindow(max_staleness=S, groups_per_step=P, horizon=1 << 40))
@@ -214,7 +220,8 @@ def _task(index: int) -> Task:
 
 def rounds_of(groups: int, large_groups: int, looks: int) -> list[tuple[int, tuple[int, int]]]:
     """`looks` rounds of small groups, two of large ones, and one of small ones again."""
-    small, large = groups // looks // P * P, large_groups // 2 // P * P
+    small = groups // looks // P * P
+    large = large_groups // 2 // P * P
     return [(small, SMALL)] * looks + [(large, LARGE)] * 2 + [(small, SMALL)]
 
 

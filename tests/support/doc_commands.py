@@ -59,10 +59,14 @@ def commands() -> list[DocCommand]:
 
 
 def _commands_of_page(page: Path) -> Iterator[DocCommand]:
-    name, fenced, pending, start = str(page.relative_to(ROOT)), False, "", 0
+    name = str(page.relative_to(ROOT))
+    fenced = False
+    pending = ""
+    start = 0
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.lstrip().startswith("```"):
-            fenced, pending = not fenced, ""
+            fenced = not fenced
+            pending = ""
         elif fenced:
             start = start if pending else number
             pending += line.strip()

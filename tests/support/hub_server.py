@@ -18,7 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-FIRST, SECOND = "1" * 40, "2" * 40
+FIRST = "1" * 40
+SECOND = "2" * 40
 
 
 @dataclass
@@ -148,7 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not body:
             return
         if "/resolve/" in self.path and self.hub.cut_after is not None and len(data) > self.hub.cut_after:
-            data, self.hub.cut_after = data[: self.hub.cut_after], None
+            data = data[: self.hub.cut_after]
+            self.hub.cut_after = None
             self.close_connection = True
         self.wfile.write(data)
 

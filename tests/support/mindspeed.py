@@ -118,7 +118,8 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = _StandIn(spec.name)
-        module.__path__, module.__file__ = [], f"{spec.name}/__init__.py"
+        module.__path__ = []
+        module.__file__ = f"{spec.name}/__init__.py"
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:

@@ -136,7 +136,8 @@ def npu_grouped_matmul(
     _check(split_item == 3 and group_list_type == 0, "only one tensor in and out, and ends of groups, are written here")
     _check(len(x) == len(weight) == 1 and x[0].dtype == weight[0].dtype, "one tensor each, of one dtype")
     _check(group_list.dtype == torch.int64 and group_list.dim() == 1, "the ends of groups are int64 [groups]")
-    left, right = x[0], weight[0]
+    left = x[0]
+    right = weight[0]
     ends = group_list.tolist()
     lengths = [end - begin for begin, end in pairwise([0, *ends])]
     _check(min(lengths) >= 0, "ends rise")

@@ -26,7 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TEST_TIMEOUT_S = 300
 RUN_TIMEOUT_S = 900
-PASSED, FAILED = 0, 1
+PASSED = 0
+FAILED = 1
 """Exit codes of pytest; any other one means that the tests could not be run."""
 
 
@@ -210,7 +211,8 @@ PLANTED: list[str | tuple[str, ...]] = [
 
 
 def _read(planted: Iterable[str | tuple[str, ...]]) -> Iterator[Fault]:
-    file, tests = "", tuple[str, ...]()
+    file = ""
+    tests = tuple[str, ...]()
     for entry in planted:
         if isinstance(entry, tuple):
             file, *listed = entry
@@ -251,9 +253,11 @@ def _broken_without_faults(copy: Path, chosen: Sequence[Fault]) -> dict[tuple[st
 
 def _outcome(fault: Fault, copy: Path, broken: str) -> bool:
     """Plant the fault and say what its tests make of it; True if they caught it."""
-    path, started_s = copy / fault.file, time.monotonic()
+    path = copy / fault.file
+    started_s = time.monotonic()
     right = path.read_text() if path.is_file() else ""
-    caught, said = False, ""
+    caught = False
+    said = ""
     if (count := right.count(fault.old)) != 1:
         said = f"{fault.old!r} stands {count} times in {fault.file}, not once"
     elif broken:

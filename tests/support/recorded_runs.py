@@ -21,7 +21,8 @@ from async_grpo.lab.simulate.timings import Timings
 from async_grpo.wire import Batch, Ticket
 
 Row = dict[str, Any]
-GROUPS, SIZE = 8, 8
+GROUPS = 8
+SIZE = 8
 PLAIN: dict[str, Any] = {
     "steps": 40,
     "group_size": SIZE,
@@ -49,7 +50,8 @@ class RecordingBuffer(SimulatedBuffer):
 
     def admit_groups(self, server: TicketWaiter, limit: int, slots: int) -> list[Ticket]:
         tickets = super().admit_groups(server, limit, slots)
-        now_s, call_s = self._context.events.now_s, self._context.timings.engine.call_s
+        now_s = self._context.events.now_s
+        call_s = self._context.timings.engine.call_s
         if not tickets:
             self._requested_s.setdefault(server.name, now_s)
         elif server.name in self._requested_s:
@@ -58,7 +60,8 @@ class RecordingBuffer(SimulatedBuffer):
 
     def end_group(self, group: SimulatedGroup) -> None:
         assert group.ticket is not None
-        now_s, began_s = self._context.events.now_s, group.admitted_s + self._context.timings.engine.call_s
+        now_s = self._context.events.now_s
+        began_s = group.admitted_s + self._context.timings.engine.call_s
         args = {
             "version": group.ticket.version,
             "lengths": [round(sample.generated_tokens) for sample in group.samples],
@@ -103,7 +106,8 @@ class RecordedSimulation(Simulation):
 
     def _row(self, index: int) -> Row:
         row = self.trainer.steps[index]
-        timings, settings = self.context.timings, self.context.settings
+        timings = self.context.timings
+        settings = self.context.settings
         saves = settings.checkpoint_steps and index and index % settings.checkpoint_steps == 0
         saved_s = timings.trainer.checkpoint_s if saves else 0.0
         wait_s = row.wait_s + timings.trainer.take_s

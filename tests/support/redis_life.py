@@ -25,7 +25,8 @@ async def begin(config: RedisConfig, run: str, count: int = 20) -> RedisBuffer:
 
 async def live_through(config: RedisConfig, run: str) -> None:
     """Every kind of call once, with the counts that must come of it; afterwards nothing of the run is left."""
-    buffer, board = await begin(config, run), await connect_board(config, run)
+    buffer = await begin(config, run)
+    board = await connect_board(config, run)
     first, second, third, fourth = await admit(buffer, 4)
     await buffer.save_partial(first, partial_of(first))
     assert await buffer.renew_leases([first, second]) == []

@@ -22,10 +22,12 @@ class Proxy:
     forwarding without closing, as a dropped NAT entry does."""
 
     def __init__(self, upstream_port: int, tls: ssl.SSLContext | None = None) -> None:
-        self._upstream_port, self._tls = upstream_port, tls
+        self._upstream_port = upstream_port
+        self._tls = tls
         self._swallow: bytes | None = None
         self.swallowed = 0
-        self._silences, self._over = 0, asyncio.Event()
+        self._silences = 0
+        self._over = asyncio.Event()
         self.port = 0
 
     @asynccontextmanager
@@ -99,7 +101,8 @@ class Authority:
         if shutil.which("openssl") is None:
             pytest.skip("openssl, which makes the certificates, is not installed")
         dir.mkdir(parents=True, exist_ok=True)
-        self._dir, self.ca = dir, str(dir / "ca.crt")
+        self._dir = dir
+        self.ca = str(dir / "ca.crt")
         self._openssl("req", "-x509", "-keyout", "ca.key", "-out", "ca.crt", "-subj", f"/CN={name}", *_KEY)
 
     def sign(self, name: str, host: str) -> tuple[str, str]:

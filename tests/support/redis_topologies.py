@@ -32,7 +32,8 @@ class Server:
 
     def __init__(self, dir: Path, *options: str, binary: str | None = None) -> None:
         dir.mkdir(parents=True, exist_ok=True)
-        self.dir, self.port = dir, free_port()
+        self.dir = dir
+        self.port = free_port()
         self._command = [binary or find_server(), *options]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -84,7 +85,8 @@ class SentinelServer(Server):
 
     def __init__(self, dir: Path, primary: Server, password: str | None) -> None:
         super().__init__(dir)
-        self._primary, self.password = primary, password
+        self._primary = primary
+        self.password = password
 
     def _arguments(self) -> list[str]:
         protected = f"requirepass {self.password}\nsentinel sentinel-pass {self.password}\n" if self.password else ""
@@ -206,7 +208,9 @@ class SlotMove:
 
     def __init__(self, cluster: Cluster, run: str, source: Server, target: Server) -> None:
         self._slot = key_slot(f"{{{run}}}".encode())
-        self._cluster, self._source, self._target = cluster, source, target
+        self._cluster = cluster
+        self._source = source
+        self._target = target
 
     def begin(self) -> None:
         ids = self._cluster.id_of(self._source), self._cluster.id_of(self._target)

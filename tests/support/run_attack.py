@@ -136,7 +136,9 @@ class AttackedRun:
         workflow: str = "single_turn",
         outside_server: EmbeddedServer | None = None,
     ) -> None:
-        self.folder, self.steps, self.found = folder, steps, Findings()
+        self.folder = folder
+        self.steps = steps
+        self.found = Findings()
         self.run_dir = folder / "runs" / NAME
         self._attacks = list(attacks)
         self._outside_server = outside_server
@@ -162,7 +164,8 @@ class AttackedRun:
 
     def go(self, timeout_s: float) -> Findings:
         """Until it has finished, can never finish, or the time is over."""
-        futile, before = 0, -1
+        futile = 0
+        before = -1
         while futile < FUTILE and time.monotonic() < self._began_s + timeout_s:
             code = self._invoke(timeout_s)
             self.found.exits.append(code)
@@ -170,7 +173,8 @@ class AttackedRun:
             self._check_gone()
             if code == 0:
                 break
-            futile, before = (0 if self.step > before else futile + 1), self.step
+            futile = 0 if self.step > before else futile + 1
+            before = self.step
         self.found.expect(self.found.exits[-1:] == [0], "the run did not finish, by itself or by the same command")
         self._say(f"attacked {len(self.found.done)} times; {len(self._attacks)} attacks were not reached")
         self._check_end()

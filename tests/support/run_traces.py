@@ -126,7 +126,9 @@ class RunBooks:
         expect: Callable[[bool, str], None],
         server: EmbeddedServer | None = None,
     ) -> None:
-        self._run_dir, self._steps, self._expect = run_dir, steps, expect
+        self._run_dir = run_dir
+        self._steps = steps
+        self._expect = expect
         self._is_outside = server is not None
         self._server = server or EmbeddedServer(run_dir / "server", RedisConfig())
         self.most_connections = 0

@@ -73,7 +73,8 @@ class SlurmCluster:
     def __init__(self, folder: Path, *addresses: str, prefixes: Sequence[Sequence[str]] = ((), ())) -> None:
         """`addresses`: of the nodes, or one for both; `prefixes`: words before a command that runs on each of them. The
         controller and all commands run on the first."""
-        self.folder, self.address = folder, addresses[0]
+        self.folder = folder
+        self.address = addresses[0]
         self._addresses = dict(zip(NODES, [addresses[0], addresses[-1]], strict=True))
         self._prefixes = dict(zip(NODES, prefixes, strict=True))
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _SBIN}

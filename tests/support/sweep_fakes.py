@@ -50,7 +50,8 @@ def leave_run(made: Point, *, accuracy: float, step_s: float, steps: int = STEPS
     with JsonLines(folder / "metrics.jsonl") as metrics:
         for step in range(1, steps + 1):
             metrics.write(_step(step, step_s, accuracy))
-    trainer, server = Timeline(folder / "timeline" / "trainer.jsonl", "trainer"), _server(folder)
+    trainer = Timeline(folder / "timeline" / "trainer.jsonl", "trainer")
+    server = _server(folder)
     trainer.span("trainer", "start", 0.0, 100.0)
     for step in range(steps):
         begin_s = 100.0 + step * step_s

@@ -57,10 +57,12 @@ _PICTURE = """\
 
 def logged_commands(file: Path) -> Iterator[list[bytes]]:
     """The commands of an append-only file, without transactions and expiry."""
-    data, at = file.read_bytes(), 0
+    data = file.read_bytes()
+    at = 0
     while at < len(data):
         end = data.index(b"\r\n", at)
-        count, at = (int(data[at + 1 : end]) if data[at : at + 1] == b"*" else 0), end + 2
+        count = int(data[at + 1 : end]) if data[at : at + 1] == b"*" else 0
+        at = end + 2
         words: list[bytes] = []
         for _ in range(count):
             end = data.index(b"\r\n", at)

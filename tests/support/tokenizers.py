@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-START, CONTROL = "<|begin_of_text|>", "<|im_end|>"
+START = "<|begin_of_text|>"
+CONTROL = "<|im_end|>"
 
 
 class Bytes:

@@ -187,7 +187,8 @@ def _open(url: str, method: str = "GET") -> Any:
 def _download(files: list[_File], scratch: Path) -> None:
     """Unpack the archive with the least that is compiled into `scratch/text`. Checks the sum that the index states."""
     file = _smallest(files)
-    archive, digest = scratch / file.name, hashlib.sha256()
+    archive = scratch / file.name
+    digest = hashlib.sha256()
     with _open(file.url) as answer, archive.open("wb") as out:
         while block := answer.read(1 << 20):
             digest.update(block)

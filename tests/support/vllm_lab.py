@@ -100,7 +100,8 @@ class Lab:
 
         keep: each model continues with the KV cache of the models before it; else it encodes everything again.
         """
-        parts, cache = [], DynamicCache()
+        parts = []
+        cache = DynamicCache()
         sequence = [*prompt, *generation.tokens.tolist()]
         for span in generation.spans:
             if not keep:
@@ -126,7 +127,8 @@ async def started_lab(
     model_dir: Path, *, tied: bool, stop_tokens: list[int] | None = None, **vllm: Any
 ) -> AsyncIterator[Lab]:
     """A lab with a running engine whose weights can be read. Restores the environment and removes the store."""
-    run, before = f"test-vllm-{os.getpid()}-{model_dir.name}", dict(os.environ)
+    run = f"test-vllm-{os.getpid()}-{model_dir.name}"
+    before = dict(os.environ)
     vllm = {"extra": {"worker_extension_cls": PROBE}, **vllm}
     lab = Lab(model_dir, run=run, tied=tied, stop_tokens=stop_tokens, **vllm)
     try:

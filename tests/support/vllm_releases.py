@@ -92,7 +92,8 @@ class MockFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = _MockModule(spec.name)
-        module.__path__, module.__file__ = [], f"{spec.name}/__init__.py"
+        module.__path__ = []
+        module.__file__ = f"{spec.name}/__init__.py"
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -194,7 +195,8 @@ def missing_names() -> list[str]:
 def effective(engine: VllmEngine) -> dict[str, Any]:
     """vLLM's effective settings for the engine's arguments."""
     config = engine_config(engine)
-    scheduler, compilation = config.scheduler_config, config.compilation_config
+    scheduler = config.scheduler_config
+    compilation = config.compilation_config
     return {
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
@@ -225,7 +227,8 @@ def refused_calls(engine: VllmEngine) -> list[str]:
 
     llm = create_autospec(AsyncLLM, instance=True)
     llm.output_processor = SimpleNamespace(request_states={})
-    engine._llm, engine._stop_tokens = llm, (2,)
+    engine._llm = llm
+    engine._stop_tokens = (2,)
     asyncio.run(_use(engine, llm))
     used = {call[0] for call in llm.method_calls}
     wanted = {
@@ -273,7 +276,9 @@ async def uncounted_outputs() -> list[str]:
 
     from rollout_server.engines.vllm.requests import wait_for_outputs
 
-    llm, client, processor = object.__new__(AsyncLLM), object.__new__(AsyncMPClient), MagicMock()
+    llm = object.__new__(AsyncLLM)
+    client = object.__new__(AsyncMPClient)
+    processor = MagicMock()
     processed: list[Any] = []
     processor.process_outputs.side_effect = lambda outputs, *_, **__: (
         processed.extend(outputs) or SimpleNamespace(request_outputs=[], reqs_to_abort=[])
@@ -351,11 +356,13 @@ def unshared_device(kind: str, engine: VllmEngine) -> list[str]:
     from vllm.v1.engine.core import EngineCore
 
     os.environ.pop("PYTORCH_NPU_ALLOC_CONF", None)  # vllm-ascend sets it for engines that do not sleep
-    engine._sleep_mode, core = True, MagicMock()
+    engine._sleep_mode = True
+    core = MagicMock()
     config = engine_config(engine)
     sleeps = config.model_config.enable_sleep_mode
     found = [] if sleeps is (kind != "cpu") else [f"enable_sleep_mode is {sleeps}"]
-    core.pause_scheduler.return_value, core.model_executor.is_sleeping = None, False
+    core.pause_scheduler.return_value = None
+    core.model_executor.is_sleeping = False
     EngineCore.sleep(core, level=1, mode="keep")
     EngineCore.wake_up(core)
     steps = [(name, arguments) for name, _, arguments in core.mock_calls]
@@ -402,7 +409,8 @@ def sampled_logprobs(kind: str) -> list[str]:
     """Check that this release's sampler reports log-probabilities of the sampled distribution, at T = 0.8."""
     sampler = sampler_of(kind)
     report_sampled_logprobs(sampler)
-    temperature, logits = 0.8, torch.tensor([[0.0, 1.0, 2.0, 4.0], [3.0, -1.0, 0.5, 0.0]])
+    temperature = 0.8
+    logits = torch.tensor([[0.0, 1.0, 2.0, 4.0], [3.0, -1.0, 0.5, 0.0]])
     output = sampler(logits.clone(), sampling_metadata(temperature, rows=2))
     tokens = output.sampled_token_ids.long()
     found = output.logprobs_tensors.logprobs[:, :1]
@@ -428,7 +436,8 @@ class SamplerEngine:
     """The part of an engine that a proof uses: a table of logits by the last token, and a vLLM sampler."""
 
     def __init__(self, sampler: Any) -> None:
-        self._sampler, self.description = sampler, type(sampler).__name__
+        self._sampler = sampler
+        self.description = type(sampler).__name__
         self._logits_VV = 3 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
 
     async def vocabulary_logprobs(self, prompt: Sequence[int]) -> Any:
@@ -438,7 +447,8 @@ class SamplerEngine:
         return row
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        tokens, logprobs = [request.prompt[-1]], []
+        tokens = [request.prompt[-1]]
+        logprobs = []
         for _ in range(request.max_tokens):
             token, found = self._sample(tokens[-1], request.temperature, 0)
             tokens.append(token)

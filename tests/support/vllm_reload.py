@@ -112,7 +112,9 @@ def _random(shapes: dict[str, tuple[int, ...]]) -> Tensors:
 
 def _shapes(hf: Any) -> dict[str, tuple[int, ...]]:
     """The tensors of a Qwen2 checkpoint."""
-    width, hidden, groups = hf.hidden_size, hf.intermediate_size, hf.num_key_value_heads
+    width = hf.hidden_size
+    hidden = hf.intermediate_size
+    groups = hf.num_key_value_heads
     keys = width // hf.num_attention_heads * groups
     layer = {
         **{f"self_attn.{part}_proj.weight": (size, width) for part, size in (("q", width), ("k", keys), ("v", keys))},

@@ -107,7 +107,8 @@ class WholeRun(CommandInFolder):
     def wait_for_end(self, *, measured: bool, timeout_s: float = 240.0) -> None:
         """Until the trainer has said that every step is trained; `measured`: and the final policy is."""
         books = redis.Redis.from_url(self.roles_config().redis.url or "")
-        keys, steps = RunKeys("small"), self.roles_config().steps
+        keys = RunKeys("small")
+        steps = self.roles_config().steps
 
         def is_there() -> bool:
             ended = books.hget(keys.key("meta"), "ended") == b"1"

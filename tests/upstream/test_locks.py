@@ -114,7 +114,8 @@ def test_the_python_of_the_ascend_image_is_built_for_aarch64(tmp_path: Path) -> 
 )
 def test_the_sources_of_ascend_are_built_in_the_image_of_x86_64(tmp_path: Path) -> None:
     """By the script and pip, without CANN. torch is this environment's, because PyPI has no CPU build for x86-64."""
-    layer, sources = layer_for("x86_64", tmp_path), unpacked_source(tmp_path / "mindspeed")
+    layer = layer_for("x86_64", tmp_path)
+    sources = unpacked_source(tmp_path / "mindspeed")
     given = {"PIP_TARGET": str(layer), "PYTHONPATH": str(layer), "MINDSPEED_SOURCE": str(sources)}
     command = [sys.executable, str(DEPLOY / "install"), "ascend", "--only", "vllm", "mindspeed"]
     ended = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, timeout=1500)

@@ -34,7 +34,8 @@ from tests.support.trainer_programs.models import make_model
 from tests.support.trainer_programs.running import MINDSPEED_VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-STEPS, SAVED = 4, 2
+STEPS = 4
+SAVED = 2
 LR = 1e-3
 TOLERANCE = 1e-6
 """Largest difference of a weight in float32, after steps of 1e-3."""
@@ -62,7 +63,8 @@ STREAMED: dict[str, Any] = {
 
 def runs_of(folder: Path, layout: str, keys: dict[str, Any]) -> dict[str, Run]:
     """Without MindSpeed and with it alike."""
-    model, versions = make_model(folder, FAMILIES.get(layout, "qwen2")), [*range(STEPS)]
+    model = make_model(folder, FAMILIES.get(layout, "qwen2"))
+    versions = [*range(STEPS)]
     found = {
         "trained": Run(model, adamw(LR) | keys, {"versions": versions, "save_at": SAVED}),
         "rounded": Run(model, OFFLOADED | keys, {"versions": versions, "save_at": SAVED}, precision="bfloat16"),
@@ -94,7 +96,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """The same under the patches, and two runs that were resumed."""
-    source, folder = unpacked_source(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("patched")
+    source = unpacked_source(tmp_path_factory.mktemp("source"))
+    folder = tmp_path_factory.mktemp("patched")
     found = {}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(MINDSPEED_VARIABLE, str(source))
@@ -119,7 +122,8 @@ def _named(folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Run]:
 def test_training_under_its_patches_gives_the_same_losses_and_weights(
     plain: dict[str, Outcome], patched: dict[str, Outcome], layout: str
 ) -> None:
-    expected, found = plain[f"{layout}, trained"], patched[f"{layout}, trained"]
+    expected = plain[f"{layout}, trained"]
+    found = patched[f"{layout}, trained"]
     assert len(found.steps) == STEPS
     for of_plain, of_patched in zip(expected.steps, found.steps, strict=True):
         assert_same_figures(of_patched, of_plain, 1e-5)
@@ -139,7 +143,8 @@ def test_in_bfloat16_with_the_optimizer_on_the_host_only_rounding_differs(
 @pytest.mark.parametrize("layout", ALL)
 @pytest.mark.parametrize("name", ["trained", "rounded"])
 def test_a_resumed_run_goes_on_bit_for_bit(patched: dict[str, Outcome], layout: str, name: str) -> None:
-    found, expected = patched[f"{layout}, {name} on"], patched[f"{layout}, {name}"]
+    found = patched[f"{layout}, {name} on"]
+    expected = patched[f"{layout}, {name}"]
     assert found.steps == expected.steps[SAVED:]
     assert_close(found.trained, expected.trained, 0.0)
 

@@ -16,7 +16,8 @@ import pytest
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TRITON = "3.9.0"
-DOWNLOAD_TIMEOUT_S, RUN_TIMEOUT_S = 300.0, 1500.0
+DOWNLOAD_TIMEOUT_S = 300.0
+RUN_TIMEOUT_S = 1500.0
 BACKEND = """
 from triton.backends.{module} import {base}
 

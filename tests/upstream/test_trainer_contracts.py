@@ -121,7 +121,8 @@ PASSED_ON = {
 
 @pytest.mark.parametrize("wrapper", LAYERS)
 def test_transformer_engine_takes_what_megatrons_layers_give_it(wrapper: str) -> None:
-    megatron, engine = unpacked("megatron-core"), unpacked("transformer-engine")
+    megatron = unpacked("megatron-core")
+    engine = unpacked("transformer-engine")
     called, file, name = LAYERS[wrapper]
     given = _keywords(_function(megatron, WRAPPERS, wrapper), called)
     taken = _parameters(engine, file, name) | PASSED_ON.get(wrapper, set())
@@ -130,7 +131,8 @@ def test_transformer_engine_takes_what_megatrons_layers_give_it(wrapper: str) ->
 
 
 def test_transformer_engines_attention_takes_the_packed_sequences_of_megatron() -> None:
-    megatron, engine = unpacked("megatron-core"), unpacked("transformer-engine")
+    megatron = unpacked("megatron-core")
+    engine = unpacked("transformer-engine")
     packed = ast.parse(megatron.read("megatron/core/packed_seq_params.py"))
     fields = {node.target.id for node in ast.walk(packed) if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
     wanted = {"qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"}
@@ -180,6 +182,7 @@ def test_the_trainer_steps_with_this_megatron(tmp_path: Path, monkeypatch: pytes
             outcomes[name] = run_all({folder: {name: run}}, ranks=1)[folder][name]
         except AssertionError as error:
             moved([release], [line for line in str(error).splitlines() if "Error" in line][-3:] or [str(error)[-400:]])
-    pinned, other = outcomes["pinned"], outcomes["other"]
+    pinned = outcomes["pinned"]
+    other = outcomes["other"]
     worst = max(float((other.trained[key] - tensor).abs().max()) for key, tensor in pinned.trained.items())
     moved([release], [] if worst < 1e-6 else [f"weights differ by {worst:.1e} after two steps"])

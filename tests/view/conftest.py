@@ -23,7 +23,8 @@ ARGUMENTS = (
     *("--disable-sync", "--no-first-run"),
 )
 COMMAND = "from async_grpo.app.cli.main import app; app()"
-WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+WIDE = {"width": 1280, "height": 900}
+NARROW = {"width": 390, "height": 844}
 HOSTILE_RUN = "run <b>bold<∕b>"
 
 

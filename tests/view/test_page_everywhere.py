@@ -24,7 +24,11 @@ READY = {
 }
 each_view = pytest.mark.parametrize("view", list(READY))
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-SAMPLES, STEPS, EVENTS, BUDGET_MS, FRAME_MS = 100_000, 100_000, 100_000, 2000, 50
+SAMPLES = 100_000
+STEPS = 100_000
+EVENTS = 100_000
+BUDGET_MS = 2000
+FRAME_MS = 50
 FRAMES = """async () => {
   const canvas = document.querySelector("canvas");
   const at = canvas.getBoundingClientRect().left + canvas.clientWidth / 2;

@@ -77,7 +77,8 @@ class Verdict:
 
 def verdict(plan: Plan, course: Course) -> Verdict:
     """The figures, and whatever is wrong at either of the two looks or between them."""
-    last, journals = course.looks[-1], course.looks[-1].entries
+    last = course.looks[-1]
+    journals = course.looks[-1].entries
     of = _by_kind(journals)
     noted = {entry.seq for entry in of["inserted"]}
     took = {seq for entry in of["took"] for seq in entry.seqs}
@@ -170,7 +171,8 @@ def _discards(look: Look, of: dict[str, list[Entry]]) -> Iterator[Fault]:
 
 
 def _counters(look: Look, of: dict[str, list[Entry]]) -> Iterator[Fault]:
-    stats, kept = look.stats, look.books.kept
+    stats = look.stats
+    kept = look.books.kept
     trained = {seq for entry in of["took"] for seq in entry.seqs}
     other = stats.released_total - stats.released["trained"]
     rules = {

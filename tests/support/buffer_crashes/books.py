@@ -71,14 +71,17 @@ async def read_books(link: RetryingClient) -> Books:
 
 def complaints(books: Books) -> list[str]:
     """What does not fit together; nothing, if all is well."""
-    of, kept = books.seqs, books.kept
-    in_flight, active = of["leases"], of["open"] | of["taken"]
+    of = books.seqs
+    kept = books.kept
+    in_flight = of["leases"]
+    active = of["open"] | of["taken"]
     references = Counter({seq: record.references for seq, record in books.records.items() if record.references})
     expected_references = Counter(kept) + Counter(seq for seqs in books.logged.values() for seq in seqs)
     waiting = set(range(books.admitted, books.tasks_put))
     # A server that was just restarted stores payloads before it rejects the unknown script (`run_script`). So
     # there may be tasks ahead of the stream until they are put again, and groups with a lease until it ends.
-    tasks, finished = {seq for seq in of["task"] if seq < books.tasks_put}, of["group"] - in_flight
+    tasks = {seq for seq in of["task"] if seq < books.tasks_put}
+    finished = of["group"] - in_flight
     same = {
         "open groups are in flight or ready": (of["open"], in_flight | of["ready"]),
         "those in flight have a begun version": (of["begun"], in_flight),

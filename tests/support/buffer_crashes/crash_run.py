@@ -25,7 +25,8 @@ from tests.support.buffer_crashes.crew import Crew
 from tests.support.buffer_crashes.journal import Entry, digest, entries
 from tests.support.buffer_crashes.plan import PRODUCERS, RUN, SERVER_TIMEOUT_S, TRAINERS, Plan, join
 
-DEATH_TIMEOUT_S, FINISH_TIMEOUT_S = 10.0, 90.0
+DEATH_TIMEOUT_S = 10.0
+FINISH_TIMEOUT_S = 90.0
 WAIT_FOR_A_CALL_S = 0.2
 RETUNE_EVERY = 10
 STEPS_TO_THE_HORIZON = 3
@@ -131,8 +132,10 @@ def _cut(file: Path, count: int) -> None:
 
 
 async def _look(plan: Plan, url: str) -> Look:
-    buffer, link = await join(plan, url), reader(url)
-    stats, books = await buffer.stats(), await read_books(link)
+    buffer = await join(plan, url)
+    link = reader(url)
+    stats = await buffer.stats()
+    books = await read_books(link)
     seqs = sorted(books.kept)
     payloads = await link.fetch_values([RunKeys(RUN).group(seq, books.records[seq].attempt) for seq in seqs])
     digests = {seq: digest(decode(found, Group)) for seq, found in zip(seqs, payloads, strict=True) if found}
@@ -150,7 +153,8 @@ async def _retune(plan: Plan, url: str, policy: ReplayPolicy) -> None:
 async def _set_horizon(plan: Plan, url: str) -> None:
     """Room for every group that was not taken yet, and for some steps more."""
     buffer = await join(plan, url)
-    stats, size = await buffer.stats(), plan.policy.window.groups_per_step
+    stats = await buffer.stats()
+    size = plan.policy.window.groups_per_step
     steps = -(-stats.active // size) + STEPS_TO_THE_HORIZON
     window = replace(plan.policy.window, horizon=stats.used + steps * size)
     await buffer.update_policy(replace(plan.policy, window=window))

@@ -22,7 +22,9 @@ from tests.support.buffer_crashes.producer import Producer
 from tests.support.buffer_crashes.trainer import Trainer
 from tests.support.buffer_crashes.watcher import watch
 
-FINISHED, FENCED, FAILED = 0, 3, 1
+FINISHED = 0
+FENCED = 3
+FAILED = 1
 LOOK_EVERY_S = 0.002
 
 
@@ -30,7 +32,8 @@ class Crew:
     """Who works, by name. Call it in the main thread, with no event loop running."""
 
     def __init__(self, plan: Plan, url: str) -> None:
-        self._plan, self._url = plan, url
+        self._plan = plan
+        self._url = url
         self._births = itertools.count()
         self._pids: dict[str, int] = {}
         self._journals: dict[str, Path] = {}
@@ -97,7 +100,8 @@ class Crew:
         return self._plan.folder / f"{name}.err"
 
     def _fork(self, name: str, birth: int) -> int:
-        parent, pid = os.getpid(), os.fork()
+        parent = os.getpid()
+        pid = os.fork()
         if pid:
             return pid
         code = FAILED
@@ -114,7 +118,8 @@ class Crew:
 
     async def _work(self, name: str, birth: int) -> int:
         buffer = await join(self._plan, self._url)
-        journal, rng = Journal(self._journals[name]), random.Random(f"{self._plan.seed} {name} {birth}")
+        journal = Journal(self._journals[name])
+        rng = random.Random(f"{self._plan.seed} {name} {birth}")
         if name == WATCHER:
             await watch(buffer, reader(self._url), journal)
         elif name in TRAINERS:

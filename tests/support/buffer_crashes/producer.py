@@ -15,11 +15,13 @@ from buffer import ReplayBuffer
 from tests.support.buffer_crashes.journal import Journal, digest
 from tests.support.buffer_crashes.plan import LEASE_S
 
-LANES, TICKETS_AT_ONCE = 2, 2
+LANES = 2
+TICKETS_AT_ONCE = 2
 TASKS_AHEAD = 24
 LONGEST_STEP_S = 0.006
 MOST_STEPS = 4
-TOKENS, MANY_TOKENS = 250, 30_000
+TOKENS = 250
+MANY_TOKENS = 30_000
 """Of a sample: 2 KB, and now and then 240 KB, so that the server is also killed within a long write."""
 ADMIT_TIMEOUT_S = 0.5
 DISCARDED = (ReleaseReason.FILTERED, ReleaseReason.UNVERIFIABLE)
@@ -29,7 +31,10 @@ class Producer:
     """Its random numbers decide what it generates, and how long it takes."""
 
     def __init__(self, buffer: ReplayBuffer, journal: Journal, name: str, rng: random.Random) -> None:
-        self._buffer, self._journal, self._name, self._rng = buffer, journal, name, rng
+        self._buffer = buffer
+        self._journal = journal
+        self._name = name
+        self._rng = rng
         self._held: dict[int, Ticket] = {}
         self._version = 0
 

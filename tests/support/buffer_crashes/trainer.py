@@ -32,7 +32,10 @@ class Trainer:
     """`checkpoints` is a folder that both trainers see."""
 
     def __init__(self, buffer: ReplayBuffer, journal: Journal, checkpoints: Path, rng: random.Random) -> None:
-        self._buffer, self._journal, self._checkpoints, self._rng = buffer, journal, checkpoints, rng
+        self._buffer = buffer
+        self._journal = journal
+        self._checkpoints = checkpoints
+        self._rng = rng
         self._epoch = self._version = 0
 
     async def run(self) -> bool:

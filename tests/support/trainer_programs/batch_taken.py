@@ -35,7 +35,8 @@ async def no_board(*_: object) -> None:
 
 
 def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    rank = int(sys.argv[1])
+    folder = Path(sys.argv[2])
     trainer = {"take_timeout_s": 0.1, "processes": 2}
     raw = {"name": "large", "model": {"random": {}}, "groups_per_step": GROUPS, "max_staleness": 0, "trainer": trainer}
     config = validate(raw, "test")

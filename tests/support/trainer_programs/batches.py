@@ -8,7 +8,8 @@ import numpy as np
 from async_grpo.wire import Batch, Group, Sample, Task, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 
 VOCAB = 96
-GROUPS, SAMPLES = 4, 4
+GROUPS = 4
+SAMPLES = 4
 AGED_VERSION = 5
 LONGEST = 20
 """Most tokens of a completion."""

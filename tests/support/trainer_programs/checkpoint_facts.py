@@ -26,7 +26,8 @@ from async_grpo.wire.board import Evaluation
 from buffer.base import Resume
 from trainer.platform import select_platform
 
-RESUMED_AT, HEAD_VERSION = 2, 4
+RESUMED_AT = 2
+HEAD_VERSION = 4
 LOGGED_CALLS = (
     "logger.log_takeover",
     "logger.log_step",
@@ -37,7 +38,9 @@ LOGGED_CALLS = (
 
 
 def main() -> None:
-    config, model, out = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
+    config = load(Path(sys.argv[1]))
+    model = Path(sys.argv[2])
+    out = Path(sys.argv[3])
     platform = select_platform("cpu")
     platform.activate(config.trainer)
     from tests.support.trainer_programs import checkpoint_kills, checkpoint_rivals
@@ -74,7 +77,8 @@ def background(config: RunConfig, model: Path, platform: Any, folder: Path) -> d
     """The files of a checkpoint written while nothing else happens, and of one written during two steps."""
     policy = make(config, model, platform)
     step(policy, config, 0)
-    still, busy = checkpoints(config, folder / "still"), checkpoints(config, folder / "busy")
+    still = checkpoints(config, folder / "still")
+    busy = checkpoints(config, folder / "busy")
     still.save(policy, 1, epoch=1)
     still.poll_saved(wait=True)
     with held_back() as let_go:
@@ -90,7 +94,8 @@ def background(config: RunConfig, model: Path, platform: Any, folder: Path) -> d
 
 def full_disk(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
     """A second checkpoint that the disk has no room for, and a third one when it has."""
-    policy, saved = make(config, model, platform), checkpoints(config, folder)
+    policy = make(config, model, platform)
+    saved = checkpoints(config, folder)
     saved.save(policy, 1, epoch=1)
     saved.poll_saved(wait=True)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -98,7 +103,8 @@ def full_disk(config: RunConfig, model: Path, platform: Any, folder: Path) -> di
     saved.save(policy, 2, epoch=1)
     refused = refusal(lambda: saved.poll_saved(wait=True))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    newest, names = saved.newest_version(), listing(folder)
+    newest = saved.newest_version()
+    names = listing(folder)
     saved.load(policy, 1)
     saved.save(policy, 3, epoch=1)
     saved.poll_saved(wait=True)
@@ -124,7 +130,8 @@ def other_rank(folder: Path) -> dict[str, str]:
 
 def overtaken(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
     """A trainer of epoch 1 that wakes up beside the checkpoint of epoch 2."""
-    policy, saved = make(config, model, platform), checkpoints(config, folder)
+    policy = make(config, model, platform)
+    saved = checkpoints(config, folder)
     saved.save(policy, 8, epoch=2)
     saved.poll_saved(wait=True)
     saved.save(policy, 6, epoch=1)
@@ -133,7 +140,8 @@ def overtaken(config: RunConfig, model: Path, platform: Any, folder: Path) -> di
 
 def damaged(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
     """What is said of a checkpoint with a byte changed and of one with another name, and what they did to weights."""
-    policy, saved = make(config, model, platform), checkpoints(config, folder)
+    policy = make(config, model, platform)
+    saved = checkpoints(config, folder)
     saved.save(policy, 1, epoch=1)
     saved.poll_saved(wait=True)
     shutil.copytree(folder / "00000001", folder / "00000002")
@@ -144,7 +152,8 @@ def damaged(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict
 
 def fallback(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
     """What is loaded where the newest checkpoint, and then every checkpoint, has a byte changed."""
-    policy, saved = make(config, model, platform), checkpoints(config, folder)
+    policy = make(config, model, platform)
+    saved = checkpoints(config, folder)
     weights = [weights_hash(policy)]
     for version in (1, 2):
         step(policy, config, version)
@@ -178,9 +187,13 @@ def copies(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[
     from trainer.checkpoint.store import RunStore
 
     store = RunStore.open(f"file://{folder}/store", "run")
-    policy, saved, warnings = make(config, model, platform), checkpoints(config, folder / "run"), list[str]()
-    saved.store, saved.warn = store, lambda _, message: warnings.append(message)
-    write, safe = store.objects.write, []
+    policy = make(config, model, platform)
+    saved = checkpoints(config, folder / "run")
+    warnings = list[str]()
+    saved.store = store
+    saved.warn = lambda _, message: warnings.append(message)
+    write = store.objects.write
+    safe = []
     for version in (1, 2, 3, 4):
         broken = version in (2, 3)
         store.objects.write = no_store if broken else write  # type: ignore[method-assign]
@@ -188,7 +201,8 @@ def copies(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[
         safe.append([saved.poll_saved(wait=True), saved.uncopied_version])
     store.objects.write = no_store  # type: ignore[method-assign]
     resumed = checkpoints(config, folder / "run")
-    resumed.store, resumed.warn = RunStore.open(f"file://{folder}/other", "run"), lambda _, text: warnings.append(text)
+    resumed.store = RunStore.open(f"file://{folder}/other", "run")
+    resumed.warn = lambda _, text: warnings.append(text)
     resumed.store.objects.write = no_store  # type: ignore[method-assign]
     resumed.start_copy(4)
     safe.append([resumed.poll_saved(wait=True), resumed.uncopied_version])
@@ -203,7 +217,9 @@ def stuck(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[s
     """Three checkpoints of which two are kept, and the oldest cannot be deleted at first."""
     from trainer.checkpoint import folder as module
 
-    policy, saved, warnings = make(config, model, platform), checkpoints(config, folder, keep=2), list[str]()
+    policy = make(config, model, platform)
+    saved = checkpoints(config, folder, keep=2)
+    warnings = list[str]()
     saved.warn = lambda _, message: warnings.append(message)
     remove = shutil.rmtree
 
@@ -258,7 +274,9 @@ def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[A
     buffer: Any = Buffer()
     saved = checkpoints(config, folder)
     run = TrainerRun(config, model, make(config, model, platform), buffer, saved, TrainerLogger(config), 4)
-    run.epoch, run.saved_version, run.resumable_versions = 1, 0, [0]
+    run.epoch = 1
+    run.saved_version = 0
+    run.resumable_versions = [0]
     with held_back() as let_go:
         run.save_checkpoint()
         run.commit_saved_checkpoints(wait=False)
@@ -316,7 +334,8 @@ def lent(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[st
     config = reconfigured(config, "bfloat16", True)
     policy = make(config, model, platform)
     step(policy, config, 0)
-    still, busy = checkpoints(config, folder / "still"), checkpoints(config, folder / "busy")
+    still = checkpoints(config, folder / "still")
+    busy = checkpoints(config, folder / "busy")
     still.save(policy, 1, epoch=1)
     still.poll_saved(wait=True)
     held: list[int] = []

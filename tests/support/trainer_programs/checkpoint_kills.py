@@ -37,7 +37,8 @@ def life(config: RunConfig, model: Path, platform: Any, dice: random.Random) -> 
         write_for_ever(config, model, platform, os.fdopen(theirs, "w", buffering=1))
     os.close(theirs)
     with os.fdopen(ours) as said:
-        resumed, began_s = said.readline().strip(), time.monotonic()
+        resumed = said.readline().strip()
+        began_s = time.monotonic()
         count = dice.randint(1, MOST_CHECKPOINTS)
         heard = [said.readline() for _ in range(count)]
         time.sleep(dice.uniform(0, (time.monotonic() - began_s) / count))

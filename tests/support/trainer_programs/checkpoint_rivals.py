@@ -26,7 +26,8 @@ def rivals(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[
     old, new = (Rival.saving(config, model, platform, folder, epoch) for epoch in (1, 2))
     found: dict[str, Any] = {}
     found["old"], found["new"] = (rival.finished() for rival in (old, new))
-    found["names"], found["latest"] = listing(folder), (folder / "latest").read_text().strip()
+    found["names"] = listing(folder)
+    found["latest"] = (folder / "latest").read_text().strip()
     found["epoch"] = json.loads((folder / "00000001" / "manifest.json").read_text())["epoch"]
     found["files"] = hashes(folder / "00000001")
     return found

@@ -23,11 +23,16 @@ from tests.support.trainer_programs.checkpoint_facts import hashes, make, step
 from trainer.checkpoint.store import RunStore
 from trainer.platform import select_platform
 
-SAVED, TORN, LAST = 2, 4, 6
+SAVED = 2
+TORN = 4
+LAST = 6
 
 
 def main() -> None:
-    config, model, url, out = load(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    config = load(Path(sys.argv[1]))
+    model = Path(sys.argv[2])
+    url = sys.argv[3]
+    out = Path(sys.argv[4])
     platform = select_platform("cpu")
     platform.activate(config.trainer)
     import trainer.checkpoint.folder
@@ -89,7 +94,8 @@ def train(
     while version < LAST:
         if tear and version + 1 == TORN:
             die_in_the_middle(store)
-        found, version = step(policy, config, version), version + 1
+        found = step(policy, config, version)
+        version = version + 1
         run_dir.mkdir(parents=True, exist_ok=True)
         with (run_dir / "losses").open("a") as file:
             file.write(json.dumps([str(version), found]) + "\n")

@@ -37,7 +37,8 @@ from trainer.platform import cuda, npu, select_platform
 from trainer.platform.base import LayerRole
 from trainer.platform.cpu import CpuPlatform
 
-PROMPT, COMPLETION = 1, 1024
+PROMPT = 1
+COMPLETION = 1024
 """Tokens of a sequence, of which the network reads all but the last: eight of them fill a micro-batch of 8,192."""
 POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 COLLECTIVES = (
@@ -131,7 +132,8 @@ class Recorder:
 
 def make_batch(samples: int, group_size: int) -> Batch:
     """Full groups of equal sequences."""
-    tokens, logprobs = tokens_to_bytes(np.ones(COMPLETION, np.int32)), logprobs_to_bytes(np.zeros(COMPLETION))
+    tokens = tokens_to_bytes(np.ones(COMPLETION, np.int32))
+    logprobs = logprobs_to_bytes(np.zeros(COMPLETION))
     task = Task(index=0, prompt="", prompt_tokens=tokens_to_bytes(np.ones(PROMPT, np.int32)), answer="")
     members = [
         Sample(tokens=tokens, logprobs=logprobs, spans=[VersionSpan(0, 0, COMPLETION)], reward=float(place % 2))
@@ -185,7 +187,8 @@ def _patch_megatron() -> None:
     exchange = P2PCommunicator._communicate_shapes
 
     def shapes(self: Any, *given: Any) -> list[list[int]]:
-        config, tokens = self.config, exchange(self, *given) and FULL["tokens"]
+        config = self.config
+        tokens = exchange(self, *given) and FULL["tokens"]
         between = config.tensor_model_parallel_size if config.sequence_parallel else 1
         rows = tokens // config.context_parallel_size // between
         return [[rows, 1, config.hidden_size] if wanted else [0, 0, 0] for wanted in given[2:]]
@@ -302,7 +305,8 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
     trainer = config.trainer
     dist.init_process_group("fake", rank=rank, world_size=trainer.processes, store=FakeStore())
     lay_out(trainer, config.seed)
-    meter, FULL["tokens"] = Meter(), trainer.micro_batch_tokens
+    meter = Meter()
+    FULL["tokens"] = trainer.micro_batch_tokens
     samples = trainer.micro_batch_tokens * 2 * trainer.pipeline_parallel // (PROMPT + COMPLETION - 1)
     batch = make_batch(samples * parallel_state.get_data_parallel_world_size(), group_size=2)
     with mode, meter:
@@ -317,7 +321,9 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
             for tensor in (parameter, *state.values())
             if id(tensor) not in own and tensor.dim()
         ]
-        live, meter.peak, recorder.found = meter.live, 0, []
+        live = meter.live
+        meter.peak = 0
+        recorder.found = []
         train_step(policy, batch, config, lr=1e-6, phases=PhaseTimer())
     found = Found(
         parameters={name: list(tensor.shape) for name, tensor in policy.model.named_parameters()},
@@ -337,8 +343,10 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
 
 def main() -> None:
     """The cases, in their order."""
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    recorder, mode = Recorder(), FakeTensorMode(allow_non_fake_inputs=True)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
+    recorder = Recorder()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder.install()
     configs = [load(Path(case["config"])) for case in cases]
     select_platform("cpu").activate(configs[0].trainer)

@@ -20,7 +20,9 @@ from trainer.node_main import Node, NodeSetup
 
 ROOT = Path(__file__).parents[3]
 TEMPERATURE = 0.8
-CLIP, CAP, DECAY = 0.5, 2.0, 0.1
+CLIP = 0.5
+CAP = 2.0
+DECAY = 0.1
 EPS = 1e-5
 """Epsilon of AdamW: large enough that gradients that are zero but for rounding stay without effect."""
 HUGE = 1e6

@@ -26,7 +26,9 @@ LAYOUT = make_layout([("weight", "float32", [4])])
 
 
 def main() -> None:
-    rank, folder, run = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    rank = int(sys.argv[1])
+    folder = Path(sys.argv[2])
+    run = sys.argv[3]
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     if rank == 0 or STALE_STORE in os.environ:
         WeightStore.create(store_path(run, "trainer"), LAYOUT)

@@ -41,7 +41,8 @@ def steps(config: RunConfig, model: Path, platform: Platform, overlap: bool) -> 
 
     given = partial(module.DistributedDataParallelConfig, bucket_size=BUCKET)
     started: list[str] = []
-    start, finish = _ParamAndGradBucketGroup.start_grad_sync, _ParamAndGradBucketGroup.finish_grad_sync
+    start = _ParamAndGradBucketGroup.start_grad_sync
+    finish = _ParamAndGradBucketGroup.finish_grad_sync
 
     def noted(name: str, call: Any) -> Any:
         def noting(group: Any, *args: Any, **named: Any) -> Any:
@@ -59,8 +60,10 @@ def steps(config: RunConfig, model: Path, platform: Platform, overlap: bool) -> 
         patch.object(_ParamAndGradBucketGroup, "finish_grad_sync", noted("finish", finish)),
     ):
         policy = module.load_policy(config, model, platform)
-        lr, phases = config.trainer.optimizer.lr, PhaseTimer()
-        orders, norms = [], []
+        lr = config.trainer.optimizer.lr
+        phases = PhaseTimer()
+        orders = []
+        norms = []
         for version in (0, 1, 2, 3):
             started.clear()
             batch = make_batch(version)

@@ -25,9 +25,11 @@ from tests.support.trainer_programs.batches import AGED_VERSION, LONGEST, make_a
 from tests.support.trainer_programs.launching import CAP, CLIP, DECAY, EPS, TEMPERATURE
 from trainer.batch.packing import split_groups
 
-LOW, HIGH = 0.01, 0.02
+LOW = 0.01
+HIGH = 0.02
 """The trust region of several updates: so narrow that the later ones leave it."""
-LEAST, MOST = 0.05, 1e3
+LEAST = 0.05
+MOST = 1e3
 """Sequences whose product of rho is outside are rejected, in the case `behaviour`."""
 
 
@@ -75,7 +77,8 @@ def steps_of(
     optimizer = torch.optim.AdamW([matrices, others], lr=lr, betas=(0.9, 0.95), eps=EPS)
     done = PlainSteps([value for row in _rows(model, 0) for value in row.before.tolist()])
     for version in range(versions):
-        rows, figures = _rows(model, version), []
+        rows = _rows(model, version)
+        figures = []
         for iteration in range(updates):
             for part in split_groups(4, updates, seed=1, version=version, iteration=iteration):
                 chosen = [row for row in rows if row.place in part]
@@ -144,7 +147,9 @@ def _losses(model: Any, rows: list[Row], name: str, version: int) -> list[Tensor
 
 
 def _loss(row: Row, logprobs: Tensor, name: str, version: int) -> Tensor:
-    behaviour, advantage, prox = torch.tensor(row.sample.token_logprobs().copy()), row.advantage, row.before
+    behaviour = torch.tensor(row.sample.token_logprobs().copy())
+    advantage = row.advantage
+    prox = row.before
     if name == "behaviour":
         product = (prox - behaviour).sum().exp().item()
         r = (logprobs - behaviour).exp()
@@ -152,7 +157,8 @@ def _loss(row: Row, logprobs: Tensor, name: str, version: int) -> Tensor:
     if name == "loglinear":
         age = version - torch.tensor(row.sample.token_versions().copy())
         prox = behaviour + age / (age + 1) * (logprobs.detach() - behaviour)
-    w, r = (prox - behaviour).exp(), (logprobs - prox).exp()
+    w = (prox - behaviour).exp()
+    r = (logprobs - prox).exp()
     return -w * (w <= CAP) * torch.minimum(r * advantage, r.clamp(1 - LOW, 1 + HIGH) * advantage)
 
 
@@ -174,7 +180,8 @@ def plain_tokens(
     `repetition_penalty`: of truncated samples; None: they are not truncated."""
     batch = make_aged_batch(truncated=repetition_penalty is not None)
     size = max(len(group.samples) for group in batch.groups)
-    rewards_BG, lengths_BG = torch.zeros(len(batch.groups), size).double(), torch.zeros(len(batch.groups), size)
+    rewards_BG = torch.zeros(len(batch.groups), size).double()
+    lengths_BG = torch.zeros(len(batch.groups), size)
     trained: dict[tuple[int, int], Tensor] = {}
     for row, group in enumerate(batch.groups):
         for column, sample in enumerate(group.samples):
@@ -200,7 +207,8 @@ def plain_tokens(
     )
     columns: list[list[Tensor]] = []
     for (row, column), chosen in trained.items():
-        group, sample = batch.groups[row], batch.groups[row].samples[column]
+        group = batch.groups[row]
+        sample = batch.groups[row].samples[column]
         if chosen.any():
             logprobs, entropies = plain_logprobs(model, group, sample, repetition_penalty or 1.0)
             ones = torch.ones(sample.length, dtype=torch.float64)

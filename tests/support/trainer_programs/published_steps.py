@@ -54,7 +54,8 @@ class SlotAfterwards:
     """A sender that gives a slot only after `publish` has returned everywhere."""
 
     def __init__(self, sender: WeightSender, returned: threading.Event) -> None:
-        self._sender, self._returned = sender, returned
+        self._sender = sender
+        self._returned = returned
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sender, name)
@@ -77,7 +78,8 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     out = Path(case["out"])
     policy = load_policy(config, Path(case["model"]), platform)
     address = out.with_suffix(".address")
-    returned, make_sender = threading.Event(), trainer.weights.make_sender
+    returned = threading.Event()
+    make_sender = trainer.weights.make_sender
     with ExitStack() as patches:
         sender = mock.patch("trainer.weights.make_sender", lambda *facts: SlotAfterwards(make_sender(*facts), returned))
         patches.enter_context(sender)
@@ -106,7 +108,9 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
 
 
 def read(config: RunConfig, address: Path, number: int, case: dict[str, Any]) -> subprocess.Popen[str]:
-    store, lora, base = store_path(config.name_with_digest, f"node-{number}"), config.model.lora, None
+    store = store_path(config.name_with_digest, f"node-{number}")
+    lora = config.model.lora
+    base = None
     if lora is not None:
         base = MergeBase(folder=case["model"], dtype=config.model.precision, scale=lora.scale)
     told = (config.weights.model_dump_json(), str(case["steps"]), msgspec.json.encode(base).decode())

@@ -74,7 +74,8 @@ class Scripted:
         return replace(batch, groups=batch.groups[::-1]) if self._case.backwards else batch
 
     def take_batch_part(self, version: int, have: int) -> Batch:
-        batch, parts = self.take_batch(version), self._case.parts
+        batch = self.take_batch(version)
+        parts = self._case.parts
         assert parts is not None
         ends = [sum(parts[: number + 1]) for number in range(len(parts))]
         end = min(end for end in ends if end > have)
@@ -157,7 +158,8 @@ def steps(
     before = weights_of(policy)
     for version in case.versions:
         try:
-            run.version, run.has_trained = version, True
+            run.version = version
+            run.has_trained = True
             made = train_next_version(run)
         except TrainingError as error:
             found["stopped"] = str(error)

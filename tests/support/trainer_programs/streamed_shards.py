@@ -34,10 +34,13 @@ def tensors() -> list[torch.Tensor]:
 
 
 def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    rank = int(sys.argv[1])
+    folder = Path(sys.argv[2])
     trainer.shard_stream.BUFFER_BYTES = PIECE_BYTES
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    stream, sent, copy = ShardStream([1], TIMEOUT_S), tensors(), HostCopy(torch.device("cpu"), None)
+    stream = ShardStream([1], TIMEOUT_S)
+    sent = tensors()
+    copy = HostCopy(torch.device("cpu"), None)
     if rank == 1:
         stream.send(sent, copy)
         stream.send(sent[:2], copy)
