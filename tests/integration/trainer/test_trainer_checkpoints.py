@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it_and_at_last_to_the_
 def test_a_copy_that_fails_is_a_warning_and_the_next_one_makes_up_for_it(facts: Facts) -> None:
     found = facts["copies"]
     assert found["safe"] == [[1, None], [None, 2], [None, 3], [4, None], [None, 4]]
-    assert [("the bucket is away" in warning) for warning in found["warnings"]] == [True] * 3
+    assert [("the bucket is unreachable" in warning) for warning in found["warnings"]] == [True] * 3
     assert found["stored"][-1] == 4
 
 
