@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config import RunConfig
-from tests.support.trainer_programs.checkpoint_facts import checkpoints, hashes, held_back, listing, make, refusal, step
+from tests.support.trainer_programs.checkpoint_facts import (
+    catch_message,
+    delay_write,
+    hash_tensor_files,
+    list_folders,
+    load_test_policy,
+    open_checkpoints,
+    train_test_step,
+)
 
 
 def rivals(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
@@ -26,10 +34,10 @@ def rivals(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[
     old, new = (Rival.saving(config, model, platform, folder, epoch) for epoch in (1, 2))
     found: dict[str, Any] = {}
     found["old"], found["new"] = (rival.finished() for rival in (old, new))
-    found["names"] = listing(folder)
+    found["names"] = list_folders(folder)
     found["latest"] = (folder / "latest").read_text().strip()
     found["epoch"] = json.loads((folder / "00000001" / "manifest.json").read_text())["epoch"]
-    found["files"] = hashes(folder / "00000001")
+    found["files"] = hash_tensor_files(folder / "00000001")
     return found
 
 
@@ -67,17 +75,17 @@ def write(config: RunConfig, model: Path, platform: Any, folder: Path, epoch: in
     from trainer.ranks.distributed import start_ranks
 
     start_ranks(config.trainer, platform, config.seed, 60.0)
-    policy = make(config, model, platform)
-    step(policy, config, epoch)
-    alone = checkpoints(config, folder.parent / f"rival-{epoch}")
+    policy = load_test_policy(config, model, platform)
+    train_test_step(policy, config, epoch)
+    alone = open_checkpoints(config, folder.parent / f"rival-{epoch}")
     alone.save(policy, 1, epoch=epoch)
     alone.poll_saved(wait=True)
-    saved = checkpoints(config, folder)
-    with held_back() as let_go:
+    saved = open_checkpoints(config, folder)
+    with delay_write() as let_go:
         saved.save(policy, 1, epoch=epoch)
         channel.send_bytes(b'"saving"')
         assert channel.poll(120)
         let_go()
-        refused = refusal(lambda: saved.poll_saved(wait=True))
-    mine = hashes(folder.parent / f"rival-{epoch}" / "00000001")
+        refused = catch_message(lambda: saved.poll_saved(wait=True))
+    mine = hash_tensor_files(folder.parent / f"rival-{epoch}" / "00000001")
     channel.send_bytes(json.dumps({"refused": refused, "files": mine}).encode())

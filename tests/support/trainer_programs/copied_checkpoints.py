@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config import RunConfig, load
-from tests.support.trainer_programs.checkpoint_facts import hashes, make, step
+from tests.support.trainer_programs.checkpoint_facts import hash_tensor_files, load_test_policy, train_test_step
 from trainer.checkpoint.store import RunStore
 from trainer.platform import select_platform
 
@@ -59,7 +59,7 @@ def pull(store: RunStore, run_dir: Path) -> None:
 def losses(run_dir: Path) -> dict[str, Any]:
     """Losses and gradient norms by step, and the hashes of the last checkpoint's tensors."""
     steps = dict(json.loads(line) for line in (run_dir / "losses").read_text().splitlines())
-    return {"steps": steps, "files": hashes(run_dir / f"checkpoints/{LAST:08d}")}
+    return {"steps": steps, "files": hash_tensor_files(run_dir / f"checkpoints/{LAST:08d}")}
 
 
 def live(work: Callable[[], None]) -> int:
@@ -83,7 +83,7 @@ def train(
     from trainer.ranks.distributed import start_ranks
 
     start_ranks(config.trainer, platform, config.seed, 60.0)
-    policy = make(config, model, platform)
+    policy = load_test_policy(config, model, platform)
     store = RunStore.open(url, config.name) if url else None
     checkpoints = CheckpointFolder(run_dir / "checkpoints", config.trainer.checkpoint, store=store)
     version = checkpoints.newest_version() or 0
@@ -94,7 +94,7 @@ def train(
     while version < LAST:
         if tear and version + 1 == TORN:
             die_in_the_middle(store)
-        found = step(policy, config, version)
+        found = train_test_step(policy, config, version)
         version = version + 1
         run_dir.mkdir(parents=True, exist_ok=True)
         with (run_dir / "losses").open("a") as file:
