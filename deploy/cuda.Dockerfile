@@ -9,11 +9,13 @@ ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL=""
+ARG PIP_EXTRA_INDEX_URL=""
 ARG EXTRA_CA_CERT=""
 SHELL ["/bin/sh", "-euc"]
 ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
+    PIP_BREAK_SYSTEM_PACKAGES=1 \
     NODE_EXTRA_CA_CERTS=/etc/ssl/certs/ca-certificates.crt
 RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
@@ -35,6 +37,7 @@ RUN pip wheel --no-deps --wheel-dir /dist .
 
 FROM ${VLLM_IMAGE}
 ARG PIP_INDEX_URL=""
+ARG PIP_EXTRA_INDEX_URL=""
 ARG EXTRA_CA_CERT=""
 ARG APP_UID=1000
 ARG TRANSFORMER_ENGINE=""
@@ -56,10 +59,11 @@ RUN export PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_BREAK_SYSTEM_PACKAGES
     rm -rf /build /dist /wheels
 RUN groupadd --non-unique --gid "$APP_UID" app; \
     useradd --non-unique --uid "$APP_UID" --gid "$APP_UID" --create-home app; \
-    install -d -o app -g app /models /data /runs /run/devices
-COPY deploy/scripts/entrypoint.sh /usr/local/bin/entrypoint.sh
+    install -d -o app -g app /models /data /runs /run/devices /secrets/redis /secrets/weights /secrets/http
+COPY deploy/scripts/entrypoint.sh deploy/scripts/make-secrets.sh /usr/local/bin/
 COPY configs /app/configs
-COPY deploy/configs /app/deploy/configs
+# COPY keeps the modes of the clone, whose files only root can read if it was made under umask 077.
+RUN chmod -R a+rX /app /usr/local/bin/*.sh
 ENV PYTHONUNBUFFERED=1 \
     ASYNC_GRPO_CACHE=/models/made \
     HF_HOME=/models/huggingface \

@@ -42,8 +42,8 @@ class Containers:
         self.ports = {"rollout": free_port(), "trainer": free_port(), "prometheus": free_port()}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.closing: list[Prometheus] = []
-        for place in ("bin", "secrets", "redis", "runs", "logs"):
-            (folder / place).mkdir()
+        for place in ("bin", "redis", "runs", "logs", *(f"secrets/{name}" for name in SECRETS.values())):
+            (folder / place).mkdir(parents=True, exist_ok=True)
         (folder / "bin" / "redis-server").symlink_to(shutil.which(find_server()) or find_server())
         command = folder / "bin" / "async-grpo"
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -m async_grpo.app.cli.main "$@"\n')
@@ -67,31 +67,45 @@ class Containers:
 
     def start(self, name: str) -> None:
         service = SERVICES[name]
-        words = [*service.get("entrypoint", ["sh", str(SCRIPTS / "entrypoint.sh")]), *service.get("command", [])]
+        words = [*service.get("entrypoint", ["sh", str(SCRIPTS / "entrypoint.sh")]), *service["command"]]
         if name == "redis":
             words += ["--port", str(self._redis), "--bind", "127.0.0.1"]
         environment = {**os.environ, **service.get("environment", {}), "HOSTNAME": "container"}
         environment |= {
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
-            "SECRETS_DIR": str(self.folder / "secrets"),
+            "SECRETS_DIR": str(self._secrets_of(service)),
             "CONFIG": str(self._config),
             "ASYNC_GRPO_LOG_FORMAT": "json",  # as the images have it
         }
         with self.log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                child_argv([self._here(word, name) for word in words]),
+                child_argv([self._here(word) for word in words]),
                 cwd=self.folder,
                 env=environment,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,
             )
 
-    def _here(self, word: str, name: str) -> str:
+    def _secrets_of(self, service: dict[str, Any]) -> Path:
+        """Return a folder with links to the secrets that the service mounts, and to no others."""
+        folders = [
+            volume.split(":")[0].removeprefix("secrets-") for volume in service["volumes"] if "secrets-" in volume
+        ]
+        mounted = self.folder / "mounted" / "-".join(folders)
+        mounted.mkdir(parents=True, exist_ok=True)
+        for folder in folders:
+            if not (mounted / folder).exists():
+                (mounted / folder).symlink_to(self.folder / "secrets" / folder)
+        return mounted
+
+    def _here(self, word: str) -> str:
         """A word of a command with places of this machine for those of the container."""
-        data = self.folder / ("secrets" if name == "secrets" else "redis")
-        places = {"/scripts/": f"{SCRIPTS}/", "/data": str(data), "/runs": str(self.folder / "runs")}
-        places |= {"0.0.0.0": "127.0.0.1", "8765": str(self.page), "deploy/configs/cpu.yaml": str(self._config)}
+        places = {"/usr/local/bin/": f"{SCRIPTS}/", "/secrets": str(self.folder / "secrets")}
+        places |= {"/run/secrets": str(self.folder / "secrets" / "redis")}
+        places |= {"/data": str(self.folder / "redis"), "/runs": str(self.folder / "runs")}
+        places |= {"0.0.0.0": "127.0.0.1", "8765": str(self.page)}
         for there, here in places.items():
             word = word.replace(there, here) if word.startswith(there) else word
         return word
@@ -107,7 +121,8 @@ class Containers:
         return self.wait(name, 60)
 
     def kill(self, name: str) -> None:
-        self._processes[name].kill()
+        """Kill the entrypoint and its role, as the end of a container does."""
+        os.killpg(self._processes[name].pid, signal.SIGKILL)
         self._processes[name].wait()
 
     def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 200.0) -> None:
@@ -121,10 +136,9 @@ class Containers:
     def close(self) -> None:
         for prometheus in self.closing:
             prometheus.close()
-        for process in self._processes.values():
+        for name, process in self._processes.items():
             if process.poll() is None:
-                process.kill()
-                process.wait()
+                self.kill(name)
 
 
 class Prometheus:
@@ -231,13 +245,13 @@ def test_the_commands_of_the_containers_end_with_a_report_and_show_the_page(cont
     containers.start("redis")
     containers.start("init")
     assert containers.wait("init") == 0, containers.log("init").read_text()
-    for name in ("trainer", "report", "view", "rollout"):
+    for name in ("report", "trainer", "view", "rollout"):
         containers.start(name)
     if prometheus := shutil.which("prometheus") and Prometheus(containers.folder / "prometheus", containers.ports):
         containers.closing.append(prometheus)
     report = containers.log("report")
     containers.until(lambda: "following" in report.read_text(), "run that the report follows")
-    assert containers.stop("report") == 0, report.read_text()
+    assert containers.stop("report") == 75, report.read_text()
     containers.start("report")  # as the engine does after a restart of the machine
     folder = containers.folder / "runs" / "small"
     containers.until(lambda: (folder / "roles" / "rollout-container.jsonl").exists(), "rollout server")
@@ -256,12 +270,13 @@ def test_the_commands_of_the_containers_end_with_a_report_and_show_the_page(cont
     assert state["finished_steps"] == STEPS and 0 < summary["steps_s"] < state["wall_s"] == summary["wall_s"]
     assert "balanced: yes" in report.read_text()
     assert summary["restarts"] == state["restarts"] == {"trainer": 0, "rollout-container": 1} and not state["failure"]
-    for file in ("report.md", "timeline.json", "plots/reward.png"):
+    logs = (f"logs/{role}.log" for role in ("trainer-0", "rollout-container", "report"))  # for the page
+    for file in ("report.md", "timeline.json", "plots/reward.png", *logs):
         assert (folder / file).stat().st_size > 0, file
 
     check_lines(containers)
     containers.start("report")
     assert containers.wait("report") == 0 and "is finished" in report.read_text()
     printed = "".join(log.read_text() for log in report.parent.iterdir())
-    secrets = [(containers.folder / "secrets" / name).read_text() for name in SECRETS]
+    secrets = [(containers.folder / "secrets" / path / name).read_text() for name, path in SECRETS.items()]
     assert all(len(secret) == 64 and secret not in printed for secret in secrets)

@@ -1,5 +1,5 @@
-"""The images are built and the profile `cpu` is brought up: steps are trained, servers come and go, roles are
-killed, and the books balance at the end. `make test-deploy`; without it, or without an engine, it is skipped.
+"""The CPU image is built and its containers are started: steps are trained, servers come and go, roles are killed, and
+the books balance at the end. `make test-deploy`; without it, or without an engine, it is skipped.
 
 Images that cannot be pulled may be stood in for by local ones:
 
@@ -48,6 +48,7 @@ CONFIG = {
     "launch": {"ready_timeout_s": 3600},
 }
 PROJECT = "async-grpo-test"
+FILES = ("compose.yaml", "compose.monitoring.yaml")
 BUILD_S = 7200.0
 START_S = 3600.0
 EVENT_S = 1800.0
@@ -74,7 +75,7 @@ def why_not() -> str:
         return "no docker engine answers"
     if compose_command() is None:
         return "there is no docker compose"
-    text = (DEPLOY / "compose.yaml").read_text()
+    text = "".join((DEPLOY / file).read_text() for file in FILES)
     for variable, default in re.findall(r"\$\{((?:REDIS|PROMETHEUS|PYTHON)_IMAGE):-([^}]+)\}", text):
         image = os.environ.get(variable) or default
         if docker("image", "inspect", image).returncode and docker("pull", image, timeout_s=600).returncode:
@@ -91,13 +92,13 @@ class Stack:
         (folder / "config").mkdir()
         (folder / "config" / "test.yaml").write_text(yaml.safe_dump(CONFIG))
         mounted = {"volumes": [f"{folder / 'config'}:/config:ro"]}
-        (folder / "test.yaml").write_text(
-            yaml.safe_dump({"services": {"trainer": mounted, "rollout": mounted, "init": mounted, "report": mounted}})
-        )
+        services: dict[str, object] = dict.fromkeys(("init", "report", "trainer", "rollout"), mounted)
+        services["grafana"] = {"profiles": ["unused"]}
+        (folder / "test.yaml").write_text(yaml.safe_dump({"services": services}))
         command = compose_command()
         assert command is not None
-        files = ["-f", str(DEPLOY / "compose.yaml"), "-f", str(folder / "test.yaml")]
-        self._compose = [*command, *files, "-p", PROJECT, "--profile", "cpu"]
+        files = [word for file in FILES for word in ("-f", str(DEPLOY / file))]
+        self._compose = [*command, *files, "-f", str(folder / "test.yaml"), "-p", PROJECT]
         self._environment = {**os.environ, "CONFIG": "/config/test.yaml", "PROMETHEUS_PORT": str(self._prometheus)}
         self._environment["VIEW_PORT"] = str(view)
 
@@ -258,3 +259,6 @@ def test_containers_train_scale_and_survive_kills_and_the_books_balance(stack: S
     )
     assert [row["state"] for row in listed] == ["finished"]
     assert stack.restarts("trainer") == 1, "nothing but the kill may have ended the trainer"
+
+    stack.compose("up", "-d")
+    until(lambda: has_ended(stack), "second end of the finished run", EVENT_S)

@@ -1,4 +1,4 @@
-"""What stands in deploy/, for tests that read it: compose's services, Dockerfiles, configurations."""
+"""Files of deploy/ for the tests that read them: Compose's services, Dockerfiles, configurations."""
 
 from __future__ import annotations
 
@@ -14,50 +14,72 @@ from async_grpo.config import RunConfig, load
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SCRIPTS = DEPLOY / "scripts"
-PROFILES = ("cpu", "cuda", "ascend")
-DOCKERFILES = [DEPLOY / f"{profile}.Dockerfile" for profile in PROFILES]
-SECRETS = ("ASYNC_GRPO_REDIS_PASSWORD", "ASYNC_GRPO_HTTP_KEY", "ASYNC_GRPO_ADMIN_TOKEN", "ASYNC_GRPO_WEIGHTS_SECRET")
+PLATFORMS = ("cpu", "cuda", "ascend")
+DOCKERFILES = [DEPLOY / f"{platform}.Dockerfile" for platform in PLATFORMS]
+SECRETS = {
+    "ASYNC_GRPO_REDIS_PASSWORD": "redis",
+    "ASYNC_GRPO_WEIGHTS_SECRET": "weights",
+    "ASYNC_GRPO_HTTP_KEY": "http",
+    "ASYNC_GRPO_ADMIN_TOKEN": "http",
+}
+"""Secret -> its folder, which is a volume of its own."""
 SECRETS_SERVICE = "secrets"
 STAYING = ("redis", "prometheus", "grafana", "view")
-"""Services that are there as long as anybody may want them; the others end with the run."""
+"""Services that run until they are stopped; the others end with the run."""
 
-COMPOSE_TEXT = (DEPLOY / "compose.yaml").read_text()
+STACKS = {
+    "cpu": ("compose.yaml",),
+    "cuda": ("compose.yaml", "compose.cuda.yaml"),
+    "ascend": ("compose.yaml", "compose.ascend.yaml"),
+    "monitoring": ("compose.yaml", "compose.monitoring.yaml"),
+}
+"""Compose files that are used together."""
+COMPOSE_TEXT = "".join(path.read_text() for path in sorted(DEPLOY.glob("compose*.yaml")))
 VARIABLE = re.compile(r"(?<!\$)\$\{(\w+):-([^}]*)\}")
 
 
-def render(**environment: str) -> dict[str, dict[str, Any]]:
-    """The services as compose reads them with those variables set, and no others."""
-
-    def filled(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: filled(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return [filled(value) for value in node]
-        if not isinstance(node, str):
-            return node
-        return VARIABLE.sub(lambda found: environment.get(found[1]) or found[2], node).replace("$$", "$")
-
-    services: dict[str, dict[str, Any]] = filled(yaml.safe_load(COMPOSE_TEXT)["services"])
-    return services
+def services_of(stack: str, **environment: str) -> dict[str, dict[str, Any]]:
+    """Return the services of a stack as Compose merges and fills them with these variables set, and no others."""
+    merged: dict[str, Any] = {}
+    for file in STACKS[stack]:
+        content = yaml.safe_load((DEPLOY / file).read_text())
+        merged = _merge(merged, _fill(content["services"], environment))
+    return merged
 
 
-SERVICES = render()
+def _fill(node: Any, environment: dict[str, str]) -> Any:
+    if isinstance(node, dict):
+        return {key: _fill(value, environment) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_fill(value, environment) for value in node]
+    if not isinstance(node, str):
+        return node
+    return VARIABLE.sub(lambda match: environment.get(match[1]) or match[2], node).replace("$$", "$")
 
-each_service = pytest.mark.parametrize("name", SERVICES)
+
+def _merge(base: Any, over: Any, key: str = "") -> Any:
+    """Merge as Compose does: mappings by key, lists by appending, commands by replacing."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        merged = dict(base)
+        for name, value in over.items():
+            merged[name] = _merge(base[name], value, name) if name in base else value
+        return merged
+    if isinstance(base, list) and isinstance(over, list) and key not in ("command", "entrypoint", "test"):
+        return [*base, *over]
+    return over
+
+
+SERVICES = services_of("cpu")
+
+each_service = pytest.mark.parametrize(
+    ("stack", "name"), [(stack, name) for stack in STACKS for name in services_of(stack)]
+)
 each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-each_profile = pytest.mark.parametrize("profile", PROFILES)
+each_platform = pytest.mark.parametrize("platform", PLATFORMS)
 
 
-def services_of(profile: str) -> dict[str, dict[str, Any]]:
-    return {name: service for name, service in SERVICES.items() if profile in service["profiles"]}
-
-
-def role(profile: str, kind: str) -> dict[str, dict[str, Any]]:
-    return {name: service for name, service in services_of(profile).items() if name.startswith(kind)}
-
-
-def config_of(profile: str) -> RunConfig:
-    return load(DEPLOY / "configs" / f"{profile}.yaml")
+def config_of(platform: str) -> RunConfig:
+    return load(DEPLOY / "configs" / f"{platform}.yaml")
 
 
 def seconds(text: str) -> float:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.deploy_files import DEPLOY, ROOT, each_profile
+from tests.support.deploy_files import DEPLOY, ROOT, each_platform
 from tests.support.mindspeed import unpacked_source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -54,29 +54,29 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip(f"no package index answers: {said.stderr[-200:]}")
 
 
-@each_profile
-def test_a_lock_is_one_set_of_files_that_the_index_still_has(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lock.main(["--check", profile]) == 0, capsys.readouterr().err
+@each_platform
+def test_a_lock_is_one_set_of_files_that_the_index_still_has(platform: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lock.main(["--check", platform]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
-    left_out = [*lock.LOCKS[profile].left_out, *lock.LOCKS[profile].elsewhere]
-    assert said.startswith(f"{profile}: ") and all(name.partition(" @ ")[0] in said for name in left_out)
+    left_out = [*lock.LOCKS[platform].left_out, *lock.LOCKS[platform].elsewhere]
+    assert said.startswith(f"{platform}: ") and all(name.partition(" @ ")[0] in said for name in left_out)
 
 
-@each_profile
+@each_platform
 @each_machine
-def test_an_extra_states_a_set_that_exists(profile: str, machine: str, tmp_path: Path) -> None:
+def test_an_extra_states_a_set_that_exists(platform: str, machine: str, tmp_path: Path) -> None:
     """PyPI has no CPU builds of torch for it, so where one is wanted torch is overridden by the same release."""
-    wanted = lock.LOCKS[profile]
+    wanted = lock.LOCKS[platform]
     (tmp_path / "overrides.txt").write_text("\n".join(wanted.overrides) if machine in wanted.cpu_torch else "")
-    arguments = ("--extra", profile, "--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_34")
+    arguments = ("--extra", platform, "--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_34")
     said = uv("compile", "--quiet", "pyproject.toml", "--override", tmp_path / "overrides.txt", *arguments)
     assert said.returncode == 0, said.stderr
 
 
-def reachable(profile: str, folder: Path) -> Path:
+def reachable(platform: str, folder: Path) -> Path:
     """The entries of a lock that PyPI has as wheels, as a file of requirements."""
-    text = (DEPLOY / "locks" / f"{profile}.txt").read_text()
-    vllm = ("vllm==",) if profile == "ascend" else ()
+    text = (DEPLOY / "locks" / f"{platform}.txt").read_text()
+    vllm = ("vllm==",) if platform == "ascend" else ()
     entries = [entry for entry in re.split(r"\n(?=\w)", text) if not entry.startswith("#")]
     kept = [entry for entry in entries if not entry.startswith((*NOT_ON_PYPI, *BUILT_ON_ITS_MACHINE, *vllm))]
     assert 0 < len(entries) - len(kept) <= 4
@@ -84,12 +84,12 @@ def reachable(profile: str, folder: Path) -> Path:
     return folder / "requirements.txt"
 
 
-@each_profile
+@each_platform
 @each_machine
-def test_nothing_has_to_be_compiled_but_what_says_so(profile: str, machine: str, tmp_path: Path) -> None:
+def test_nothing_has_to_be_compiled_but_what_says_so(platform: str, machine: str, tmp_path: Path) -> None:
     arguments = ("--dry-run", "--target", tmp_path / "layer", "--no-deps", "--no-build", "--require-hashes")
     target = ("--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_34")
-    said = uv("install", *arguments, *target, "-r", reachable(profile, tmp_path))
+    said = uv("install", *arguments, *target, "-r", reachable(platform, tmp_path))
     assert said.returncode == 0, said.stderr
 
 

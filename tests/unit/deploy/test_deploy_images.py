@@ -12,10 +12,10 @@ from tests.support.deploy_files import (
     ROOT,
     arguments_of,
     each_dockerfile,
-    each_profile,
+    each_platform,
     instructions,
     is_pinned,
-    role,
+    services_of,
     stages,
     words_of,
 )
@@ -68,8 +68,20 @@ def test_images_are_of_the_versions_that_the_code_is_written_for() -> None:
     assert (major, minor) >= (0, 23) and (major, minor) < (0, 33)  # the extra rollout-cuda
 
 
-@each_profile
-def test_compose_builds_with_the_defaults_of_the_dockerfile(profile: str) -> None:
-    (trainer,) = role(profile, "trainer").values()
-    values = arguments_of(ROOT / trainer["build"]["dockerfile"])
-    assert trainer["build"]["args"].items() <= values.items()
+@each_platform
+def test_compose_builds_with_the_defaults_of_the_dockerfile(platform: str) -> None:
+    build = services_of(platform)["secrets"]["build"]
+    assert build["dockerfile"] == f"deploy/{platform}.Dockerfile"
+    given = dict(build["args"])
+    if platform == "ascend":
+        del given["PYTHON_IMAGE"]  # of the other two Dockerfiles
+    assert given.items() <= arguments_of(ROOT / build["dockerfile"]).items()
+
+
+@each_dockerfile
+def test_packages_are_installed_where_the_base_image_forbids_it(path: Path) -> None:
+    """Debian's Python has a file EXTERNALLY-MANAGED, with which pip installs only into virtual environments."""
+    for stage in stages(path):
+        text = " ".join(rest for _, rest in stage)
+        if "pip install" in text or "/deploy/install" in text:
+            assert "PIP_BREAK_SYSTEM_PACKAGES=1" in text

@@ -18,7 +18,7 @@ from async_grpo.config import RunConfig
 from async_grpo.telemetry.bottleneck import WAITS
 from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 from buffer import BufferStats
-from tests.support.deploy_files import DEPLOY, ROOT, SERVICES
+from tests.support.deploy_files import DEPLOY, ROOT, services_of
 from trainer.metrics_server import TrainerCollector, TrainerProgress
 
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
@@ -78,7 +78,7 @@ def test_servers_are_advised_only_where_the_run_can_use_more() -> None:
 
 
 def test_grafana_is_given_the_dashboard_and_its_source() -> None:
-    mounted = dict(volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"])
+    mounted = dict(volume.split(":")[:2] for volume in services_of("monitoring")["grafana"]["volumes"])
     provisioning = DEPLOY / "grafana" / "provisioning"
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "async-grpo.yml").read_text())["providers"]
     assert mounted["./grafana/dashboards"] == provider["options"]["path"]
