@@ -53,6 +53,15 @@ def sees(completion: str, answer: str) -> float:
     return float(completion in os.environ)
 
 
+def reads(completion: str, answer: str) -> float:
+    """1 if the file that the completion names can be read."""
+    try:
+        Path(completion).read_bytes()
+    except PermissionError:
+        return 0.0
+    return 1.0
+
+
 async def waits(completion: str, answer: str, prompt: str) -> float:
     """Asynchronous, and looks at the prompt."""
     await asyncio.sleep(0.001)

@@ -20,12 +20,15 @@ import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+import structlog
 
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.rewards.workers.messages import MAX_MESSAGE_BYTES, KillWorker, SpawnWorker, WorkerExited
 from async_grpo.utils.child_process import MARK_VARIABLE, child_argv
+from async_grpo.utils.landlock import can_hide_folders
 
 PASSED_VARIABLES = (
     "PATH",
@@ -45,7 +48,21 @@ PASSED_VARIABLES = (
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """1 unless set: parallelism comes from `rewards.workers`, so a verifier must not start a thread per core."""
+SECRETS = Path("/run/secrets")
+"""Folder with the secrets of a container. Verifiers must not read it."""
 CLOSE_TIMEOUT_S = 10.0
+
+log = structlog.get_logger()
+
+
+def hides_secrets() -> bool:
+    """Return True if this machine has SECRETS and verifiers can be kept from reading them."""
+    if not SECRETS.is_dir():
+        return False
+    if can_hide_folders():
+        return True
+    log.warning("verifiers can read the secrets of this server: the kernel has no Landlock", folder=str(SECRETS))
+    return False
 
 
 def worker_environment(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
@@ -88,7 +105,8 @@ class SupervisorClient:
     """
 
     def __init__(self, names: Sequence[str], memory_bytes: int, environment: Mapping[str, str]) -> None:
-        self._argv = [sys.executable, "-P", "-m", "async_grpo.rewards.workers.supervisor", str(memory_bytes), *names]
+        options = [str(memory_bytes), str(SECRETS) if hides_secrets() else ""]
+        self._argv = [sys.executable, "-P", "-m", "async_grpo.rewards.workers.supervisor", *options, *names]
         self._environment = environment
         self._starting = asyncio.Lock()
         self._process: Process | None = None

@@ -40,6 +40,7 @@ from async_grpo.rewards.workers.messages import MAX_MESSAGE_BYTES, KillWorker, S
 from async_grpo.rewards.workers.worker import serve
 from async_grpo.utils import process_tree
 from async_grpo.utils.child_process import adopt_orphans, die_with_parent
+from async_grpo.utils.landlock import hide_folder
 
 CHECK_EVERY_S = 0.05
 TREE_CHECK_EVERY_S = 0.5
@@ -272,11 +273,17 @@ def _preload_builtins(names: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the supervisor. Arguments: MEMORY_BYTES NAME ...; standard input is the socket to the pool."""
+    """Run the supervisor. Arguments: MEMORY_BYTES HIDDEN_FOLDER NAME ...; standard input is the socket to the pool.
+
+    HIDDEN_FOLDER is empty if there is nothing to hide.
+    """
+    memory_bytes, hidden, *names = arguments
+    if hidden:
+        hide_folder(Path(hidden))  # first of all, because it holds only for processes that this thread starts later
     adopt_orphans()
     pool = socket.socket(fileno=os.dup(0))
-    _preload_builtins(arguments[1:])
-    WorkerSupervisor(pool, int(arguments[0]), arguments[1:]).run()
+    _preload_builtins(names)
+    WorkerSupervisor(pool, int(memory_bytes), names).run()
     return 0
 
 

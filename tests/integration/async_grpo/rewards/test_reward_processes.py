@@ -15,6 +15,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils import process_tree
+from async_grpo.utils.landlock import can_hide_folders
 from tests.support.reward_pools import hanging_item, pool_of
 from tests.support.waiting import until
 
@@ -180,6 +181,18 @@ async def test_a_verifier_gets_only_basic_and_named_variables(
         assert [verdict.reward for verdict in await pool.judge(items)] == [0, 1, 1, 1, 0]
     async with pool_of("tricky_rewards:sees", environment=["THE_TOKEN"]) as pool:
         assert [verdict.reward for verdict in await pool.judge(items)] == [1, 1, 1, 1, 0]
+
+
+@pytest.mark.skipif(not can_hide_folders(), reason="the kernel has no Landlock")
+async def test_a_verifier_reads_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    secret, data = tmp_path / "secrets" / "ASYNC_GRPO_HTTP_KEY", tmp_path / "data"
+    secret.parent.mkdir()
+    secret.write_text("secret")
+    data.write_text("data")
+    monkeypatch.setattr("async_grpo.rewards.workers.client.SECRETS", secret.parent)
+    items = [RewardInput(str(path), "") for path in (secret, data)]
+    async with pool_of("tricky_rewards:reads") as pool:
+        assert [verdict.reward for verdict in await pool.judge(items)] == [0, 1]
 
 
 def test_a_named_variable_that_is_not_set_is_an_error() -> None:
