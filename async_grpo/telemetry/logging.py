@@ -8,13 +8,16 @@ exceptions:
     {"time": "2026-11-23T12:04:31.207+00:00", "level": "info", "run": "small", "role": "trainer", "replica": "0",
      "event": "step trained", "step": 12, ...}
 
-The supervisor redirects the stderr of every role to `logs/<role>.log` of the run. The format is an environment variable
-instead of a configuration key, because processes log before they read a configuration, and some read none.
+The supervisor redirects the stderr of every role to `logs/<role>.log` of the run. A role that is started separately
+copies its lines there (`copy_log`), for the page of runs; output that is not a log line is only in its stderr. The
+format is an environment variable instead of a configuration key, because processes log before they read a
+configuration, and some read none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -28,7 +31,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
@@ -39,6 +42,8 @@ from async_grpo.utils.text import escape_controls
 FORMAT_VARIABLE = "ASYNC_GRPO_LOG_FORMAT"
 _FIELDS_VARIABLE = "ASYNC_GRPO_LOG_FIELDS"
 """Passes the fields of `bind_process` to child processes."""
+_COPY_VARIABLE = "ASYNC_GRPO_LOG_COPY"
+"""File to which this process and its children append a copy of their log lines."""
 _VLLM_CONFIG = Path(__file__).with_name("vllm_logging.json")
 
 _URL_PASSWORD = re.compile(r"([A-Za-z][\w+.-]*://[^\s:/@]*:)[^\s]*@")
@@ -47,6 +52,33 @@ _NAMED_SECRET = re.compile(
 )
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{6,}")
 _BARE_WORD = re.compile(r"[^\s'\"=\\\x00-\x1f\x7f-\x9f]+")
+
+
+class LogOutput(io.TextIOBase):
+    """sys.stderr, with a copy in the file of `copy_log`."""
+
+    def write(self, text: str) -> int:
+        """Write text. A copy that fails, such as on a full disk, is left out."""
+        sys.stderr.write(text)  # looked up late: tests replace sys.stderr
+        copy = os.environ.get(_COPY_VARIABLE)
+        if copy:
+            # Open it for each line: several processes append to the file, and forks share no buffer.
+            with contextlib.suppress(OSError), Path(copy).open("a") as file:
+                file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush sys.stderr; the copy has no buffer."""
+        sys.stderr.flush()
+
+
+OUTPUT = cast("TextIO", LogOutput())
+
+
+def copy_log(file: Path) -> None:
+    """Append the log lines of this process and its children to `file`, in addition to stderr."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    os.environ[_COPY_VARIABLE] = str(file)
 
 
 def is_json() -> bool:
@@ -64,7 +96,7 @@ def configure_logging(role: str) -> FilteringBoundLogger:
             _render_json if is_json() else _render_line,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # evaluated late: tests replace sys.stderr
+        logger_factory=lambda *_: structlog.WriteLogger(OUTPUT),
         cache_logger_on_first_use=False,
     )
     if is_json():
@@ -95,7 +127,7 @@ def report_fatal(error: BaseException) -> None:
     line = redact_secrets(f"{type(error).__name__}: {error}")
     record_error(line)
     # Escape newlines: the message may quote a completion, which could otherwise forge the last line of the log.
-    print(_json_line("critical", line, {}) if is_json() else escape_controls(line), file=sys.stderr)
+    OUTPUT.write((_json_line("critical", line, {}) if is_json() else escape_controls(line)) + "\n")
 
 
 def fatal_events(text: str) -> list[str]:
@@ -121,7 +153,7 @@ class JsonFormatter(logging.Formatter):
 
 def _redirect_other_output() -> None:
     """Make libraries, warnings and uncaught exceptions write JSON lines."""
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler(OUTPUT)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
@@ -133,7 +165,7 @@ def _redirect_other_output() -> None:
 
 def _uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     fields = {"exception": "".join(traceback.format_exception(kind, error, trace))}
-    print(_json_line("critical", f"{kind.__name__}: {error}", fields), file=sys.stderr)
+    OUTPUT.write(_json_line("critical", f"{kind.__name__}: {error}", fields) + "\n")
 
 
 def _bound() -> dict[str, str]:

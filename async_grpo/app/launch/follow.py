@@ -22,6 +22,7 @@ from async_grpo.app.launch.run_folder import RunFolder, RunState
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.config import RunConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError, RoleFailed, ServerLost
+from async_grpo.telemetry.logging import copy_log
 from async_grpo.utils.aio import Overtaken, race, stop_signals
 from async_grpo.utils.files import is_locked
 from buffer import attach, connect_board, is_run_over, run_exists
@@ -80,6 +81,7 @@ class RunFollower:
                 self._report_progress(f"this run is finished: see {self._folder.path / 'report.md'}")
                 return 0
             self._folder.lock_role(ROLE)
+            copy_log(self._folder.log(ROLE))
             self._wall_before_s = self._folder.read_state().wall_s
             async with AsyncExitStack() as stack:
                 plane = await self._connect(stack)

@@ -28,6 +28,7 @@ import yaml
 from async_grpo.config import RunConfig, dump, load
 from async_grpo.config.load import MACHINE_SECTIONS, RESOLVED_CONFIG, differing_keys, is_in_sections
 from async_grpo.errors import ConfigError
+from async_grpo.telemetry.logging import copy_log
 from async_grpo.telemetry.role_history import count_restarts, read_failure, record_start
 from async_grpo.utils.files import is_locked, locked, try_lock, write_atomic
 from async_grpo.utils.text import short_digest
@@ -150,8 +151,9 @@ class RunFolder:
         return [self.path / _LOCK, *(self.path / "roles").glob("*.lock")]
 
     def register_role(self, role: str) -> None:
-        """Lock the role's file and record its start, for a role that is started separately."""
+        """Lock the role's file, record its start and copy its log, for a role that is started separately."""
         self.lock_role(role)
+        copy_log(self.log(role))
         record_start(self.path / "roles" / f"{role}.jsonl")
 
     def count_restarts(self) -> dict[str, int]:

@@ -47,7 +47,7 @@ export function logsView(root, run, parameters, changed) {
       const name = logs.includes(parameters.get("role")) ? parameters.get("role") : logs[0];
       showRoles(logs, name);
       if (!name) {
-        log.replaceChildren("There are no logs: its roles were started one by one, or on other machines.");
+        log.replaceChildren("There are no logs: its roles have not started yet, or they run on other machines.");
         return;
       }
 

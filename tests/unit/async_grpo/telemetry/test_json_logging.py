@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,11 @@ logging.getLogger("vllm.engine").info("loaded")
 report_fatal(ConfigError("password=hunter2 is wrong"))
 raise ValueError("the end")
 '''
+COPY = """
+from pathlib import Path
+from async_grpo.telemetry.logging import copy_log
+copy_log(Path({copy!r}))
+"""
 
 
 def lines_of(program: str) -> list[dict[str, Any]]:
@@ -57,6 +63,18 @@ def test_every_line_of_a_process_and_its_libraries_is_a_dated_object() -> None:
     assert (engine["logger"], engine["event"]) == ("vllm.engine", "loaded")
     assert (fatal["level"], fatal["event"]) == ("critical", "ConfigError: password=*** is wrong")
     assert end["event"] == "ValueError: the end" and "Traceback" in end["exception"]
+
+
+def test_a_role_that_is_started_separately_copies_every_line_to_its_file(tmp_path: Path) -> None:
+    copy = tmp_path / "logs" / "trainer-0.log"
+    lines = lines_of(COPY.format(copy=str(copy)) + PROGRAM)
+    assert len(lines) == 7
+    assert [json.loads(line) for line in copy.read_text().splitlines()] == lines
+
+
+def test_a_copy_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNC_GRPO_LOG_COPY", str(tmp_path))
+    assert len(lines_of(PROGRAM)) == 7
 
 
 def test_the_error_that_ended_a_process_is_found_in_its_log() -> None:
