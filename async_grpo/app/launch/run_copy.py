@@ -34,7 +34,7 @@ def fetch_run(config: RunConfig, report_progress: ReportProgress) -> None:
         if stored_id is not None and folder.id_file.exists() and stored_id != folder.id_file.read_text():
             raise ConfigError(
                 f"{store.url} is the copy of another run than the one in {folder.path}. Neither was changed. "
-                "Give this run another name (-o name=...), or start over with --fresh, which deletes both"
+                "Give this run another `name`, or start over with --fresh, which deletes both"
             )
         folder.path.mkdir(parents=True, exist_ok=True)
         with folder.locked():

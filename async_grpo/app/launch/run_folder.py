@@ -218,13 +218,13 @@ def check_folder(folder: Path) -> None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(
-            f"runs_dir and name make the run's folder {folder}, but {existing} is a file. Set runs_dir to a folder (-o "
-            "runs_dir=...), or move that file away"
+            f"runs_dir and name make the run's folder {folder}, but {existing} is a file. Set runs_dir to a folder, "
+            "or move that file away"
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"runs_dir and name make the run's folder {folder}, but {existing} cannot be written to by this user. Set "
-            "runs_dir to a folder that can (-o runs_dir=...)"
+            f"runs_dir and name make the run's folder {folder}, but {existing} cannot be written to by this user "
+            f"({os.geteuid()}). Give it to that user, or set runs_dir to another folder"
         )
 
 
@@ -353,9 +353,9 @@ def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
     if changed:
         raise ConfigError(
             f"{folder.path} holds a run with other values of {', '.join(changed)}. Resuming it would mix two "
-            "experiments. Give this one a name (-o name=...), or start over with `async-grpo run` and --fresh, which "
-            "deletes the old one. To continue from its weights with other values: -o name=... "
-            f"-o model.path={folder.path / 'checkpoints' / 'hf'}"
+            "experiments. Give this one another `name`, in its configuration if its roles are started separately and "
+            "else with -o name=..., or start over with `async-grpo run` and --fresh, which deletes the old one. To "
+            f"continue from its weights with other values, set model.path to {folder.path / 'checkpoints' / 'hf'} too"
         )
 
 

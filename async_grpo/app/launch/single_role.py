@@ -202,7 +202,7 @@ def _plan_role(path: Path, overrides: Sequence[str], role: str) -> RunPlan:
     if plan.config.redis.url is None:
         raise ConfigError(
             "redis.url is not set: a role that is started separately needs a server that the other roles reach too. "
-            "Pass -o redis.url=redis://HOST:6379, or use `async-grpo run`, which starts its own server"
+            "Set redis.url to redis://HOST:6379 for all of them, or use `async-grpo run`, which starts its own server"
         )
     return plan
 
