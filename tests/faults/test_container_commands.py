@@ -3,6 +3,7 @@ there, and nothing that the containers print holds a secret."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 import yaml
 
+from async_grpo.utils import process_tree
 from async_grpo.utils.child_process import child_argv
 from buffer.server import find_server
 from tests.support.deploy_files import DEPLOY, ROOT, SCRIPTS, SECRETS, SERVICES
@@ -85,7 +87,6 @@ class Containers:
                 env=environment,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
             )
 
     def _secrets_of(self, service: dict[str, Any]) -> Path:
@@ -121,8 +122,11 @@ class Containers:
         return self.wait(name, 60)
 
     def kill(self, name: str) -> None:
-        """Kill the entrypoint and its role, as the end of a container does."""
-        os.killpg(self._processes[name].pid, signal.SIGKILL)
+        """Kill the entrypoint and all processes below it, as the end of a container does."""
+        entrypoint = self._processes[name].pid
+        for process in (entrypoint, *process_tree.descendants(entrypoint, process_tree.parents())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self._processes[name].wait()
 
     def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 200.0) -> None:
