@@ -71,7 +71,7 @@ def describe_current_wait(state: LiveState, groups_per_step: int) -> str:
     if starting:
         return f"starting {list_names(starting)}"
     if state.roles and all(role.state in ("finished", "stopped") for role in state.roles):
-        return "nobody: every role has left"
+        return "nobody: all roles have ended"
     return describe_wait(
         state.servers,
         is_training=state.taken > 0,

@@ -1,8 +1,8 @@
 """LiveView: the progress of a run, as a live panel in a terminal and as lines elsewhere.
 
     terminal    a panel as wide as the terminal
-    a file      a line for every step, at most one per second; also when a role enters the next stage of its start,
-                when an evaluation starts or ends, and every ten seconds
+    a file      a legend, then a line for every step, at most one per second; also when a role enters the next stage of
+                its start, when an evaluation starts or ends, and every ten seconds
 
     with LiveView(config, console) as view:
         view.show_phase("preparing the model")
@@ -36,11 +36,12 @@ from async_grpo.app.report.summary import choose_score_format, name_held_out_sco
 from async_grpo.config.schema import RunConfig
 from async_grpo.telemetry.bottleneck import describe_evaluation
 from async_grpo.telemetry.logging import is_json, log_as
-from async_grpo.telemetry.rows import Row, mean, number, seconds_by_part, tokens_per_s
+from async_grpo.telemetry.rows import Row, mean, number, numbers, rate, seconds_by_part, tokens_per_s
+from async_grpo.telemetry.verdict import VerdictAnswer, VerdictState, judge_run, training_reward
 from async_grpo.utils.text import figure, sparkline
 
 _RECENT_STEPS = 20
-"""Steps whose mean time predicts the remaining time."""
+"""Steps whose mean time predicts the remaining time, and whose waits and speed are judged."""
 _MIN_LINE_INTERVAL_S = 1.0
 """Minimum seconds between two lines of a log."""
 _BAR_WIDTH = 24
@@ -48,6 +49,17 @@ _BAR_WIDTH = 24
 _MAX_ROLE_LINES = 5
 """Most roles that get a line each; more share lines."""
 _GOOD, _BAD, _DIM, _KEY = "green", "red", "bright_black", "cyan"
+_VERDICT_SIGNS = {
+    VerdictState.YES: ("✓", _GOOD),
+    VerdictState.CHECK: ("!", "yellow"),
+    VerdictState.NO: ("✗", _BAD),
+    VerdictState.UNKNOWN: ("…", _DIM),
+}
+_LEGEND = (
+    "legend of the lines below: reward = mean of the step | age = oldest trained token / max_staleness, in steps | "
+    "buffer = groups that hold a slot / slots | gap = mean log-probability difference of trainer and engine, - without "
+    "a token of age 0 | who waits | time left, unless no step can end now"
+)
 _STATE_STYLES = {"running": _GOOD, "finished": _GOOD, "failed": _BAD, "starting": "yellow", "restarting": "yellow"}
 
 
@@ -111,9 +123,11 @@ class LiveView(LiveFrame):
         self._last_step: float | None = None
         self._state: LiveState | None = None
         self._printed_state: LiveState | None = None
+        self._has_legend = False
         # By step, so that a state that is shown twice counts once.
         self._reward_by_step: dict[int, float] = {}
-        self._seconds_by_step: dict[int, float] = {}
+        self._recent_rows: dict[int, Row] = {}
+        self._max_age: float | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -151,9 +165,33 @@ class LiveView(LiveFrame):
             phase = self._render_phase()
             if self._state is None:
                 return phase
-            rewards = [self._reward_by_step[step] for step in sorted(self._reward_by_step)]
+            rewards = self._rewards()
             bar_width = min(max((self._console.width - 56) // 2, 12), 72)
-            return make_panel(self._config, self._state, rewards, self._eta_s(self._state), phase, bar_width)
+            verdict = self._judge(self._state, rewards)
+            return make_panel(self._config, self._state, rewards, verdict, self._eta_s(self._state), phase, bar_width)
+
+    def _rewards(self) -> list[float]:
+        return [self._reward_by_step[step] for step in sorted(self._reward_by_step)]
+
+    def _judge(self, state: LiveState, rewards: Sequence[float]) -> list[VerdictAnswer]:
+        """Return the verdict so far: waits and speed of the recent steps, everything else since the start."""
+        recent = list(self._recent_rows.values())
+        recent_s = sum(number(row, "step_s") or 0.0 for row in recent)
+        evaluations = sorted(to_builtins(list(state.evaluations)), key=lambda row: int(row["version"]))
+        return judge_run(
+            {
+                "steps": state.steps_done,
+                "evaluations": evaluations,
+                "held_out_score": name_held_out_score(evaluations),
+                **training_reward(rewards),
+                "tokens_per_s": tokens_per_s(recent),
+                "trainer_idle": rate(sum(number(row, "wait_s") or 0.0 for row in recent), recent_s),
+                "max_age": self._max_age,
+                "age_bound": self._config.replay_policy.age_bound,
+                "logprob_gap_mean": number(state.step or {}, "logprob_gap_mean"),
+                "restarts": {role.name: role.restarts for role in state.roles},
+            }
+        )
 
     def _render_phase(self) -> RenderableType:
         """Return the phase with its seconds so far, so that something moves while a model is loaded."""
@@ -185,17 +223,19 @@ class LiveView(LiveFrame):
         reward = number(row, "reward_mean")
         if reward is not None:
             self._reward_by_step[int(step)] = reward
-        step_s = number(row, "step_s")
-        if step_s is not None:
-            self._seconds_by_step[int(step)] = step_s
+        age = number(row, "age_max")
+        if age is not None:
+            self._max_age = max(age, self._max_age or 0.0)
+        self._recent_rows[int(step)] = row
+        for old in sorted(self._recent_rows)[:-_RECENT_STEPS]:
+            del self._recent_rows[old]
 
     def _eta_s(self, state: LiveState) -> float | None:
         """Return the remaining steps times the mean of the recent step times; None after the last step.
 
         Also None while no step can end because the trainer or every server is away: the estimate would stand still.
         """
-        recent_steps = sorted(self._seconds_by_step)[-_RECENT_STEPS:]
-        step_s = mean([self._seconds_by_step[step] for step in recent_steps])
+        step_s = mean(numbers(list(self._recent_rows.values()), "step_s"))
         steps_left = self._config.steps - state.steps_done
         if step_s is None or steps_left <= 0 or _is_halted(state):
             return None
@@ -204,6 +244,9 @@ class LiveView(LiveFrame):
     def _print_state(self, state: LiveState) -> None:
         self._printed_state = state
         self._printed_s = state.elapsed_s
+        if state.step is not None and not self._has_legend and not is_json():
+            self._has_legend = True
+            self.print_message(_LEGEND)
         eta_s = self._eta_s(state)
         text = format_state(self._config, state, eta_s)
         self._write_line("info", text, progress_fields(self._config, state, eta_s))
@@ -225,17 +268,18 @@ def make_panel(
     config: RunConfig,
     state: LiveState,
     rewards: Sequence[float],
+    verdict: Sequence[VerdictAnswer],
     eta_s: float | None,
     phase: RenderableType,
     bar_width: int = _BAR_WIDTH,
 ) -> Panel:
     """Return the panel of a state.
 
-    `rewards`: rewards of all steps so far. `phase`: line above everything, "" for none. `bar_width`: characters of the
-    bars and of the history of rewards.
+    `rewards`: rewards of all steps so far. `verdict`: answers of `judge_run`. `phase`: line above everything, "" for
+    none. `bar_width`: characters of the bars and of the history of rewards.
     """
-    table = _state_table(config, state, rewards, eta_s, bar_width)
-    settings = f"S={config.max_staleness}  P={config.groups_per_step}  G={config.group_size}"
+    table = _state_table(config, state, rewards, verdict, eta_s, bar_width)
+    settings = f"max_staleness {config.max_staleness}, {config.groups_per_step} groups of {config.group_size} per step"
     return Panel(
         Group(phase, table) if phase else table,
         title=Text(config.name, style="bold"),
@@ -248,7 +292,12 @@ def make_panel(
 
 
 def _state_table(
-    config: RunConfig, state: LiveState, rewards: Sequence[float], eta_s: float | None, bar_width: int
+    config: RunConfig,
+    state: LiveState,
+    rewards: Sequence[float],
+    verdict: Sequence[VerdictAnswer],
+    eta_s: float | None,
+    bar_width: int,
 ) -> RenderableType:
     row = state.step or {}
     table = Table.grid(padding=(0, 2))
@@ -261,6 +310,7 @@ def _state_table(
     steps_bar = make_progress_bar(state.steps_done, config.steps, _GOOD, bar_width)
     table.add_row("steps", _bar_with_text(steps_bar, steps))
 
+    table.add_row("verdict", _format_verdict(verdict))
     table.add_row("reward", _format_reward(row, rewards, bar_width))
     table.add_row(_score_label(state), Text(_format_scores(state)))
     for server in state.servers:
@@ -347,6 +397,18 @@ def _bar_with_text(bar: ProgressBar, text: str) -> Table:
     row = Table.grid(padding=(0, 2))
     row.add_row(bar, Text(text))
     return row
+
+
+def _format_verdict(verdict: Sequence[VerdictAnswer]) -> Text:
+    """Return a line per answer: a sign in the colour of its state, the question, and the answer in a few words."""
+    names = {"learning": "learning", "speed": "fast", "soundness": "sound"}
+    text = Text()
+    for index, answer in enumerate(verdict):
+        sign, style = _VERDICT_SIGNS[answer.state]
+        text.append("\n" if index > 0 else "")
+        text.append(f"{sign} {names[answer.question]}: ", style=style)
+        text.append(answer.short)
+    return text
 
 
 def _format_reward(row: Row, rewards: Sequence[float], width: int) -> Text:

@@ -60,6 +60,8 @@ _GREEDY_TEXT_COLOR = "#9a6a00"
 """Darker than the greedy line, because text in its colour is hard to read."""
 _MAX_BAR_LABELS = 9
 """Most bars of an age histogram that are labelled with their shares."""
+OVERVIEW_PLOTS = ("held_out", "reward", "staleness", "throughput")
+"""Plots at the top of a report: of the charts in `telemetry.charts.OVERVIEW`. The others are folded."""
 Events = Mapping[str, Sequence[float]]
 """Kind of event -> steps."""
 

@@ -1,4 +1,6 @@
-"""report.md: the result of a run on one page, with plots, evaluations, counters, samples and the command to repeat it.
+"""report.md: the verdict on a run in five lines, four plots, and everything else folded below them.
+
+It can be pasted into a review: folded sections are the <details> that GitHub and the page of runs show.
 
     metrics.jsonl, samples/*.jsonl, config.yaml, run.json, summary --> summary.json, plots/*.png, report.md
 
@@ -15,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from async_grpo.app.report.plots import write_plots
+from async_grpo.app.report.plots import OVERVIEW_PLOTS, write_plots
 from async_grpo.app.report.summary import choose_score_format
 from async_grpo.evaluation.summary import (
     INTERVALS,
@@ -27,6 +29,7 @@ from async_grpo.evaluation.summary import (
 from async_grpo.telemetry.charts import STEP_TIME
 from async_grpo.telemetry.jsonl import iter_rows, read_rows
 from async_grpo.telemetry.rows import Facts, Row, rows_of_kind
+from async_grpo.telemetry.verdict import judge_run, suggest_next_step
 from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import fenced, figure
 from async_grpo.wire.board import EvalMetrics
@@ -46,9 +49,9 @@ _HEAD_START = (
 )
 _NOT_IN_STEPS = (
     "The wall time starts with the processes and ends before this report. Until the first batch, engines start and the "
-    "first policy is evaluated. The rest is the last evaluation, the shutdown, and steps repeated after a restart. The "
-    "wall time includes neither `async-grpo prepare` nor the generation of the first policy, whose time is shown even "
-    "if it is cached now."
+    "first policy is evaluated. Everything else is the last evaluation, the shutdown, and steps repeated after a "
+    "restart. The wall time includes neither `async-grpo prepare` nor the generation of the first policy, whose time "
+    "is shown even if it is cached now."
 )
 _EVALUATION_METHOD = "Sampled at temperature 1 by one pinned version each. See docs/evaluation.md."
 
@@ -197,30 +200,62 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
     plots = write_plots(run_dir, rows_of_kind(rows, "step"), summary, servers)
     write_atomic(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
+    warnings = rows_of_kind(rows, "warning")
     sections = [
         f"# {summary.get('name', run_dir.name)}",
-        _headline_table(summary),
-        *[f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in plots],
-        evaluations_section(summary.get("evaluations") or []),
-        _accounting_section(summary),
-        _staleness_section(summary),
-        _decisions_section(rows_of_kind(rows, "staleness")),
-        _logprob_gap_section(summary),
-        _time_section(summary),
-        _lost_servers_section(summary),
-        _engine_notes_section(summary),
-        _weight_updates_section(summary),
-        _warnings_section(rows_of_kind(rows, "warning")),
-        samples_section(run_dir),
-        _reproduction_section(run_dir, summary),
-        _timeline_section(run_dir),
+        _verdict_lines(run_dir, summary, warnings),
+        _embed_plots(path for path in plots if path.stem in OVERVIEW_PLOTS),
+        _fold("All metrics", _headline_table(summary), evaluations_section(summary.get("evaluations") or [])),
+        _fold("More plots", _embed_plots(path for path in plots if path.stem not in OVERVIEW_PLOTS)),
+        _fold(
+            "Groups, ages and log-probabilities",
+            _accounting_section(summary),
+            _staleness_section(summary),
+            _decisions_section(rows_of_kind(rows, "staleness")),
+            _logprob_gap_section(summary),
+        ),
+        _fold("Time", _time_section(summary), _weight_updates_section(summary), _timeline_section(run_dir)),
+        _fold(
+            "Warnings and notes",
+            _lost_servers_section(summary),
+            _engine_notes_section(summary),
+            _warnings_section(warnings),
+        ),
+        _fold("Prompts, reference answers and completions", samples_section(run_dir)),
+        _fold("Command and configuration", _reproduction_section(run_dir, summary)),
     ]
     return write_atomic(run_dir / "report.md", "\n\n".join(section for section in sections if section) + "\n")
 
 
+def _verdict_lines(run_dir: Path, summary: Facts, warnings: Sequence[Row]) -> str:
+    """Return five lines: the three answers, what was run, and what to do next."""
+    answers = judge_run(summary, warnings=len(warnings))
+    questions = {"learning": "Is it learning?", "speed": "Is it fast?", "soundness": "Is it sound?"}
+    lines = [f"**{questions[answer.question]} {answer.state.capitalize()}.** {answer.text}" for answer in answers]
+
+    run = f"{_figure(summary, 'steps', ',')} steps in {_figure(summary, 'wall_s', ',.0f')} s"
+    tokens = f"{_figure(summary, 'trained_tokens', ',')} tokens trained"
+    settings = f"S = {_figure(summary, 'max_staleness', '')}, seed {_figure(summary, 'seed', '')}"
+    lines.append(f"**What was run?** {run}, {tokens}; {settings}; restarts: {_format_counts(summary, 'restarts')}.")
+    lines.append(f"**What next?** {suggest_next_step(summary, answers, str(run_dir))}")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _embed_plots(paths: Iterable[Path]) -> str:
+    return "\n\n".join(f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in paths)
+
+
+def _fold(title: str, *sections: str) -> str:
+    """Return a collapsible section; "" without content."""
+    present = [section for section in sections if section]
+    if not present:
+        return ""
+    return "\n\n".join([f"<details><summary>{title}</summary>", *present, "</details>"])
+
+
 def _headline_table(summary: Facts) -> str:
-    """Return the table at the top: results, cost and checks of the run. Its first row, in bold, is the best measure of
-    learning that the run has."""
+    """Return a table of results, cost and checks of the run. Its first row, in bold, is the best measure of learning
+    that the run has."""
     score = summary.get("held_out_score", "accuracy")
     form = choose_score_format(score)
     lines = {}
@@ -253,10 +288,10 @@ def _format_wall_time(summary: Facts) -> str:
     """Return the wall time and its parts, and the time for the first policy, which it does not include."""
     wall_s, start_s, steps_s = (summary.get(key) or 0.0 for key in ("wall_s", "start_s", "steps_s"))
     rest_s = max(0.0, wall_s - start_s - steps_s)
-    parts = f"{start_s:,.0f} s until the first batch, {steps_s:,.0f} s of steps, {rest_s:,.0f} s of the rest"
+    parts = f"{start_s:,.0f} s until the first batch, {steps_s:,.0f} s of steps, {rest_s:,.0f} s for everything else"
     text = f"{wall_s:,.0f} s ({parts})"
     prepare_s = summary.get("prepare_s")
-    if prepare_s is not None:
+    if prepare_s:
         text += f"; before that, the first policy took {prepare_s:,.0f} s"
     return text
 

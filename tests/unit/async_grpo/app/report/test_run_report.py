@@ -282,7 +282,7 @@ def test_the_report_has_wall_time_parts_throughput_and_bottleneck(tmp_path: Path
     with JsonLines(tmp_path / "metrics.jsonl") as metrics:
         metrics.write(rows[0])
     text = write_report(tmp_path, summary).read_text()
-    parts = "15 s until the first batch, 80 s of steps, 25 s of the rest"
+    parts = "15 s until the first batch, 80 s of steps, 25 s for everything else"
     assert f"| 120 s ({parts}); before that, the first policy took 46 s |" in text
     assert (
         "| tokens trained per second of the steps | 50 |" in text
@@ -290,6 +290,26 @@ def test_the_report_has_wall_time_parts_throughput_and_bottleneck(tmp_path: Path
     )
     assert "waited for rollouts 60% of its time" in text and "generation was the bottleneck" in text
     assert "| wait | 30.0 | 60% |" in text and "Steps 4 to 8: the first S + 1" in text
+
+
+def test_the_report_starts_with_the_verdict_and_four_plots_and_folds_the_rest(
+    run_dir: Path, summary: dict[str, Any]
+) -> None:
+    text = write_report(run_dir, summary).read_text()
+    head, _, folded = text.partition("<details>")
+    lines = [line for line in head.splitlines() if line.startswith("- **")]
+    assert [line.partition("**")[2].partition("?")[0] for line in lines] == [
+        "Is it learning",
+        "Is it fast",
+        "Is it sound",
+        "What was run",
+        "What next",
+    ]
+    assert "Yes.** Held-out accuracy rose: 14.0% → 83.0%" in lines[0]
+    assert "3 restarts; 1 warning" in lines[2] and "trainer 1" in lines[3]
+    assert head.count("](plots/") == 4 and folded.count("](plots/") == len(PLOTS) - 4
+    assert text.count("<details>") == text.splitlines().count("</details>")
+    assert "## Samples" in folded and "## Reproduce" in folded
 
 
 def graded(version: int, mean: float, once: float) -> Evaluation:
@@ -308,7 +328,8 @@ def test_the_first_row_is_the_reward_for_graded_answers_or_without_evaluations(t
     assert "held-out accuracy (sampled) 40.0%\n" in format_headline(summary, RunFolder(tmp_path))
     summary = summarize(config(), rows, [], [], {}, {}, 1.0)
     text = write_report(tmp_path, summary).read_text()
-    assert "| **training reward, first and last tenth** | **0.250 → 1.500** |" in text and "held-out" not in text
+    assert "| **training reward, first and last tenth** | **0.250 → 1.500** |" in text
+    assert "held-out accuracy" not in text
     assert "training reward 0.250 -> 1.500" in format_headline(summary, RunFolder(tmp_path))
 
 
