@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from async_grpo.telemetry.bottleneck import describe_wait, list_names
+from async_grpo.telemetry.bottleneck import describe_evaluation, describe_wait, list_names
 from async_grpo.telemetry.rows import Row
 from async_grpo.wire.board import Evaluation, ServerBeat
 
@@ -72,6 +72,11 @@ def describe_current_wait(state: LiveState, groups_per_step: int) -> str:
         return f"starting {list_names(starting)}"
     if state.roles and all(role.state in ("finished", "stopped") for role in state.roles):
         return "nobody: all roles have ended"
+    if any(role.name == "trainer" and role.state in ("finished", "stopped") for role in state.roles):
+        evaluating = [server for server in state.servers if server.evaluation is not None]
+        if evaluating:
+            return f"the end of the run waits: {evaluating[0].name} {describe_evaluation(evaluating[0])}"
+        return "nobody: the trainer has finished"
     return describe_wait(
         state.servers,
         is_training=state.taken > 0,

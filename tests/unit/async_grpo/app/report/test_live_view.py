@@ -63,6 +63,7 @@ IDLE = {"running": 0, "waiting_for": "the staleness window"}
 EVALUATING = {"evaluation": EvaluationState(version=0, done=512, total=1280, left_s=3.2)}
 LOADING = RoleState("rollout-0", "starting", stage="loading the model", since_s=8.2, usual_s=14.0)
 ROLLOUT_1 = server("rollout-1")
+FINISHED = [RoleState("trainer", "finished"), RoleState("rollout-0", "running")]
 FULL_WINDOW = {"taken": 16, "active": 48}
 
 
@@ -95,6 +96,11 @@ FULL_WINDOW = {"taken": 16, "active": 48}
             "rollout-0 waits for weights, and the trainer for its groups",
         ),
         ({"roles": [RoleState("trainer", "restarting")]}, "starting trainer"),
+        ({"roles": FINISHED, "servers": []}, "nobody: the trainer has finished"),
+        (
+            {"roles": FINISHED, "servers": [server(**EVALUATING)]},
+            "the end of the run waits: rollout-0 evaluates version 0: 512 of 1,280 completions, 3 s left",
+        ),
         (
             {"roles": [RoleState("trainer", "running"), LOADING]},
             "starting rollout-0 (loading the model, 8 s, last time 14 s)",
