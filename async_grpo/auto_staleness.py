@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from async_grpo.telemetry.bottleneck import NEVER_WAITS, WAITS, WORTHWHILE
+from async_grpo.telemetry.bottleneck import HARDLY_WAITS, WAITS, WORTHWHILE
 from async_grpo.telemetry.rows import Row, number
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class StalenessController:
 
         spare_batches = min(step.ready // self._groups - 1 for step in recent)
         idle = self._mean(lambda step: step.idle, patiences)
-        if idle < NEVER_WAITS and spare_batches > 0:
+        if idle < HARDLY_WAITS and spare_batches > 0:
             decrease = min(spare_batches, max(1, self.staleness // 2))
             return self._decide(
                 self.staleness - decrease,

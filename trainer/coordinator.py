@@ -1,15 +1,15 @@
 """The trainer's connection to the run: rank 0 talks to the buffer and the run board, the other ranks to rank 0.
 
     rank 0 waits in           for                                             produced by
-    take_batch                P finished groups                               rollout servers
+    take_batch                the finished groups of a step                   rollout servers
     take_batch_part           at least one more finished group                rollout servers
     wait_for_probe            groups that the final weights sampled           a rollout server
     wait_for_evaluation       the evaluation of a version on the board        a rollout server
     engines_asleep            engines on these devices to sleep               rollout servers on this machine
 
 The other ranks wait for rank 0 in a broadcast, limited by the timeout of the process group. SIGTERM ends the first four
-waits and nothing else: a step that has started is finished. They also end when the publication of weights has failed
-(`watch_publishing`), with its error: servers without new weights produce no groups.
+waits and nothing else: a step that has started is finished. The same four waits end when the publication of weights has
+failed (`set_publishing_check`), with its error: servers without new weights produce no groups.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ R = TypeVar("R")
 Call = Callable[[], Coroutine[Any, Any, R]]
 
 POLL_EVERY_S = 1.0
-"""Seconds between two reads of the run board, which sends no notifications."""
+"""Seconds between two polls of the run board or of the publisher. Neither sends notifications."""
 
 
 class SharedDevices:
@@ -102,7 +102,8 @@ class Coordinator:
         self._buffer: ReplayBuffer = self._runner.run(open_run(config))
         self._board: RunBoard = self._runner.run(connect_board(config.redis, config.name))
         # If the loop is waiting, this wakes it; between calls, the event is set when the loop next runs.
-        signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(self._stop.set))
+        handler = signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(self._stop.set))
+        self._previous_handler = handler
 
     def resume_run(self, version: int, *, damage: str | None = None, accept_loss: bool = False) -> Resume:
         """Take over the run at `version`, which starts a new epoch.
@@ -141,12 +142,12 @@ class Coordinator:
     def report_replay(self, version: int, target: int) -> None:
         """Report the progress of replaying the steps up to `target`, the last published version.
 
-        Servers that have no weights wait until then.
+        Servers without weights wait until `target` is replayed.
         """
         progress = ReplayProgress(epoch=self._epoch, version=version, target=target)
         self._run_on_rank_zero(lambda: self._board.report_replay(progress))
 
-    def watch_publishing(self, check: Callable[[], None]) -> None:
+    def set_publishing_check(self, check: Callable[[], None]) -> None:
         """Call `check` every second while rank 0 waits; an error that it raises ends the wait."""
         self._check_publishing = check
 
@@ -212,9 +213,14 @@ class Coordinator:
 
     def close(self) -> None:
         """Close connections."""
-        self._run_on_rank_zero(lambda: self._buffer.aclose())
-        self._run_on_rank_zero(lambda: self._board.aclose())
-        if self._is_rank_zero:
+        if not self._is_rank_zero:
+            return
+        # Our handler needs the event loop. A SIGTERM after its end would raise an error in the main thread.
+        signal.signal(signal.SIGTERM, self._previous_handler)
+        try:
+            self._runner.run(self._buffer.aclose())
+        finally:
+            self._runner.run(self._board.aclose())
             self._runner.close()
 
     async def _roll_back(self, version: int, damage: str | None, accept_loss: bool) -> Resume:
@@ -229,7 +235,9 @@ class Coordinator:
         except StepsForgotten as error:
             if damage is None:
                 raise
-            raise StepsForgotten(f"{damage}. The checkpoint before it is version {version}, but: {error}") from error
+            raise StepsForgotten(
+                f"{damage}. The newest intact checkpoint is version {version}, but: {error}"
+            ) from error
 
     async def _read_probe(self, version: int, timeout_s: float) -> Batch | None:
         try:
@@ -245,6 +253,7 @@ class Coordinator:
             async with asyncio.timeout(timeout_s):
                 while True:
                     evaluations = await self._board.evaluations()
+                    # A server may have skipped `version` and evaluated a newer one.
                     if any(evaluation.version >= version for evaluation in evaluations):
                         return True
                     await asyncio.sleep(POLL_EVERY_S)
@@ -267,11 +276,11 @@ class Coordinator:
     async def _run_until_stopped(self, call: Coroutine[Any, Any, R]) -> R | None:
         """Return the result of the call; cancel it and return None after SIGTERM.
 
-        Raises the error of `watch_publishing` if the publication of weights has failed meanwhile.
+        Raises the error of `set_publishing_check` if the publication of weights has failed meanwhile.
         """
         calling = asyncio.create_task(call)
         stop = asyncio.create_task(self._stop.wait())
-        watching = asyncio.create_task(self._watch_publishing())
+        watching = asyncio.create_task(self._poll_publishing())
         await asyncio.wait({calling, stop, watching}, return_when=asyncio.FIRST_COMPLETED)
 
         # Look at the outcomes before cancelling: cancelled tasks are done, too. SIGTERM comes first, because a
@@ -286,8 +295,8 @@ class Coordinator:
             raise failure
         return calling.result()
 
-    async def _watch_publishing(self) -> None:
-        """Raise the error of the check given to `watch_publishing`. Polled: a process that dies sends no message."""
+    async def _poll_publishing(self) -> None:
+        """Raise the error of the check of `set_publishing_check`. Polled: a process that dies sends no message."""
         while True:
             await asyncio.sleep(POLL_EVERY_S)
             if self._check_publishing is not None:

@@ -194,7 +194,7 @@ class TrainerRun:
                 "steps and all later ones are trained on new groups, so the run differs from an uninterrupted one",
             )
         self.exporter = WeightExporter(self.policy, self.config, self.coordinator, self.epoch)
-        self.coordinator.watch_publishing(self.exporter.check_publishing)
+        self.coordinator.set_publishing_check(self.exporter.check_publishing)
 
     def prepare_first_step(self) -> None:
         """Make the staleness controller, copy a checkpoint that may exist only on this machine, reset the clocks."""

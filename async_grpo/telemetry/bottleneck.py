@@ -3,7 +3,7 @@
     idle shares of both sides   --> find_bottleneck, describe_bottleneck --> report, page of runs, simulate
     seconds by cause            --> find_main_cause, ADVICE                   --> why
     heartbeats and group counts --> describe_wait                        --> terminal, log
-    idle share of the trainer   --> WAITS, NEVER_WAITS                   --> max_staleness: auto, alerts
+    idle share of the trainer   --> WAITS, HARDLY_WAITS                   --> max_staleness: auto, alerts
     speed with a change         --> WORTHWHILE                           --> autoscaling, tune, max_staleness: auto
 
 A side counts as waiting if it waits for more than a tenth of the time:
@@ -12,9 +12,9 @@ A side counts as waiting if it waits for more than a tenth of the time:
     trainer <= 10%            balanced           training
     trainer >  10%            generation         turns
 
-So the report names generation, `why` analyses the waits, `max_staleness: auto` may raise S and the alert may fire for
-the same runs. The number of servers that a run can use comes from a separate model (`servers_wanted`), which shares
-WORTHWHILE.
+All displays share this threshold. For the same runs the report names generation, `why` analyses the waits,
+`max_staleness: auto` may raise S (max_staleness), and the alert may fire. The number of servers that a run can use
+comes from a separate model (`servers_wanted`), which shares WORTHWHILE.
 
 All functions here are pure. `telemetry.idle` and `lab.simulate.why` measure their inputs.
 """
@@ -31,15 +31,16 @@ from async_grpo.wire.board import ServerBeat
 WAITS = 0.10
 """Share of the time above which a side counts as waiting. Identical runs on shared machines differ by this much, so a
 shorter wait is no reason to change a run."""
-NEVER_WAITS = 0.03
-"""Share below which the trainer counts as not waiting. `max_staleness: auto` lowers S only below this, so that S does
-not oscillate around WAITS."""
+HARDLY_WAITS = 0.03
+"""Share of the trainer's waits below which `max_staleness: auto` may lower S. It is below WAITS, so that S does not
+oscillate."""
 WORTHWHILE = 0.05
 """Minimum gain in speed that is worth more servers or older tokens. Simulations are not more accurate than this."""
 NOTEWORTHY = 0.05
 """Minimum share of the time for mentioning a disturbance (evaluations, missing processors)."""
-BOTH_CONTENDED = 0.3
-"""Minimum share of the trainer's waits in which servers lack processors, for contention to count on both sides."""
+SERVERS_CONTENDED = 0.3
+"""If servers without processors cause at least this share of the trainer's waits, the trainer's own time without a
+processor counts as well."""
 
 
 class Bottleneck(StrEnum):
@@ -85,7 +86,7 @@ def describe_bottleneck(
         text += f" Evaluations kept the servers busy for {evaluating:.0%} of it."
     if disturbed:
         steps = "1 step" if disturbed == 1 else f"{disturbed} steps"
-        text += f" This is without {steps} in which a rollout server was started again."
+        text += f" Not counted: {steps} in which a rollout server restarted."
     return text
 
 
@@ -102,6 +103,8 @@ def _explain_bottleneck(trainer_idle: float, rollout_idle: float, selector: Sele
             return "generation and training were balanced"
         case Bottleneck.TURNS if selector == "exact_age":
             return "the two sides took turns, as they must with the selector exact_age"
+        case Bottleneck.TURNS:
+            pass
     text = "the two sides took turns, and a larger max_staleness would let them work at the same time"
     if abs(trainer_idle - rollout_idle) > WAITS:
         slower = "generation" if trainer_idle > rollout_idle else "training"
@@ -110,7 +113,7 @@ def _explain_bottleneck(trainer_idle: float, rollout_idle: float, selector: Sele
 
 
 class Cause(StrEnum):
-    """Cause of spent time. The first three are work of the trainer."""
+    """Cause of spent time. The first three, and part of CPU, are work of the trainer."""
 
     COMPUTING = "computing"
     CHECKPOINTS = "checkpoints"
@@ -135,7 +138,7 @@ MEANINGS = {
     Cause.VERIFIERS: "completions were being judged",
     Cause.WINDOW: "no group could be admitted: (S + 1) P groups were active",
     Cause.TASKS: "no task (prompt) was there",
-    Cause.SLOTS: "a group waited for one of rollout.max_concurrency samples to end",
+    Cause.SLOTS: "a group waited for a free slot (rollout.max_concurrency)",
     Cause.TAIL: "a group's longest completion ran while slots were free",
     Cause.SLOW_SERVER: "a group ran on a server that is much slower than the others",
     Cause.EVALUATION: "an evaluation ran next to the group, or kept the server's version",
@@ -181,13 +184,15 @@ def find_main_cause(
     """
     total_wait_s = sum(waits.values())
     is_waiting = total_wait_s > WAITS * seconds
-    both_contended = waits.get(Cause.CPU, 0.0) >= BOTH_CONTENDED * total_wait_s
+    servers_contended = waits.get(Cause.CPU, 0.0) >= SERVERS_CONTENDED * total_wait_s
 
     seconds_by_cause = defaultdict(float, waits)
     for cause, spent_s in trainer.items():
-        is_hidden = cause is Cause.COMPUTING or (cause is Cause.CPU and not both_contended)
+        is_hidden = cause is Cause.COMPUTING or (cause is Cause.CPU and not servers_contended)
         if not (is_waiting and is_hidden):
             seconds_by_cause[cause] += spent_s
+    if not seconds_by_cause:
+        return Cause.COMPUTING, 0.0
     main = max(seconds_by_cause, key=lambda cause: seconds_by_cause[cause])
     return main, seconds_by_cause[main] / seconds if seconds else 0.0
 
@@ -205,34 +210,40 @@ def describe_wait(
 
     `ready` and `inflight`: number of finished and unfinished groups. `window_is_full`: no group may be admitted.
     """
+    if is_training and not servers:
+        return "no rollout server has reported; the trainer is training"
     if not servers:
         return "the trainer waits for a rollout server; none has reported"
     if is_training:
         return _describe_waiting_servers(servers, window_is_full)
     busy = [server.name for server in servers if server.running]
     evaluating = [server for server in servers if server.evaluation is not None]
-    if evaluating and not ready:
+    if evaluating and not busy and not ready:
         return f"the trainer waits: {evaluating[0].name} {describe_evaluation(evaluating[0])}"
     if ready >= groups_per_step and not inflight:
         return f"the rollout servers wait for the trainer: {ready} groups are ready, none is taken"
     if ready >= groups_per_step:
-        return f"the trainer waits for the oldest groups; {ready} newer ones are ready"
+        # The selector decides: in order, the oldest group is still in flight; exact_age also wants newer ones first.
+        return f"the trainer waits for the groups that are next in line; {ready} others are ready"
     if busy:
         return f"the trainer waits for {list_names(busy)}: {ready} of {groups_per_step} groups are ready"
     waiting = [server for server in servers if server.waiting_for]
     if waiting:
-        return f"{_wait(waiting)} for {waiting[0].waiting_for}, and the trainer for its groups"
+        return f"{_names_wait(waiting)} for {waiting[0].waiting_for}, and the trainer for its groups"
     return f"the trainer waits for groups: {ready} of {groups_per_step} are ready, {inflight} are being made"
 
 
 def _describe_waiting_servers(servers: Sequence[ServerBeat], window_is_full: bool) -> str:
     """Return the wait while the trainer is training, when only rollout servers can be waiting."""
     idle = [server for server in servers if server.waiting_for and server.evaluation is None]
+    evaluating = [server for server in servers if server.evaluation is not None]
+    if len(evaluating) == len(servers):
+        return f"training goes on; {evaluating[0].name} {describe_evaluation(evaluating[0])}"
     if not idle:
         return "nobody: training and generation overlap"
     if window_is_full:
-        return f"{_wait(idle)} for the trainer: the staleness window is full"
-    return f"{_wait(idle)} for {idle[0].waiting_for}"
+        return f"{_names_wait(idle)} for the trainer: the staleness window is full"
+    return f"{_names_wait(idle)} for {idle[0].waiting_for}"
 
 
 def describe_evaluation(server: ServerBeat) -> str:
@@ -254,6 +265,6 @@ def list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _wait(servers: Sequence[ServerBeat]) -> str:
+def _names_wait(servers: Sequence[ServerBeat]) -> str:
     verb = "waits" if len(servers) == 1 else "wait"
     return f"{list_names([server.name for server in servers])} {verb}"

@@ -1,11 +1,11 @@
 """Groups that this server is generating, from their lease to their end.
 
-    admit --> GroupsInProgress --renew_leases, every lease_s / 3 -----------> buffer
-                     |---------- save_partials, every progress_interval_s --> buffer
+    admit --> GroupsInProgress --renew_leases, every renew_every_s ---------> buffer
+                     |---------- save_partials, every save_every_s ---------> buffer
                      |---------- end_group, in one of four ways ------------> buffer
 
-Both loops wait for their timers only. A group whose lease is lost is dropped: another server generates it now, and the
-buffer would reject our insert.
+Both loops are paced by timers; nothing wakes them early. A group whose lease is lost is dropped: another server
+generates it now, and the buffer would reject our insert.
 
 Only this module counts a group's samples in `SampleSlots`: from `reserve_slots` until the sample or its group ends.
 """
@@ -81,7 +81,7 @@ class GroupsInProgress:
         """Add a group, replacing an earlier attempt at the same ticket.
 
         An earlier attempt can still be here if its lease expired and the buffer offered the ticket to us again before
-        our heartbeat noticed.
+        our renewal noticed.
         """
         earlier = self._groups.get(group.ticket.seq)
         if earlier is not None and not earlier.is_ending:
@@ -99,15 +99,17 @@ class GroupsInProgress:
         self._release_reserved_slots(group, min(1, group.reserved_slots))
 
     async def end_group(self, group: GroupRollout, ending: Ending) -> bool:
-        """End a group. Every group that was added ends here, once; there is no other way.
+        """End a group. Every group ends here, once, except an earlier attempt that `add_group` replaces.
 
-            ending           group.task          partial   call to the buffer            False if
-            ---------------  ------------------  --------  ----------------------------  ------------------------
-            Insert(group)    is the caller       -         insert_group                  the lease was lost
-            Discard(reason)  is the caller       -         discard_group                 the lease was lost
-            GiveBack()       cancelled, if any   saved     save_partial (new tokens),    never
-                                                           give_back
-            Drop()           cancelled, if any   -         none                          never
+            ending           group.task          partial   call to the buffer          also False if
+            ---------------  ------------------  --------  --------------------------  ------------------------------
+            Insert(group)    is the caller       -         insert_group                the lease was lost, or the run
+                                                                                       has ended
+            Discard(reason)  is the caller       -         discard_group               the same
+            GiveBack()       cancelled at the    saved     save_partial (new tokens),  never
+                             end, if any                   give_back
+            Drop()           cancelled at the    -         none                        never
+                             end, if any
 
         In every case the group is removed, its lease is no longer renewed, and its slots are free. If the call to the
         buffer is cancelled or raises an unexpected error, the group stays in progress for a later GiveBack. Returns
@@ -116,8 +118,8 @@ class GroupsInProgress:
         if group not in self:
             return False
 
-        # Neither the heartbeat nor the saving loop may touch the group now. Once the buffer has accepted the call the
-        # lease is gone, so a heartbeat would report it as lost, and we would cancel a group that has just succeeded.
+        # Neither the renewal nor the saving loop may touch the group now. Once the buffer has accepted the call the
+        # lease is gone, so a renewal would report it as lost, and we would cancel a group that has just succeeded.
         group.is_ending = True
         try:
             match ending:
@@ -127,6 +129,8 @@ class GroupsInProgress:
                     await self._buffer.discard_group(group.ticket, reason)
                 case GiveBack():
                     await self._give_back(group)
+                case Drop():
+                    pass  # the buffer has already ended the lease
         except LeaseLost:
             self._record_lost_lease(group)
             self._remove_group(group)
@@ -220,7 +224,8 @@ class GroupsInProgress:
     async def _give_back(self, group: GroupRollout) -> None:
         """Save the partial and end the lease, so that another server can continue immediately."""
         if group.saving is not None:
-            await asyncio.gather(group.saving, return_exceptions=True)
+            # `wait` does not cancel the save if this call is cancelled, as `gather` would.
+            await asyncio.wait([group.saving])
         try:
             partial = group.partial()
             if token_count(partial) > group.saved_tokens:

@@ -10,13 +10,14 @@ log-probabilities of temperature 1 (vLLM's `raw_logprobs`), or logits, is detect
 temperature and at a second one, where the two distributions are far apart for this policy. The first token of a
 completion comes from prefill, the second from decoding, so both paths through the engine are covered.
 
-A sampler that ignores the temperature when it draws is detected from tokens drawn at a low temperature T: if they are
-from p_T, then by Markov's inequality the sum of their log p_T - log p_1 is below -a with probability at most e^-a.
+A sampler that ignores the temperature when it draws is detected from tokens drawn at a low temperature T. If they are
+from p_T, the expectation of p_1 / p_T is 1, so by Markov's inequality p_1 / p_T exceeds e^a with probability at most
+e^-a.
 
 Under truncated sampling the reported tokens must be those that the settings keep, and the reported log-probability that
-of the distribution restricted to them. Rounding may move a token across the edge of the set, so the set must lie
-between the one of slightly stricter and the one of slightly looser settings. The proof runs without the repetition
-penalty, which depends on raw logits that no engine reports; the trainer's `logprob_gap` covers it.
+of the distribution restricted to them. Rounding may move a token across the edge of the set, so the set must contain
+the one of slightly stricter settings, and be contained in the one of slightly looser settings. The proof runs without
+the repetition penalty, which depends on raw logits that no engine reports; the trainer's `logprob_gap` covers it.
 
 A server runs the proof before it joins its run. The sampler's treatment of temperature does not depend on the weights,
 so the proof is not repeated after updates; the trainer compares log-probabilities in every step (`logprob_gap`).
@@ -47,11 +48,12 @@ FAR_APART = 0.3
 MAX_GAP_SHARE = 0.25
 """Maximum mean gap at the second temperature, as a fraction of the distance from log p_1."""
 MAX_GAP: dict[Precision, float] = {"float32": 0.01, "bfloat16": 0.25}
-"""Maximum mean gap at the run's temperature T >= 1: prefill and decoding round differently."""
+"""Maximum mean gap at the run's temperature T, because prefill and decoding round differently. Divided by T below 1,
+which magnifies rounding."""
 LOW_TEMPERATURE = 0.2
 """T of Markov's inequality."""
 MAX_EVIDENCE = 12.0
-"""a of Markov's inequality."""
+"""a of Markov's inequality: a right engine fails once in e^12 = 160,000 starts."""
 EDGE_MASS = 0.01
 """Distance from top_p, and relative distance from min_p, within which rounding may decide about a token."""
 
@@ -104,7 +106,7 @@ async def prove_logprobs(
     timeout_s: float,
     truncation: Truncation | None = None,
 ) -> LogprobProof | None:
-    """Compare the log-probabilities of about 16 tokens. Returns None if the engine has no distribution (a script).
+    """Compare the log-probabilities of about 16 tokens. Returns None for a scripted engine, which has no distribution.
 
     vocabulary: token ids are below it. temperature, truncation: the run's. Raises LogprobsWrong, EngineError, or
     WaitTimeout after `timeout_s` seconds.
@@ -146,7 +148,7 @@ async def _prove(engine: Engine, vocabulary: int, temperature: float, precision:
 
     cold = await _sample(engine, prompts, first_rows, LOW_TEMPERATURE)
     evidence = float((cold.expected_N - cold.raw_N).sum())
-    if evidence < -MAX_EVIDENCE:
+    if not evidence >= -MAX_EVIDENCE:  # written so that NaN fails too
         raise LogprobsWrong(
             f"{engine.description} does not sample at the requested temperature: {len(cold.tokens)} tokens drawn at "
             f"{LOW_TEMPERATURE:g} are e^{-evidence:.0f} times as likely at temperature 1. {_CONSEQUENCE_AND_FIX}"
@@ -166,7 +168,7 @@ async def _next_token_logprobs(engine: Engine, prompts: Sequence[Sequence[int]])
 async def _prove_truncation(
     engine: Engine, vocabulary: int, temperature: float, precision: Precision, truncation: Truncation
 ) -> None:
-    """Compare the kept tokens, and the log-probabilities over them, of completions sampled as training does."""
+    """Compare the kept tokens, and the log-probabilities over them, of completions at the run's settings."""
     truncation = replace(truncation, repetition_penalty=1.0)
     prompts = _random_prompts(vocabulary)
     requests = [
@@ -189,6 +191,11 @@ async def _prove_truncation(
             _check_kept_tokens(engine, kept, scaled, truncation, max_gap)
 
             token = int(generation.tokens[position])
+            if token not in kept:
+                raise LogprobsWrong(
+                    f"{engine.description} sampled token {token}, which is not among the {len(kept)} tokens that it "
+                    f"reports as kept. {_CONSEQUENCE_AND_FIX}"
+                )
             ids = sorted(kept)
             expected = scaled[token] - np.log(np.exp(scaled[ids]).sum())
             gap = abs(float(generation.logprobs[position]) - expected)
@@ -208,7 +215,7 @@ def _check_kept_tokens(engine: Engine, kept: set[int], scaled: Floats, truncatio
     possibly_kept = kept_tokens(scaled, truncation, slack=max_gap)
     missing = surely_kept - kept
     excess = kept - possibly_kept
-    # More tokens can tie at the edge than the engine reports, so only those that are clearly inside may not be missing.
+    # Tokens that tie at the edge may be left out. Those that are clearly inside must be there.
     if missing or excess:
         raise LogprobsWrong(
             f"{engine.description} reports {len(kept)} kept tokens of {truncation}. Recomputed from its own "
@@ -221,7 +228,8 @@ def kept_tokens(scaled: Floats, truncation: Truncation, *, slack: float = 0.0) -
     """The tokens that min_p, top_k and top_p keep, in vLLM's order.
 
     scaled: log-probabilities [V] after temperature. slack: nats by which a token may miss the edge (negative: must
-    clear it); top_p and min_p are then also moved by EDGE_MASS.
+    clear it); top_p and min_p are then also moved by EDGE_MASS. A strict set is empty if several tokens tie for the
+    first place, because an engine may then keep any of them.
     """
     edge = 0.0 if slack == 0 else math.copysign(EDGE_MASS, slack)
     order = np.argsort(-scaled, kind="stable")
@@ -231,20 +239,23 @@ def kept_tokens(scaled: Floats, truncation: Truncation, *, slack: float = 0.0) -
         is_kept &= logprobs >= logprobs[0] + math.log(truncation.min_p * (1 - edge)) - slack
     k = min(truncation.top_k, len(order))
     is_kept &= logprobs >= logprobs[k - 1] - slack
+    if not is_kept.any():
+        return set()
 
     # Top-p keeps a token if the mass of the more likely ones is below top_p, within the tokens kept so far.
     probabilities = np.exp(logprobs) * is_kept
     probabilities /= probabilities.sum()
     mass_before = np.cumsum(probabilities) - probabilities
     is_kept &= mass_before < min(1.0 + 1e-9, truncation.top_p + edge)
-    is_kept[0] = True
+    if slack >= 0:
+        is_kept[0] = True  # vLLM always keeps the most likely token
     return set(order[is_kept].tolist())
 
 
 async def _sample(
     engine: Engine, prompts: Sequence[list[int]], first_rows: Sequence[Floats], temperature: float
 ) -> _Samples:
-    """Sample completions as training does, and recompute the log-probabilities of their tokens.
+    """Sample completions at `temperature` without truncation, and recompute the log-probabilities of their tokens.
 
     first_rows: log p_1 after each prompt.
     """

@@ -39,15 +39,15 @@ class PackedBatch(NamedTuple):
     micro_batches: list[MicroBatch]
     """Micro-batches of this data-parallel rank."""
     lengths: list[int]
-    """Number of tokens of each sequence that some rank reads."""
-    slots: int
+    """Number of tokens of each sequence with a trained token, over all ranks."""
+    token_capacity: int
     """Total token budget of the micro-batches of all ranks."""
     balance: float
     """Mean cost of a rank / largest cost of a rank; 1 if all have the same work."""
 
 
 def own_micro_batches(batch: Batch, config: RunConfig) -> list[MicroBatch]:
-    """Return this rank's micro-batches of a batch, balanced by tokens alone."""
+    """Return this rank's micro-batches of a batch that is only measured, balanced by tokens alone."""
     return build_micro_batches(build_sequences(batch, config), config, quadratic=0.0).micro_batches
 
 
@@ -76,26 +76,26 @@ def build_micro_batches(sequences: Sequence[TrainingSequence], config: RunConfig
     `quadratic`: cost of attention relative to matrix products, see the module. Raises ConfigError for a sequence that
     is too long, with `overlong: error`.
     """
-    read = [sequence for sequence in sequences if sequence.trained_tokens]
-    lengths = [sequence.length for sequence in read]
+    trained = [sequence for sequence in sequences if sequence.trained_tokens]
+    lengths = [sequence.length for sequence in trained]
     ranks = parallel_state.get_data_parallel_world_size()
     max_tokens = config.trainer.micro_batch_tokens
 
     assignment = assign_sequences(lengths, ranks=ranks, max_tokens=max_tokens, quadratic=quadratic)
     own_bins = assignment[parallel_state.get_data_parallel_rank()]
     return PackedBatch(
-        micro_batches=[make_micro_batch([read[index] for index in bin_]) for bin_ in own_bins],
+        micro_batches=[make_micro_batch([trained[index] for index in bin_]) for bin_ in own_bins],
         lengths=lengths,
-        slots=ranks * len(own_bins) * max_tokens,
-        balance=_balance(assignment, [cost(length, quadratic) for length in lengths]),
+        token_capacity=ranks * len(own_bins) * max_tokens,
+        balance=_measure_balance(assignment, [cost(length, quadratic) for length in lengths]),
     )
 
 
 def assign_sequences(lengths: Sequence[int], *, ranks: int, max_tokens: int, quadratic: float = 0.0) -> list[Bins]:
     """Return indices of sequences as [rank][micro-batch][...]; a micro-batch has at most `max_tokens` tokens.
 
-    Within a micro-batch the indices ascend. A micro-batch is empty only if its rank has fewer sequences than another
-    rank needs micro-batches. Raises ConfigError for a sequence that is too long.
+    Within a micro-batch the indices ascend. All ranks have the same number of micro-batches, so some may be empty.
+    Raises ConfigError for a sequence that is too long.
 
     >>> assign_sequences([3, 3, 2, 4], ranks=2, max_tokens=4)
     [[[3], [2]], [[0], [1]]]
@@ -107,7 +107,7 @@ def assign_sequences(lengths: Sequence[int], *, ranks: int, max_tokens: int, qua
             f"Raise trainer.micro_batch_tokens to {longest} or more, or set trainer.overlong to truncate or drop"
         )
     costs = [cost(length, quadratic) for length in lengths]
-    rank_members = _balance_over_bins(range(len(lengths)), costs, ranks)
+    rank_members = _distribute_over_bins(range(len(lengths)), costs, ranks)
 
     # Start with the fewest micro-batches that could hold the tokens of every rank. The loop ends at the latest with one
     # micro-batch per sequence, where everything fits.
@@ -124,21 +124,24 @@ def assign_sequences(lengths: Sequence[int], *, ranks: int, max_tokens: int, qua
 
 
 def cost(length: int, quadratic: float) -> float:
-    """Return the cost of a sequence. The unit is the cost of a token where attention costs nothing."""
+    """Return the cost of a sequence, in units of the matrix products of one token.
+
+    `quadratic`: cost of attention per pair of tokens, in the same unit.
+    """
     return length + quadratic * length * length
 
 
 def split_groups(groups: int, parts: int, *, seed: int, version: int, iteration: int) -> Bins:
     """Return the indices of the groups of each mini-batch, ascending; sizes differ by one at most.
 
-    The order differs in every pass over every batch, and is always the same for the same arguments.
+    Groups are shuffled anew for every pass over a batch, reproducibly from the arguments.
     """
     order = list(range(groups))
     random.Random(f"{seed}/{version}/{iteration}").shuffle(order)
     return [sorted(order[part::parts]) for part in range(parts)]
 
 
-def _balance_over_bins(members: Iterable[int], costs: Sequence[float], count: int) -> Bins:
+def _distribute_over_bins(members: Iterable[int], costs: Sequence[float], count: int) -> Bins:
     """Distribute the members over `count` bins of similar cost (LPT)."""
     heap = [(0.0, number) for number in range(count)]
     bins: Bins = [[] for _ in range(count)]
@@ -157,7 +160,7 @@ def _fit_into_bins(
     max_tokens: int,
 ) -> Bins | None:
     """Distribute the members over `count` bins of `max_tokens` each. Returns None if they do not fit."""
-    balanced = _balance_over_bins(members, costs, count)
+    balanced = _distribute_over_bins(members, costs, count)
     if all(_count_tokens(bin_, lengths) <= max_tokens for bin_ in balanced):
         return balanced
 
@@ -182,7 +185,7 @@ def _count_tokens(members: Iterable[int], lengths: Sequence[int]) -> int:
     return sum(lengths[index] for index in members)
 
 
-def _balance(assignment: Sequence[Bins], costs: Sequence[float]) -> float:
+def _measure_balance(assignment: Sequence[Bins], costs: Sequence[float]) -> float:
     loads = [sum(costs[index] for bin_ in bins for index in bin_) for bins in assignment]
     if max(loads) == 0:
         return 1.0

@@ -106,21 +106,29 @@ class RunStore:
         try:
             self.objects.write(trial, [b"trial"])
             self.objects.read(trial)
+            self._list("")
             self.objects.remove([trial])
         except OSError as error:
             raise ConfigError(
                 f"{KEY} ({self.url}) is not usable: {error}. Check that the bucket exists and that the environment has "
                 "its endpoint and credentials (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
             ) from error
-        return f"{self.url} can be written to, read and listed"
+        return f"{self.url} can be written to, read, listed and removed from"
 
     def newest_checkpoint(self) -> StoredCheckpoint | None:
-        """Return the newest complete checkpoint; None if there is none. Raises OSError."""
+        """Return the newest complete checkpoint; None if there is none. Raises OSError, CheckpointDamaged."""
         markers = [name for name in self._list("checkpoints") if name.rpartition("/")[2].startswith(LATEST)]
         if not markers:
             return None
         newest_epoch = max(markers)  # epochs have leading zeros, so their order is that of the names
-        return StoredCheckpoint.parse(self.objects.read(newest_epoch).decode().strip())
+        named = self.objects.read(newest_epoch).decode(errors="replace").strip()
+        checkpoint = StoredCheckpoint.parse(named)
+        if checkpoint is None:
+            raise CheckpointDamaged(
+                f"{self.url}: the marker {newest_epoch} names no checkpoint ({named[:80]!r}), so it is unknown which "
+                "one is the newest. Restore the marker, or write the name of a folder below checkpoints/ into it"
+            )
+        return checkpoint
 
     def list_checkpoints(self) -> list[StoredCheckpoint]:
         """Return all checkpoints that have any object, including interrupted uploads. Raises OSError."""
@@ -141,7 +149,7 @@ class RunStore:
         self.objects.write(self._marker(pushed.epoch), [pushed.folder.encode()])
 
     def prune(self, newest: StoredCheckpoint, keep_versions: Collection[int]) -> None:
-        """Remove checkpoints of this and earlier trainers, except `newest` and `keep_versions`, and older markers.
+        """Remove older markers, and all checkpoints of this and earlier trainers but `newest` and `keep_versions`.
 
         Those of a newer epoch than `newest` belong to a trainer that has taken over, and stay. Raises OSError.
         """
@@ -157,12 +165,13 @@ class RunStore:
                 names += self._list(f"checkpoints/{checkpoint.folder}")
         # Markers first: while one exists, the checkpoint that it names must be complete.
         existing_markers = markers & set(self._list("checkpoints"))
-        self.objects.remove([*existing_markers, *names])
+        self.objects.remove(list(existing_markers))
+        self.objects.remove(names)
 
     def push_files(self, run_dir: Path) -> None:
         """Copy the other files of the run that have changed since the last call. Raises OSError."""
-        # Also copy unchanged files that are missing in the store: `--fresh` on another machine may have deleted the
-        # copy, which is neither listed nor resumed without config.yaml and run.id.
+        # Also copy unchanged files that are missing in the store: `--fresh` on another machine may have deleted them,
+        # and without config.yaml and run.id the copy is neither listed nor resumed.
         stored = set(self._list("run"))
         paths = [path for pattern in _RUN_FILES for path in run_dir.glob(pattern) if path.is_file()]
         for path in sorted(paths):
@@ -185,6 +194,8 @@ class RunStore:
         local = _find_local(run_dir)
         if newest is None or (local is not None and newest <= local):
             return
+        # The checkpoint comes last, and its version in `latest` makes it count. If this is interrupted before, the next
+        # call fetches everything again.
         self.pull_files(run_dir)
         self._pull_server(newest, run_dir / _SERVER_FILES)
         self.pull_checkpoint(newest, run_dir / "checkpoints", report)
@@ -215,7 +226,7 @@ class RunStore:
         raw = self.objects.read(self._object_name(wanted, manifests.FILE))
         files = manifests.parse_manifest(raw, f"{self.url}/checkpoints/{wanted.folder}").files
         for name in files:
-            if Path(name).name != name:
+            if Path(name).name != name or name == "..":
                 raise CheckpointDamaged(
                     f"{self.url}/checkpoints/{wanted.folder}: its manifest names {name!r}, which is outside the folder "
                     "of the checkpoint. Nothing was fetched. Restore the manifest"
@@ -301,7 +312,10 @@ class RunStore:
         starts = range(present_bytes, file.bytes, _PIECE_BYTES)
         with path.open("ab") as target, ThreadPoolExecutor(_READS_AT_ONCE) as pool:
             for first in range(0, len(starts), _READS_AT_ONCE):
-                spans = [(start, min(start + _PIECE_BYTES, file.bytes)) for start in starts[first:][:_READS_AT_ONCE]]
+                spans = [
+                    (start, min(start + _PIECE_BYTES, file.bytes)) for start in starts[first : first + _READS_AT_ONCE]
+                ]
+                # `map` starts all reads immediately, so these few bound the memory.
                 for piece in pool.map(lambda span: self.objects.read(name, *span), spans):
                     target.write(piece)
                     yield len(piece)

@@ -9,10 +9,12 @@
 
 States of a role:
 
-    starting -> running -> restarting -> starting ...      starting -> running: `mark_ready`
-        |          |-> finished   it exited and is not needed any more
-        |          |-> stopped    it exited with an error while the supervisor was stopping the run
-        +----------+-> failed     it ended too often, or was not ready in time
+    starting -> running      `mark_ready`
+    starting, running ->
+        restarting           it ended and is needed; `starting` once it has been started again
+        finished             it exited and is not needed any more
+        stopped              it exited with an error while the supervisor was stopping the run
+        failed               it ended too often, or was not ready in time
 
 A `RoleRunner` runs a role: as a process on this machine (`ProcessRunner`) or as actors of a Ray cluster (`RayRunner`).
 `decide_restart` is the restart policy for both.
@@ -73,7 +75,10 @@ class RoleRunner(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start the role; on a cluster, wait for room first. Raises WaitTimeout."""
+        """Start the role; on a cluster, wait for room first. Raises WaitTimeout.
+
+        If `stop` ends that wait, it returns without having started anything, and `wait` returns immediately.
+        """
         ...
 
     async def wait(self) -> RoleEnd:
@@ -127,14 +132,16 @@ def decide_restart(
         code: Exit code of the role.
         stopping: True if the supervisor has stopped it.
         over: True if nothing is left for this role to do; any end is then final.
-        needed: True if the run cannot finish without this role.
+        needed: True if the run cannot finish without this role. Only read after exit code 0: a role that has failed
+            is always restarted.
         restarts: Restarts so far in this invocation.
         limit: Maximum restarts per invocation.
 
     Exit code 0 means that the role left on purpose: it is restarted only if the run still needs it. EXIT_CONFIG means
     that it would fail the same way again.
     """
-    if stopping or over or (code == 0 and not needed):
+    left_on_purpose = code == 0 and not needed
+    if stopping or over or left_on_purpose:
         return RestartDecision.DONE
     if restarts < limit and code != EXIT_CONFIG:
         return RestartDecision.RESTART
@@ -163,9 +170,8 @@ class Supervisor:
         warn: Receives a message for each role that has failed.
         stop_timeout_s: Seconds from SIGTERM to SIGKILL.
         progress: Progress of the run, for decisions about restarts.
-        sees_whole_run: False if other commands run roles of the same run, and nobody calls `mark_ready`. Then it is
-            unknown which servers are left or ready: a role that exits with 0 is not restarted, and a server that is
-            starting counts as running.
+        sees_whole_run: False in a command that runs only some roles of the run. It cannot know which servers are left
+            or ready, so a role that exits with 0 is not restarted, and a server that is starting counts as running.
         end_leftovers: Called after all roles have ended, to end processes that they shared.
         """
         self._runners = {runner.name: runner for runner in (*runners, *spares)}
@@ -283,6 +289,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """Send SIGKILL to all roles immediately. `stop` then returns without waiting."""
+        self._stopping = True  # or they would be restarted
         for runner in self._runners.values():
             runner.kill()
 
@@ -294,6 +301,8 @@ class Supervisor:
             try:
                 end = await self._run_once(runner)
             except WaitTimeout as error:
+                if not self._is_wanted(name):
+                    break  # retired or given up while it waited for room: that is no failure
                 others = self._other_servers(name, ACTIVE)
                 if name == TRAINER or not others:
                     raise
@@ -310,11 +319,14 @@ class Supervisor:
                 # until their leases expire. While the run stops, no other server would take them.
                 await self._progress.expire_leases(name)
 
+            # The trainer is never over: after its last step it still exports the model.
+            is_over = name != TRAINER and not self._stopping and await self._progress.is_generated()
+            is_needed = end.code == 0 and await self._is_needed(name)
             decision = decide_restart(
                 code=end.code,
-                stopping=not self._is_wanted(name),
-                over=name != TRAINER and not self._stopping and await self._progress.is_generated(),
-                needed=end.code != 0 or await self._is_needed(name),  # asked only after exit code 0
+                stopping=not self._is_wanted(name),  # read after the two awaits, during which `stop` may be called
+                over=is_over,
+                needed=is_needed,
                 restarts=restarts_used,
                 limit=runner.max_restarts,
             )
@@ -326,9 +338,8 @@ class Supervisor:
                 # the same configuration and would fail the same way.
                 counted = ("running",) if end.code == EXIT_CONFIG and self._sees_whole_run else ACTIVE
                 others = self._other_servers(name, counted)
-                self._give_up_or_fail(
-                    name, f"{end.explanation}. {_explain_no_restart(end.code, restarts_used)}", others
-                )
+                reason = _explain_no_restart(end.code, restarts_used, runner.max_restarts)
+                self._give_up_or_fail(name, f"{end.explanation}. {reason}", others)
                 return
 
             restarts_used += 1
@@ -341,6 +352,10 @@ class Supervisor:
                 restart_limit=runner.max_restarts,
             )
 
+        # It was stopped between two starts.
+        if name not in self.given_up:
+            self._set_state(name, "finished")
+
     async def _run_once(self, runner: RoleRunner) -> RoleEnd:
         """Start the role and wait for its end."""
         name = runner.name
@@ -351,7 +366,7 @@ class Supervisor:
             self._set_state(name, "starting")
         if not self._is_wanted(name):
             # The role was stopped, retired or given up while it was starting, before there was a process to signal.
-            runner.stop()
+            await self._terminate(name)
 
         # Shielded, and removed only after the end: if this task is cancelled, the role still runs, and `stop` must
         # find its end here to wait for it.
@@ -369,11 +384,11 @@ class Supervisor:
                     runner.stop()
 
     async def _terminate(self, name: str) -> None:
-        """Send SIGTERM to a server, then SIGKILL after the timeout."""
+        """Send SIGTERM to a role, then SIGKILL after the timeout."""
+        self._runners[name].stop()  # also ends the wait for room on a cluster
         end = self._ends.get(name)
         if end is None:
-            return  # between two starts; `_run_once` stops the next one
-        self._runners[name].stop()
+            return  # it is starting, or between two starts: `_run_once` terminates it after that
         await asyncio.wait([end], timeout=self._stop_timeout_s)
         if not end.done():
             self._runners[name].kill()
@@ -421,7 +436,7 @@ def _exit_fields(code: int) -> dict[str, Any]:
     return {"exit_code": code}
 
 
-def _explain_no_restart(code: int, used: int) -> str:
+def _explain_no_restart(code: int, used: int, limit: int) -> str:
     if code == EXIT_CONFIG:
         return "It is not restarted, because it would fail again. Correct the setting that it names"
-    return f"It has been restarted {used} times in this invocation, which is the limit. See its log"
+    return f"It is not restarted again: {used} of {limit} restarts are used up in this invocation. See its log"

@@ -69,11 +69,11 @@ class ZmqReceiver(ReceiverProcess):
         self._relay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._guard.watch_listener(self._relay)
         self._relay_endpoint = listen(self._relay, config.relay_bind, 0, self._chunk_keys, config.relay_advertise)
-        self._server = ChunkServer(
+        self._chunk_server = ChunkServer(
             self._relay, time.monotonic, idle_s=config.request_timeout_s, max_fetch_s=config.update_timeout_s
         )
 
-        super().__init__(paths, config, self._server)
+        super().__init__(paths, config, self._chunk_server)
         self._publisher: PublisherConnection | None = None
         self._parent: ParentConnection | None = None
         self._gone_at_relay: WeightVersion | None = None
@@ -88,14 +88,14 @@ class ZmqReceiver(ReceiverProcess):
         if self._config.fanout and is_loopback(self._relay_endpoint) and not is_loopback(address.requests):
             log.warning(
                 "the trainer is on another machine, but this receiver relays on the loopback interface only, so every "
-                "machine fetches from the trainer. Set weights.relay_bind",
+                "machine fetches from the trainer. Set weights.relay_bind to an address that other machines can reach",
                 relay=self._relay_endpoint,
             )
         self._publisher = PublisherConnection(self._context, address, self._control_keys)
 
     def _send_heartbeat(self) -> None:
         self._report_to_publisher()
-        self._server.send_pending()
+        self._chunk_server.send_pending()
 
     def _report_to_publisher(self, failed_relay: str = "") -> None:
         """Send the publisher a heartbeat, with the endpoint of a relay that failed if there is one."""
@@ -129,12 +129,12 @@ class ZmqReceiver(ReceiverProcess):
         if parent is not None and assignment is not None and parent.endpoint != assignment.parent:
             self._leave_parent()
         elif parent is not None and parent.is_relay and manifest.identity == self._gone_at_relay:
-            self._fail_parent(parent, "it does not have the newest version")
+            self._replace_relay(parent, "it does not have the newest version")
         self._gone_at_relay = None
 
-    def _fetch_chunks(self, fetch: Fetch, copied: list[int]) -> None:
-        for index in copied:
-            self._server.answer_waiting(fetch.identity, index)
+    def _fetch_chunks(self, fetch: Fetch, copied_chunks: list[int]) -> None:
+        for index in copied_chunks:
+            self._chunk_server.answer_waiting(fetch.identity, index)
 
         publisher = self._publisher
         if self._parent is None and publisher is not None and publisher.assignment is not None:
@@ -151,10 +151,13 @@ class ZmqReceiver(ReceiverProcess):
             self._parent.request_chunks(fetch)
 
     def _check_parent(self, parent: ParentConnection, fetch: Fetch) -> None:
-        """Put lost requests back, and fail a relay that does not answer. Raises FetchInterrupted for the publisher."""
+        """Put lost requests back. Replaces a relay that is broken or silent.
+
+        Raises FetchInterrupted if the publisher is the parent and silent.
+        """
         now = time.monotonic()
         if parent.broken and parent.is_relay:
-            self._fail_parent(parent, "its connection broke")
+            self._replace_relay(parent, "its connection broke")
             return
         if parent.broken:
             # ZMQ reconnects to the publisher by itself, but the requests and answers in flight are lost.
@@ -168,18 +171,18 @@ class ZmqReceiver(ReceiverProcess):
         late = fetch.schedule.put_back_late(now, parent.heard_s)
         self._stats.rerequests += len(late)
         if late and parent.is_relay and now - parent.heard_s > self._config.request_timeout_s:
-            self._fail_parent(parent, f"it has been silent for {now - parent.heard_s:.1f} s")
+            self._replace_relay(parent, f"it has been silent for {now - parent.heard_s:.1f} s")
 
     def _interrupt(self, reason: str) -> None:
         """Change to another parent if the parent is a relay; otherwise abandon the fetch."""
         if self._parent is not None and self._parent.is_relay:
-            self._fail_parent(self._parent, reason)
+            self._replace_relay(self._parent, reason)
         else:
             super()._interrupt(reason)
 
-    def _fail_parent(self, parent: ParentConnection, reason: str) -> None:
-        """Leave the parent and report it to the publisher, which assigns another. Verified chunks are kept."""
-        log.info("fetching from another parent", parent=parent.endpoint, reason=reason)
+    def _replace_relay(self, parent: ParentConnection, reason: str) -> None:
+        """Leave a relay and report it to the publisher, which assigns another parent. Verified chunks are kept."""
+        log.info("left the parent; waiting for another one", parent=parent.endpoint, reason=reason)
         self._stats.parents_lost += 1
         self._leave_parent()
         if self._fetch is not None:
@@ -200,7 +203,7 @@ class ZmqReceiver(ReceiverProcess):
         self._report_to_publisher()
 
     def _send_state(self) -> None:
-        self._stats.relayed_bytes = self._server.served_bytes
+        self._stats.relayed_bytes = self._chunk_server.served_bytes
         self._stats.refused = self._guard.refused
         super()._send_state()
 
@@ -223,7 +226,7 @@ class ZmqReceiver(ReceiverProcess):
                 if dealer in events and parent is self._parent:
                     self._receive_chunks(parent, dealer)
         if self._relay in events:
-            self._server.serve_requests()
+            self._chunk_server.serve_requests()
         if self._publisher is not None:
             self._receive_from_publisher(self._publisher, events)
         for guard_socket in self._guard.sockets:
@@ -255,15 +258,17 @@ class ZmqReceiver(ReceiverProcess):
             except PeerUnreadable as error:
                 if not parent.is_relay:
                     raise
-                self._fail_parent(parent, str(error))
+                self._replace_relay(parent, str(error))
                 return
-            if answer is None or fetch is None:
+            if answer is None or fetch is None:  # nothing has arrived, or it answers a fetch that has ended
                 return
 
             reply, payload = answer
             if isinstance(reply, ChunkPending):
-                continue
+                continue  # the parent sends the chunk when it has it; the request stays open
             if isinstance(reply, VersionGone):
+                # Usually there is a newer version. So ask for the manifest again: if it still names this version, the
+                # relay is at fault, and `_take_manifest` replaces it.
                 if reply.identity == fetch.identity:
                     self._gone_at_relay = fetch.identity if parent.is_relay else None
                     self._drop_fetch()
@@ -273,11 +278,11 @@ class ZmqReceiver(ReceiverProcess):
             self._stats.received_bytes += len(payload)
             try:
                 if reply.identity == fetch.identity and fetch.accept_chunk(reply.index, payload, patch=reply.patch):
-                    self._server.answer_waiting(fetch.identity, reply.index)
+                    self._chunk_server.answer_waiting(fetch.identity, reply.index)
             except WeightsCorrupt:
                 if not parent.is_relay:
                     raise
-                self._fail_parent(parent, "its chunks fail their hashes")
+                self._replace_relay(parent, "its chunks fail their hashes")
                 return
             parent.request_chunks(fetch)  # keep the pipeline full: a credit is free now
 

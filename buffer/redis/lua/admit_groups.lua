@@ -1,12 +1,18 @@
 #!lua
 -- Requires: state pages records record_lists endings leases
--- WAITING -> INFLIGHT for new groups, and a next lease for groups without a holder. ARGV[2..6]: limit, request, holder,
--- slots, reserved_since (see BufferState.admit_groups; 0: none).
+-- WAITING -> INFLIGHT for new groups, and a next lease for groups without a holder. See BufferState.admit_groups.
+--   ARGV[1]  prefix of the payload keys
+--   ARGV[2]  limit: groups that the server wants
+--   ARGV[3]  id of the request, the same in a repetition
+--   ARGV[4]  holder: the server
+--   ARGV[5]  slots: groups that an idle server would take
+--   ARGV[6]  reserved_since: number of an earlier request that was answered 'kept', 0 for none. The server has waited
+--            since, so a server that has not asked again after that number is presumed dead
 --
 -- Returns one of
 --   {'ok', epoch, lease_ms, seq, attempt, expired_leases, version, task, partial, ...}
 --   {'wait', ms}     no room; ms until the next lease expires, or -1
---   {'kept', asks}   room, but reserved for other servers; the number of this unserved request
+--   {'kept', number} room, but reserved for other servers; the number of this unserved request
 --   {'ended'}
 -- A repetition of the same request gets the same leases again, as far as they are still valid.
 local limit = tonumber(ARGV[2])
@@ -21,6 +27,7 @@ local META_FIELDS = {
   'lease_ms', 'version', 'staleness', 'groups_per_step', 'horizon', 'min_size', 'samples_per_insert', 'max_diff', 'used',
   'inserted', 'tasks_put', 'admitted', 'ended', 'epoch', 'used_active', 'stored_bytes', 'room_bytes', 'group_bytes',
 }
+local UNLIMITED_DIFF = 1e15 -- staleness.py writes a larger max_diff if the ratio is not limited
 local run = {}
 for i, value in ipairs(redis.call('HMGET', META, unpack(META_FIELDS))) do
   run[META_FIELDS[i]] = tonumber(value) or 0
@@ -36,12 +43,14 @@ local function add_lease(seq, attempt, expired_leases, start_version, task, part
   leases[#leases + 1] = seq .. ':' .. attempt
 end
 
--- Lease a group without a holder. It restarts on the newest version if it has no partial.
+-- Lease a group without a holder. Without a partial it starts on the newest version. With one it keeps the version of
+-- its tokens.
 local function lease_again(seq)
   local record = read_record(seq)
   local partial = redis.call('GET', payload_key('partial', seq))
+  -- give_back sets the deadline 0. Any other lease without a holder has expired.
   if tonumber(redis.call('ZSCORE', LEASES, seq)) > 0 then
-    record.expired_leases = record.expired_leases + 1 -- it expired; give_back sets the deadline 0
+    record.expired_leases = record.expired_leases + 1
   end
   local start_version = run.version
   if partial then
@@ -103,7 +112,7 @@ end
 -- Number of new groups that may be admitted: BufferState._new_group_room, with the arithmetic of RateLimit in
 -- staleness.py and of MemoryQuota in capacity.py. With a limited ratio it includes slots of READY groups that can be
 -- evicted.
-local function new_group_room(active, inflight, free_slots)
+local function new_group_room(active, inflight, free_window)
   local by_size = math.max(run.min_size, run.groups_per_step) - active
   local by_ratio = math.floor((run.max_diff + run.used) / run.samples_per_insert) - (run.inserted + inflight)
   local room = math.min(run.tasks_put - run.admitted, math.max(by_size, by_ratio))
@@ -111,11 +120,14 @@ local function new_group_room(active, inflight, free_slots)
     local by_quota = math.floor((run.room_bytes - run.stored_bytes) / math.max(1, run.group_bytes)) - inflight
     room = math.min(room, by_quota)
   end
-  local is_ratio_limited = run.max_diff < 1e15
-  if is_ratio_limited then return math.max(0, math.min(room, free_slots + redis.call('ZCARD', READY))) end
-  -- Near the end of the run, admit no group that would not be trained.
+  -- Groups that are used several times outlive the window. Then new groups replace the oldest READY ones, and how many
+  -- the end of the run still needs cannot be known.
+  local is_ratio_limited = run.max_diff < UNLIMITED_DIFF
+  if is_ratio_limited then return math.max(0, math.min(room, free_window + redis.call('ZCARD', READY))) end
+  -- Near the end of the run, admit no group that would not be trained. `used` counts `used_active` of the active groups
+  -- already.
   local by_horizon = run.horizon - (run.used + active - run.used_active)
-  return math.max(0, math.min(room, free_slots, by_horizon))
+  return math.max(0, math.min(room, free_window, by_horizon))
 end
 
 -- Free slots of a server. Groups that it had at its request may have ended since.
@@ -127,12 +139,12 @@ end
 -- The other waiting servers. Removes those without a request since `reserved_since`, which are presumed dead.
 local function read_other_servers()
   local others = {}
-  local waiting = redis.call('HGETALL', WAITING)
+  local waiting = redis.call('HGETALL', WAITING_SERVERS)
   for i = 1, #waiting, 2 do
     local name = waiting[i]
     local wanted, server_slots, request_number = waiting[i + 1]:match('^(%d+) (%d+) (%d+)$')
     if tonumber(request_number) <= reserved_since then
-      redis.call('HDEL', WAITING, name)
+      redis.call('HDEL', WAITING_SERVERS, name)
     elseif name ~= holder then
       local free = free_slots_now(name, tonumber(wanted), tonumber(server_slots))
       others[#others + 1] = {free = free, slots = tonumber(server_slots)}
@@ -141,7 +153,9 @@ local function read_other_servers()
   return others
 end
 
--- Number of groups for this server: fair_share in fair_share.py.
+-- Number of groups for this server: fair_share in fair_share.py. Groups go one by one to the server with the largest
+-- fraction of free slots, and to this one if there is a tie. So find the largest count for which this server's last group
+-- and those that the others get before it fit into the room.
 local function fair_share(free_slots, others, room)
   local low = 0
   local high = math.min(free_slots, room)
@@ -162,7 +176,7 @@ local function fair_share(free_slots, others, room)
   return low
 end
 
--- A repetition, because the reply was lost: return the leases of the first attempt that are still valid.
+-- A repetition, because the reply was lost: return the leases that the first execution granted and that are still valid.
 for seq, attempt in (redis.call('GET', request_key) or ''):gmatch('(%d+):(%d+)') do
   local record = read_leased_record(seq, attempt)
   if record then
@@ -187,18 +201,19 @@ local share = math.min(limit, fair)
 
 if share == 0 then
   local request_number = redis.call('HINCRBY', META, 'asks', 1)
-  redis.call('HSET', WAITING, holder, limit .. ' ' .. ARGV[5] .. ' ' .. request_number)
+  redis.call('HSET', WAITING_SERVERS, holder, limit .. ' ' .. slots .. ' ' .. request_number)
   if room == 0 then return wait_reply(now) end
   wake_waiter(WAKE_ADMIT) -- the room is for the others
   return {'kept', request_number}
 end
-redis.call('HDEL', WAITING, holder)
+redis.call('HDEL', WAITING_SERVERS, holder)
 
 -- Groups without a holder first: they are the oldest, and the next batch may wait for them.
 for i = 1, math.min(share, #available) do
   lease_again(available[i])
 end
 local new_count = math.max(0, share - #available)
+-- More than the window has room for: with a limited ratio, they replace the oldest READY groups.
 if new_count > free_window then end_as_stale(redis.call('ZRANGE', READY, 0, new_count - free_window - 1)) end
 if new_count > 0 then lease_new(run.admitted, new_count) end
 redis.call('SET', request_key, table.concat(leases, ','), 'PX', run.lease_ms)

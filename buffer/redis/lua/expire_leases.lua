@@ -13,7 +13,7 @@ for i = 1, #holders, 2 do
     wake_waiter(WAKE_ADMIT)
   end
 end
-for _, holder in ipairs(redis.call('HKEYS', WAITING)) do
-  if is_life_of(holder, name, last_life) then redis.call('HDEL', WAITING, holder) end
+for _, holder in ipairs(redis.call('HKEYS', WAITING_SERVERS)) do
+  if is_life_of(holder, name, last_life) then redis.call('HDEL', WAITING_SERVERS, holder) end
 end
 return {'ok'}

@@ -1,10 +1,11 @@
 #!lua flags=allow-oom
 -- Requires: state pages records record_lists endings leases steps
--- READY -> TAKEN for the groups of a step (groups_per_step). ARGV[2..5]: epoch, version, number of groups that the
+-- READY -> TAKEN for the groups of a step (groups_per_step). ARGV[1]: key prefix. ARGV[2..5]: epoch, version, number of groups that the
 -- caller has, and 'whole' (all or nothing) or 'part' (as many as may be taken now).
 --
 -- Returns one of
---   {'ok', replayed, mask_below, missing, seq, attempt, ...}   the groups that the caller does not have
+--   {'ok', replayed, mask_below, missing, seq, attempt, ...}   the groups that the caller does not have. Tokens of
+--                           versions below mask_below are masked; 0 masks none
 --   {'wait', ms}            not enough READY groups; ms until the next lease expires, or -1
 --   {'fenced', epoch}, {'late', committed} or {'ended'}
 -- Groups that an earlier call has recorded for this step are delivered again, in the same order.
@@ -43,7 +44,8 @@ local function deliver()
   return reply
 end
 
--- A step that is complete is delivered whatever else holds. A caller that takes parts first gets what is recorded.
+-- To a caller that is not fenced, a complete step is always delivered. A caller of parts gets the recorded groups that
+-- it lacks before new ones are taken.
 local has_new_groups = #step.seqs > have
 if is_started and (missing == 0 or (not whole and has_new_groups)) then return deliver() end
 -- A delayed repetition of an old call would take groups that nobody trains.
@@ -71,8 +73,8 @@ end
 
 -- The selectors, with the same rules as in selection.py.
 
--- Collect READY groups in ascending order. The scan stops `selector_window` sequence numbers after the first group that
--- is still in flight, so that no group overtakes it by more.
+-- Collect READY groups in ascending order. No group may overtake the first one in flight by `selector_window` sequence
+-- numbers or more. The policy sets that to 1 for fifo and exact_age, so that nothing overtakes it.
 local function scan_in_order()
   local chosen = {}
   local first_in_flight = nil
@@ -114,12 +116,13 @@ local function draw_uniformly()
   for i = 1, missing do
     local rank = next_number() % redis.call('ZCARD', READY)
     chosen[i] = redis.call('ZRANGE', READY, rank, rank)[1]
+    -- Removed here so that it is not drawn twice. `remove_from_ready` below removes it again, which changes nothing.
     redis.call('ZREM', READY, chosen[i])
   end
   return chosen
 end
 
-local function take_freshest()
+local function choose_freshest()
   return redis.call('ZREVRANGE', READY, 0, missing - 1)
 end
 
@@ -127,7 +130,7 @@ local SELECTORS = {
   fifo = scan_in_order,
   windowed_fifo = scan_in_order,
   exact_age = scan_in_order,
-  freshest = take_freshest,
+  freshest = choose_freshest,
   uniform = draw_uniformly,
 }
 local select_groups = SELECTORS[meta_text('selector')]
@@ -136,8 +139,9 @@ local select_groups = SELECTORS[meta_text('selector')]
 local required = missing
 if not whole and select_groups == scan_in_order then required = 1 end
 
--- Number of READY groups required now. A step that was started may always be completed. At the end of the run there are
--- fewer groups left than exact_age or min_size would want.
+-- Number of READY groups required now. A step that was started may always be completed. exact_age takes groups that are
+-- exactly S versions old, and they are only that old if S newer batches are ready behind them. At the end of the run
+-- there are fewer groups left than exact_age or min_size would want.
 local function required_ready()
   if is_started then return required end
   local min_ready = meta_number('min_size')
@@ -159,7 +163,7 @@ local function reply_with_wait()
   return wait_reply(now)
 end
 
--- Groups that have used up their attempts would stay in flight and block the scan forever; this ends them.
+-- Reclaim first. It ends groups that have used up their attempts, which would stay in flight and block the scan forever.
 reclaim_expired_leases(now)
 end_stale_groups()
 if redis.call('ZCARD', READY) < required_ready() or not ratio_allows_batch() then return reply_with_wait() end
@@ -181,7 +185,8 @@ redis.call('HINCRBY', META, 'used_active', first_uses)
 redis.call('HINCRBY', META, 'used', #chosen)
 wake_waiter(WAKE_ADMIT) -- if the ratio of uses to inserts is limited, admission waits for uses
 
--- max_staleness may have changed between two parts of the step. The bound of the first part must not fall.
+-- max_staleness may have been raised between two parts of the step. Keep the stricter mask: the trainer has groups that
+-- are masked by it.
 if on_stale == 'mask' then step.mask_below = math.max(step.mask_below, version - staleness) end
 step.epoch = epoch
 for _, seq in ipairs(chosen) do

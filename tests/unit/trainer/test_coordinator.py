@@ -57,7 +57,7 @@ def test_a_wait_for_groups_ends_with_sigterm(alone: Coordinator) -> None:
 def test_a_wait_for_groups_ends_when_the_publisher_was_killed(alone: Coordinator) -> None:
     alone.resume_run(0)
     with ZmqWeightSender(LAYOUT, f"unit-coordinator-{os.getpid()}", 1, WeightsConfig()) as sender:
-        alone.watch_publishing(sender.check_publisher)
+        alone.set_publishing_check(sender.check_publisher)
         os.kill(sender.process_id, signal.SIGKILL)
         started_s = time.monotonic()
         with pytest.raises(PublisherLost, match="code -9"):
@@ -73,7 +73,7 @@ def test_a_wait_for_groups_ends_when_the_weights_could_not_be_copied(alone: Coor
         raise NodeLost("rank 3 did not copy its weights")
 
     reading.start_reading(copy)
-    alone.watch_publishing(reading.raise_failure)
+    alone.set_publishing_check(reading.raise_failure)
     with pytest.raises(NodeLost, match="rank 3"):
         alone.take_batch(0)
 
@@ -85,7 +85,7 @@ def test_sigterm_comes_before_a_failed_publication(alone: Coordinator) -> None:
         signal.raise_signal(signal.SIGTERM)
         raise PublisherLost("gone")
 
-    alone.watch_publishing(check)
+    alone.set_publishing_check(check)
     assert alone.take_batch(0) is None
 
 

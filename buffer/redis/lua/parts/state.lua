@@ -3,7 +3,7 @@
 -- State keys, in the order of _STATE_KEYS in scripts.py. Every script declares all of them, so that a cluster rejects
 -- it during a migration of their slot. ARGV[1] is the prefix of the payload keys. Active groups: |OPEN| + |TAKEN|.
 local META, RELEASED, LENGTHS, OPEN, READY, LEASES, BEGUN, AGES, GROUPS, TAKEN, LOG, ENDINGS, WAKE_ADMIT, WAKE_TAKE,
-  STAGE, HOLDERS, HELD, WAITING = unpack(KEYS)
+  STAGE, HOLDERS, HELD, WAITING_SERVERS = unpack(KEYS)
 
 local function meta_text(name)
   return redis.call('HGET', META, name)

@@ -39,7 +39,13 @@ def test_two_processes_on_one_core_wait_for_it_and_an_idle_one_does_not() -> Non
         for process in (*both, idle):
             assert process.stdout is not None and process.stdout.readline()
         busy, quiet = ContentionWatch(lambda: [both[0].pid]), ContentionWatch(lambda: [idle.pid])
-        while sum(sum(times) for times in read_thread_times([both[0].pid]).values()) < 0.4:
+
+        def computed_s() -> float:
+            return sum(sum(times) for times in read_thread_times([both[0].pid]).values())
+
+        # The first two have computed since they started, which may be long before the watches were made.
+        start_s = computed_s()
+        while computed_s() < start_s + 0.4:
             pass  # so that all three have been on the run queue for some time slices
         assert busy.measure().share > 0.2
         assert quiet.measure().share < 0.1

@@ -146,7 +146,7 @@ def test_a_server_outage_does_not_suggest_more_staleness() -> None:
     processes = [{"track": "process", "name": "started", "start_s": start} for start in (0.0, 50.0)]
     summary = summarize(config(), steps, [], [], {}, {}, 110.0, servers=[[*processes, *server]])
     assert summary["trainer_idle"] > 0.3 and summary["rollout_idle"] > 0.3
-    assert "max_staleness" not in summary["bottleneck"] and "started again" in summary["bottleneck"]
+    assert "max_staleness" not in summary["bottleneck"] and "rollout server restarted" in summary["bottleneck"]
 
 
 def test_a_long_reason_is_shown_to_its_end(run_dir: Path, summary: dict[str, Any]) -> None:
