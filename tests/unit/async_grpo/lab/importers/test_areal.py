@@ -17,7 +17,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.lab.importers import SOURCES
 from async_grpo.lab.importers.references import resolve_references
 from async_grpo.lab.importers.translation import Imported, import_file
-from tests.unit.async_grpo.lab.importers.test_corrections import multiply_corrections, random_ratios
+from tests.unit.async_grpo.lab.importers.test_imported_corrections import multiply_corrections, random_ratios
 
 EXAMPLE = Path(__file__).with_name("areal_example.yaml")
 
