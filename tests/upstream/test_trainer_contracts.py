@@ -16,7 +16,7 @@ from tests.support import npu_operators
 from tests.support.mindspeed import unpacked_source
 from tests.support.trainer_programs.launching import Run, adamw, run_all
 from tests.support.trainer_programs.models import make_model
-from tests.support.upstream import ROOT, Unpacked, moved, run_python, unpacked
+from tests.support.upstream import ROOT, Unpacked, fail_with_findings, find_release, run_python
 from trainer.platform.npu import NpuPlatform
 
 pytestmark = pytest.mark.slow
@@ -28,12 +28,12 @@ READ_BY_CANN = {"HCCL_SOCKET_IFNAME"}
 
 @pytest.mark.parametrize("name", npu_operators.SCHEMAS)
 def test_torch_npu_registers_the_operators_that_the_trainer_calls(name: str) -> None:
-    release = unpacked("torch-npu")
+    release = find_release("torch-npu")
     schemas = re.findall(rf"^  func: ({name}\(.*)$", release.read(OPERATORS), re.MULTILINE)
     expected = [_arguments(npu_operators.SCHEMAS[name])]
     found = [_arguments(schema) for schema in schemas]
     wanted = npu_operators.SCHEMAS[name]
-    moved([release], [] if found == expected else [f"{name}: {schemas or 'not registered'}, not {wanted}"])
+    fail_with_findings([release], [] if found == expected else [f"{name}: {schemas or 'not registered'}, not {wanted}"])
 
 
 def _arguments(schema: str) -> list[Any]:
@@ -54,18 +54,18 @@ def test_every_operator_of_torch_npu_that_the_trainer_names_has_a_schema_here() 
 
 
 def test_the_environment_of_an_npu_rank_is_read_by_torch_npu_or_mindspeed(tmp_path: Path) -> None:
-    release = unpacked("torch-npu")
+    release = find_release("torch-npu")
     mindspeed = Unpacked("MindSpeed", "", unpacked_source(tmp_path), pinned=True)
     platform = NpuPlatform()
     ours = {*platform.rank_environment(TrainerConfig()), *platform.network_variables, platform.visible_variable}
-    moved(
+    fail_with_findings(
         [release, mindspeed],
         [f"nothing reads {each}" for each in sorted(ours - READ_BY_CANN - release.words() - mindspeed.words())],
     )
 
 
 def test_torch_npu_has_the_streams_that_the_trainer_copies_on() -> None:
-    release = unpacked("torch-npu")
+    release = find_release("torch-npu")
     tree = ast.parse(release.read("torch_npu/npu/streams.py"))
     methods = {
         node.name: {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
@@ -77,7 +77,7 @@ def test_torch_npu_has_the_streams_that_the_trainer_copies_on() -> None:
         "SyncLaunchStream": {"record_event"},
         "Event": {"query"},
     }
-    moved(
+    fail_with_findings(
         [release],
         [f"{name} has no {each}" for name in wanted for each in sorted(wanted[name] - methods.get(name, set()))],
     )
@@ -89,7 +89,7 @@ def _function(release: Unpacked, file: str, name: str) -> ast.FunctionDef:
     for part in name.split("."):
         found = [each for each in ast.walk(node) if getattr(each, "name", None) == part]
         if not found:
-            moved([release], [f"{file} has no {name}"])
+            fail_with_findings([release], [f"{file} has no {name}"])
         node = found[0]
     assert isinstance(node, ast.FunctionDef)
     return node
@@ -121,24 +121,24 @@ PASSED_ON = {
 
 @pytest.mark.parametrize("wrapper", LAYERS)
 def test_transformer_engine_takes_what_megatrons_layers_give_it(wrapper: str) -> None:
-    megatron = unpacked("megatron-core")
-    engine = unpacked("transformer-engine")
+    megatron = find_release("megatron-core")
+    engine = find_release("transformer-engine")
     called, file, name = LAYERS[wrapper]
     given = _keywords(_function(megatron, WRAPPERS, wrapper), called)
     taken = _parameters(engine, file, name) | PASSED_ON.get(wrapper, set())
     absent = [] if given else [f"{wrapper} no longer calls {called} by keywords: read it again"]
-    moved([engine, megatron], absent + [f"{name} does not take {each}" for each in sorted(given - taken)])
+    fail_with_findings([engine, megatron], absent + [f"{name} does not take {each}" for each in sorted(given - taken)])
 
 
 def test_transformer_engines_attention_takes_the_packed_sequences_of_megatron() -> None:
-    megatron = unpacked("megatron-core")
-    engine = unpacked("transformer-engine")
+    megatron = find_release("megatron-core")
+    engine = find_release("transformer-engine")
     packed = ast.parse(megatron.read("megatron/core/packed_seq_params.py"))
     fields = {node.target.id for node in ast.walk(packed) if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
     wanted = {"qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"}
     taken = _parameters(engine, ATTENTION, "DotProductAttention.forward")
     absent = [f"PackedSeqParams has no {each}" for each in sorted(wanted - fields)]
-    moved(
+    fail_with_findings(
         [engine, megatron],
         absent
         + [f"DotProductAttention.forward does not take {each}" for each in sorted({*wanted, "attn_mask_type"} - taken)],
@@ -146,14 +146,14 @@ def test_transformer_engines_attention_takes_the_packed_sequences_of_megatron() 
 
 
 def test_transformer_engine_rotates_packed_sequences() -> None:
-    engine = unpacked("transformer-engine")
+    engine = find_release("transformer-engine")
     taken = _parameters(engine, f"{TE}/attention/rope.py", "apply_rotary_pos_emb")
     wanted = {"t", "freqs", "tensor_format", "interleaved", "fused", "cu_seqlens", "cp_size", "cp_rank"}
-    moved([engine], [f"apply_rotary_pos_emb does not take {each}" for each in sorted(wanted - taken)])
+    fail_with_findings([engine], [f"apply_rotary_pos_emb does not take {each}" for each in sorted(wanted - taken)])
 
 
 def test_megatron_has_every_private_name_that_the_trainer_uses() -> None:
-    release = unpacked("megatron-core")
+    release = find_release("megatron-core")
     program = (
         "import json\n"
         "from async_grpo.utils.private_names import PRIVATE_NAMES, _missing\n"
@@ -161,12 +161,12 @@ def test_megatron_has_every_private_name_that_the_trainer_uses() -> None:
         "names = [name for user in users for name in PRIVATE_NAMES[user].names]\n"
         "print(json.dumps([f'{name}: {why}' for name in names if (why := _missing(name))]))\n"
     )
-    moved([release], run_python(program, release))
+    fail_with_findings([release], run_python(program, release))
 
 
 def test_the_trainer_steps_with_this_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pinned release is the installed one, with which all other tests run."""
-    release = unpacked("megatron-core")
+    release = find_release("megatron-core")
     if release.pinned:
         pytest.skip("the pinned release is installed, and all tests of the trainer run with it")
     (tmp_path / "path").mkdir()
@@ -181,8 +181,10 @@ def test_the_trainer_steps_with_this_megatron(tmp_path: Path, monkeypatch: pytes
         try:
             outcomes[name] = run_all({folder: {name: run}}, ranks=1)[folder][name]
         except AssertionError as error:
-            moved([release], [line for line in str(error).splitlines() if "Error" in line][-3:] or [str(error)[-400:]])
+            fail_with_findings(
+                [release], [line for line in str(error).splitlines() if "Error" in line][-3:] or [str(error)[-400:]]
+            )
     pinned = outcomes["pinned"]
     other = outcomes["other"]
     worst = max(float((other.trained[key] - tensor).abs().max()) for key, tensor in pinned.trained.items())
-    moved([release], [] if worst < 1e-6 else [f"weights differ by {worst:.1e} after two steps"])
+    fail_with_findings([release], [] if worst < 1e-6 else [f"weights differ by {worst:.1e} after two steps"])

@@ -1,14 +1,14 @@
-"""Journals against books: what was acknowledged and is missing, and what is there twice.
+"""Compares journals with books: acknowledged groups that are missing, and groups that exist twice.
 
-At a moment when nobody works, with T the groups of the batches that trainers noted, and K those that
+At a moment when no worker runs, with T the groups in the batches that trainers journalled, and K those that
 are kept (READY or TAKEN):
 
     inserted = |T + K| + stale            every group that was ever finished is trained, kept or too old
     trained  = |T - K|                    each of T is trained, and counted once
     admitted = |T + K| + in flight + released for another reason than trained
 
-T is exact: a batch that nobody noted was trained by nobody, and is delivered again. What a worker was
-told is in its journal; what it asked without an answer may have happened or not.
+T is exact: a batch that is in no journal was not trained, and is delivered again. A request without a reply in the
+journal may have been executed or not.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tests.support.buffer_crashes.journal import Entry
 from tests.support.buffer_crashes.plan import Plan
 
 POSTPONED_S = 3.0
-"""What `everysec` may lose when the server is killed: it puts off a write for at most two seconds while a
-sync hangs, measured in whole seconds."""
+"""Seconds of writes that `everysec` may lose when the server is killed: it postpones a write for at most two seconds
+while a sync hangs, measured in whole seconds."""
 READ_LATE_S = 2.0
-"""An answer that came before the death of the server may be noted after it."""
+"""Seconds after the death of the server in which an earlier reply may still be journalled."""
 
 
 Kind = Literal["lost", "duplicated", "unbalanced", "inconsistent"]
-"""Acknowledged and missing; there twice; journals and books do not agree; books do not fit together."""
+"""Acknowledged and missing; existing twice; journals and books disagree; books are inconsistent."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A promise that was broken; `at_s`: when what is missing had been acknowledged, where it is one thing."""
+    """A broken guarantee. `at_s`: time of the acknowledgement, if one request is affected."""
 
     kind: Kind
     what: str
@@ -47,7 +47,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Figures of a whole run, and its faults."""
+    """Metrics of a whole run, and its faults."""
 
     killed: int
     killed_in_a_call: int
@@ -55,10 +55,10 @@ class Verdict:
     acknowledged: int
     """Groups whose insert was acknowledged."""
     unacknowledged: int
-    """Groups whose insert happened, while its caller was killed before it knew."""
+    """Groups whose insert was executed, but whose caller was killed before the reply."""
     trained: int
     again: int
-    """Leases that followed a lease which had ended without a group."""
+    """Leases after an earlier lease that ended without a group."""
     replayed: int
     """Batches delivered again to a new trainer."""
     took_over: int
@@ -71,12 +71,12 @@ class Verdict:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """How many faults of each kind."""
+        """Number of faults of each kind."""
         return {kind: sum(fault.kind == kind for fault in self.faults) for kind in KINDS}
 
 
-def verdict(plan: Plan, course: Course) -> Verdict:
-    """The figures, and whatever is wrong at either of the two looks or between them."""
+def judge_run(plan: Plan, course: Course) -> Verdict:
+    """Return the metrics, and the faults at the two looks and between them."""
     last = course.looks[-1]
     journals = course.looks[-1].entries
     of = _by_kind(journals)
@@ -103,9 +103,12 @@ def verdict(plan: Plan, course: Course) -> Verdict:
     )
 
 
-def explained(plan: Plan, course: Course, faults: Iterable[Fault]) -> bool:
-    """Whether `everysec` allows them: the books fit together, and what is missing was acknowledged just before
-    a death of the server. What the server forgot is then done again, so it may be there twice."""
+def is_allowed_by_fsync(plan: Plan, course: Course, faults: Iterable[Fault]) -> bool:
+    """True if `everysec` allows these faults.
+
+    Then the books are consistent, and missing groups were acknowledged just before a death of the server. Work that the
+    server has lost is repeated, so its results may exist twice.
+    """
     kinds = {fault.kind for fault in faults}
     times = [fault.at_s for fault in faults if fault.kind == "lost" and fault.at_s is not None]
     return (
@@ -121,30 +124,33 @@ def _faults(plan: Plan, look: Look) -> Iterator[Fault]:
     yield from _inserts(plan, look, of)
     yield from _discards(look, of)
     yield from _counters(look, of)
-    yield from (Fault("inconsistent", said) for said in look.complaints)
+    yield from (Fault("inconsistent", problem) for problem in look.inconsistencies)
 
 
 def _inserts(plan: Plan, look: Look, of: dict[str, list[Entry]]) -> Iterator[Fault]:
-    """Each acknowledged group is trained or kept as it was inserted, or has become too old."""
-    asked = {(entry.seq, entry.digest) for entry in of["insert?"]}
+    """Check that each acknowledged group is trained or kept as it was inserted, or has become too old."""
+    requested = {(entry.seq, entry.digest) for entry in of["insert?"]}
     trained: dict[int, set[str]] = defaultdict(set)
     for entry in of["took"]:
-        for seq, found in zip(entry.seqs, entry.digests, strict=True):
-            trained[seq].add(found)
-    for seq, found in [*((seq, one) for seq, many in trained.items() for one in many), *look.digests.items()]:
-        if (seq, found) not in asked:
-            yield Fault("unbalanced", f"group {seq} is not what anybody has inserted")
+        for seq, digest in zip(entry.seqs, entry.digests, strict=True):
+            trained[seq].add(digest)
+    delivered = [(seq, digest) for seq, digests in trained.items() for digest in digests]
+    for seq, digest in [*delivered, *look.digests.items()]:
+        if (seq, digest) not in requested:
+            yield Fault("unbalanced", f"group {seq} has content that no worker has inserted")
     for seq in look.books.kept - set(look.digests):
         yield Fault("lost", f"the payload of group {seq} is gone")
     newest = max((entry.version for entry in of["take?"]), default=0)
     gone = 0
     for entry in of["inserted"]:
-        here = trained[entry.seq] | ({look.digests[entry.seq]} if entry.seq in look.digests else set())
+        digests = set(trained[entry.seq])
+        if entry.seq in look.digests:
+            digests.add(look.digests[entry.seq])
         too_old = newest - entry.oldest > min(policy.window.max_staleness for policy in plan.policies)
-        gone += not here
-        if here and here != {entry.digest}:
+        gone += not digests
+        if digests and digests != {entry.digest}:
             yield Fault("lost", f"attempt {entry.attempt} of group {entry.seq} was replaced", entry.at_s)
-        elif not here and not (too_old and _drops(plan)):
+        elif not digests and not (too_old and _drops(plan)):
             yield Fault("lost", f"group {entry.seq}, inserted by attempt {entry.attempt}, is gone", entry.at_s)
     if gone > look.stats.released["stale"]:
         yield Fault("lost", f"{gone} groups are gone, {look.stats.released['stale']} became stale")
@@ -161,7 +167,7 @@ def _discards(look: Look, of: dict[str, list[Entry]]) -> Iterator[Fault]:
     active = look.books.seqs["open"] | look.books.seqs["taken"]
     for entry in of["discarded"]:
         if entry.seq in finished | active:
-            yield Fault("duplicated", f"group {entry.seq} was discarded and goes on", entry.at_s)
+            yield Fault("duplicated", f"group {entry.seq} was discarded and continues", entry.at_s)
     told, asked = (Counter(entry.reason for entry in of[what]) for what in ("discarded", "discard?"))
     for reason in (ReleaseReason.FILTERED, ReleaseReason.UNVERIFIABLE):
         if not told[reason] <= look.stats.released[reason] <= asked[reason]:
@@ -187,7 +193,7 @@ def _counters(look: Look, of: dict[str, list[Entry]]) -> Iterator[Fault]:
 
 
 def _batches(plan: Plan, took: list[Entry]) -> Iterator[Fault]:
-    """One version, one batch; one group, at most max_uses versions; none too old; with fifo in ticket order."""
+    """Check the batches: one per version, groups used at most max_uses times and not too old, fifo in ticket order."""
     batches: dict[int, Entry] = {}
     for entry in took:
         first = batches.setdefault(entry.version, entry)
@@ -213,7 +219,7 @@ def _watched(plan: Plan, course: Course, looks: list[Entry]) -> Iterator[Fault]:
     for look in looks:
         if not 0 <= look.active <= capacity:
             yield Fault("unbalanced", f"{look.active} groups were active, the window has room for {capacity}")
-        yield from (Fault("inconsistent", said) for said in look.complaints)
+        yield from (Fault("inconsistent", problem) for problem in look.inconsistencies)
     for before, after in itertools.pairwise(looks):
         if any(new < old for old, new in zip(before.counters, after.counters, strict=True)):
             yield Fault("lost", f"counters went back from {before.counters} to {after.counters}", before.at_s)

@@ -1,4 +1,4 @@
-"""What the server holds of the run, key by key, read in one transaction; and whether that fits together."""
+"""The server's content of a run, key by key, read in one transaction; and checks of its consistency."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Books:
         return self.seqs["ready"] | self.seqs["taken"]
 
 
-def reader(url: str) -> RetryingClient:
-    """A connection to read books by, which outlives the server's."""
+def connect_reader(url: str) -> RetryingClient:
+    """Return a client for reading books, which survives restarts of the server."""
     return RetryingClient(make_client(RedisConfig(url=url)), SERVER_TIMEOUT_S)
 
 
 async def read_books(link: RetryingClient) -> Books:
-    """A consistent look at everything."""
+    """Read everything in one transaction."""
     keys = RunKeys(RUN)
 
     async def read() -> list[object]:
@@ -51,17 +51,17 @@ async def read_books(link: RetryingClient) -> Books:
             pipe.smembers(keys.key("taken")).hgetall(keys.key("log")).hgetall(keys.key("groups"))
             pipe.hmget(keys.key("meta"), "tasks_put", "admitted").hvals(keys.key("released"))
             pipe.keys(keys.pattern)
-            found: list[object] = await pipe.execute()
-            return found
+            replies: list[object] = await pipe.execute()
+            return replies
 
     *sets, taken, log, records, counters, released, names = await link.call(read)
-    seqs = {name: _numbers(found) for name, found in zip(_SETS, sets, strict=True)}
+    seqs = {name: _parse_numbers(reply) for name, reply in zip(_SETS, sets, strict=True)}
     payloads = [name.decode().removeprefix(keys.prefix).split(":") for name in names]
-    stored = {kind: {int(rest[0]) for found, *rest in payloads if found == kind} for kind in _PAYLOADS}
+    stored = {kind: {int(rest[0]) for name, *rest in payloads if name == kind} for kind in _PAYLOADS}
     tasks_put, admitted = (int(value or 0) for value in counters)
     return Books(
-        seqs={**seqs, **stored, "taken": _numbers(taken)},
-        logged={int(version): _logged(entry) for version, entry in log.items()},
+        seqs={**seqs, **stored, "taken": _parse_numbers(taken)},
+        logged={int(version): _parse_logged(entry) for version, entry in log.items()},
         records={int(seq): GroupRecord(*map(int, text.split())) for seq, text in records.items()},
         tasks_put=tasks_put,
         admitted=admitted,
@@ -69,8 +69,8 @@ async def read_books(link: RetryingClient) -> Books:
     )
 
 
-def complaints(books: Books) -> list[str]:
-    """What does not fit together; nothing, if all is well."""
+def find_inconsistencies(books: Books) -> list[str]:
+    """Return the inconsistencies; [] if there are none."""
     of = books.seqs
     kept = books.kept
     in_flight = of["leases"]
@@ -92,31 +92,31 @@ def complaints(books: Books) -> list[str]:
     }
     within = {
         "expired leases are of groups in flight": (
-            {seq for seq, it in books.records.items() if it.expired_leases},
+            {seq for seq, record in books.records.items() if record.expired_leases},
             in_flight,
         ),
-        "uses are of finished groups": ({seq for seq, it in books.records.items() if it.uses}, kept),
+        "uses are of finished groups": ({seq for seq, record in books.records.items() if record.uses}, kept),
         "partials are of groups in flight": (of["partial"], in_flight),
         "taken groups are in the log": (of["taken"], {seq for seqs in books.logged.values() for seq in seqs}),
     }
-    said = [f"{rule}: {_differ(*both)}" for rule, both in same.items() if both[0] != both[1]]
-    said += [f"{rule}: {_differ(*both)}" for rule, both in within.items() if not both[0] <= both[1]]
+    problems = [f"{rule}: {_describe_difference(*both)}" for rule, both in same.items() if both[0] != both[1]]
+    problems += [f"{rule}: {_describe_difference(*both)}" for rule, both in within.items() if not both[0] <= both[1]]
     if in_flight & of["ready"] or of["open"] & of["taken"]:
-        said.append(f"in two states at once: {in_flight & of['ready'] | of['open'] & of['taken']}")
+        problems.append(f"in two states at once: {in_flight & of['ready'] | of['open'] & of['taken']}")
     if expected_references != references:
-        said.append(f"references are {dict(references)}, not {dict(expected_references)}")
+        problems.append(f"references are {dict(references)}, not {dict(expected_references)}")
     if books.admitted != books.released + len(active):
-        said.append(f"{books.admitted} admitted, {books.released} released, {len(active)} active")
-    return said
+        problems.append(f"{books.admitted} admitted, {books.released} released, {len(active)} active")
+    return problems
 
 
-def _numbers(found: list[bytes]) -> set[int]:
-    return {int(value) for value in found}
+def _parse_numbers(reply: list[bytes]) -> set[int]:
+    return {int(value) for value in reply}
 
 
-def _logged(entry: bytes) -> list[int]:
+def _parse_logged(entry: bytes) -> list[int]:
     return [int(seq) for seq in entry.rpartition(b"|")[2].split(b",")]
 
 
-def _differ(one: set[int], other: set[int]) -> str:
-    return f"too many {sorted(one - other)}, missing {sorted(other - one)}"
+def _describe_difference(actual: set[int], expected: set[int]) -> str:
+    return f"too many {sorted(actual - expected)}, missing {sorted(expected - actual)}"

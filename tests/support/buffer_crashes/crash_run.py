@@ -1,6 +1,6 @@
-"""The course of events: kill and start again, then kill everything and look, then let the run finish and look.
+"""The sequence of events: kill and restart, then kill everything and look, then let the run finish and look.
 
-Every wait is bounded: those of the workers by the buffer's own timeouts, those of the boss here.
+Every wait is bounded: those of the workers by the buffer's timeouts, the others here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Group, decode
 from buffer import BufferStats, EmbeddedServer
 from buffer.redis.scripts import RunKeys
-from tests.support.buffer_crashes.books import Books, complaints, read_books, reader
+from tests.support.buffer_crashes.books import Books, connect_reader, find_inconsistencies, read_books
 from tests.support.buffer_crashes.crew import Crew
-from tests.support.buffer_crashes.journal import Entry, digest, entries
-from tests.support.buffer_crashes.plan import PRODUCERS, RUN, SERVER_TIMEOUT_S, TRAINERS, Plan, join
+from tests.support.buffer_crashes.journal import Entry, digest_group, read_entries
+from tests.support.buffer_crashes.plan import PRODUCERS, RUN, SERVER_TIMEOUT_S, TRAINERS, Plan, join_run
 
 DEATH_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 90.0
@@ -34,30 +34,30 @@ STEPS_TO_THE_HORIZON = 3
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The journals and the server at a moment when nobody works."""
+    """The journals and the server's content at a moment when no worker runs."""
 
     entries: list[Entry]
     stats: BufferStats
     books: Books
     digests: dict[int, str]
-    """Of the groups that are READY or TAKEN."""
-    complaints: list[str]
+    """Digests of the READY and TAKEN groups."""
+    inconsistencies: list[str]
 
 
 @dataclass(slots=True)
 class Course:
-    """What happened."""
+    """The events of a run."""
 
     killed: int = 0
     killed_in_a_call: int = 0
     server_killed_s: list[float] = field(default_factory=list)
-    """When, on the machine's monotonic clock."""
+    """Times on the machine's monotonic clock."""
     looks: list[Look] = field(default_factory=list)
-    """With everything killed in the middle of its work, and at the horizon."""
+    """After everything was killed in the middle of its work, and at the horizon."""
 
 
-def crash_run(plan: Plan, told: Callable[[str], None]) -> Course:
-    """Carry out the plan in its folder. `told` hears now and then how far it is."""
+def crash_run(plan: Plan, report_progress: Callable[[str], None]) -> Course:
+    """Execute the plan in its folder."""
     for folder in (plan.folder, plan.journals, plan.checkpoints):
         folder.mkdir(parents=True, exist_ok=True)
     server = EmbeddedServer(plan.server, RedisConfig(fsync=plan.fsync, timeout_s=SERVER_TIMEOUT_S))
@@ -65,7 +65,7 @@ def crash_run(plan: Plan, told: Callable[[str], None]) -> Course:
     course = Course()
     try:
         crew.start_all()
-        _kill_at_random(plan, crew, server, course, told)
+        _kill_at_random(plan, crew, server, course, report_progress)
         crew.kill_all()
         _kill_server(plan, server, course)
         course.looks.append(uvloop.run(_look(plan, server.url)))
@@ -81,29 +81,29 @@ def crash_run(plan: Plan, told: Callable[[str], None]) -> Course:
 
 
 def _kill_at_random(
-    plan: Plan, crew: Crew, server: EmbeddedServer, course: Course, told: Callable[[str], None]
+    plan: Plan, crew: Crew, server: EmbeddedServer, course: Course, report_progress: Callable[[str], None]
 ) -> None:
     rng = random.Random(plan.seed)
     order = ["worker"] * plan.kills + ["server"] * (plan.server_kills - 1)
     rng.shuffle(order)
-    for number, whom in enumerate(order):
+    for number, target in enumerate(order):
         time.sleep(rng.uniform(*plan.pause_s))
         crew.look_after()
-        if whom == "server":
+        if target == "server":
             _kill_server(plan, server, course)
         else:
             _kill_worker(rng, crew, course)
         if number % RETUNE_EVERY == RETUNE_EVERY - 1:
-            told(f"{number + 1} of {len(order)} kills")
+            report_progress(f"{number + 1} of {len(order)} kills")
             if plan.retune:
                 policy = plan.retune[number // RETUNE_EVERY % len(plan.retune)]
-                uvloop.run(_retune(plan, server.url, policy))
+                uvloop.run(_update_policy(plan, server.url, policy))
 
 
 def _kill_worker(rng: random.Random, crew: Crew, course: Course) -> None:
-    """Half of them at any moment, half of them while they wait for an answer."""
+    """Kill a worker: half of the times at any moment, half while it waits for a reply."""
     name = rng.choice([*PRODUCERS, *TRAINERS])
-    course.killed_in_a_call += crew.is_in_a_call(name, WAIT_FOR_A_CALL_S if rng.random() < 0.5 else 0.0)
+    course.killed_in_a_call += crew.wait_for_request(name, WAIT_FOR_A_CALL_S if rng.random() < 0.5 else 0.0)
     crew.kill(name)
     course.killed += 1
     crew.start(name)
@@ -113,46 +113,48 @@ def _kill_server(plan: Plan, server: EmbeddedServer, course: Course) -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     course.server_killed_s.append(time.monotonic())
-    until_s = time.monotonic() + DEATH_TIMEOUT_S
+    deadline_s = time.monotonic() + DEATH_TIMEOUT_S
     while server.alive():
-        assert time.monotonic() < until_s, "the server has survived SIGKILL"
+        assert time.monotonic() < deadline_s, "the server has survived SIGKILL"
         time.sleep(0.001)
     if plan.cut_bytes:
-        _cut(newest_file(plan.server), plan.cut_bytes)
+        _truncate(newest_file(plan.server), plan.cut_bytes)
     server.start()
 
 
 def newest_file(server: Path) -> Path:
-    """The part of the append-only file that is written to."""
+    """Return the part of the append-only file that the server writes."""
     return max((server / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
 
 
-def _cut(file: Path, count: int) -> None:
+def _truncate(file: Path, count: int) -> None:
     os.truncate(file, max(0, file.stat().st_size - count))
 
 
 async def _look(plan: Plan, url: str) -> Look:
-    buffer = await join(plan, url)
-    link = reader(url)
+    buffer = await join_run(plan, url)
+    link = connect_reader(url)
     stats = await buffer.stats()
     books = await read_books(link)
     seqs = sorted(books.kept)
     payloads = await link.fetch_values([RunKeys(RUN).group(seq, books.records[seq].attempt) for seq in seqs])
-    digests = {seq: digest(decode(found, Group)) for seq, found in zip(seqs, payloads, strict=True) if found}
+    digests = {
+        seq: digest_group(decode(payload, Group)) for seq, payload in zip(seqs, payloads, strict=True) if payload
+    }
     await buffer.aclose()
     await link.aclose()
-    return Look(entries(plan.journals), stats, books, digests, complaints(books))
+    return Look(read_entries(plan.journals), stats, books, digests, find_inconsistencies(books))
 
 
-async def _retune(plan: Plan, url: str, policy: ReplayPolicy) -> None:
-    buffer = await join(plan, url)
+async def _update_policy(plan: Plan, url: str, policy: ReplayPolicy) -> None:
+    buffer = await join_run(plan, url)
     await buffer.update_policy(policy)
     await buffer.aclose()
 
 
 async def _set_horizon(plan: Plan, url: str) -> None:
-    """Room for every group that was not taken yet, and for some steps more."""
-    buffer = await join(plan, url)
+    """Set the horizon: enough for all groups that were not taken yet, and for some more steps."""
+    buffer = await join_run(plan, url)
     stats = await buffer.stats()
     size = plan.policy.window.groups_per_step
     steps = -(-stats.active // size) + STEPS_TO_THE_HORIZON

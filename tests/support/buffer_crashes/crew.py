@@ -1,4 +1,4 @@
-"""The worker processes: forked from this one, so that a new one is at work within milliseconds."""
+"""The worker processes, forked from this one, so that a new one starts within milliseconds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import uvloop
 
 from async_grpo.errors import RoleFailed, WaitTimeout
 from async_grpo.utils.child_process import die_with_parent
-from tests.support.buffer_crashes.books import reader
-from tests.support.buffer_crashes.journal import Journal, in_a_call
-from tests.support.buffer_crashes.plan import PRODUCERS, TRAINERS, WATCHER, Plan, join
+from tests.support.buffer_crashes.books import connect_reader
+from tests.support.buffer_crashes.journal import Journal, is_waiting_for_reply
+from tests.support.buffer_crashes.plan import PRODUCERS, TRAINERS, WATCHER, Plan, join_run
 from tests.support.buffer_crashes.producer import Producer
 from tests.support.buffer_crashes.trainer import Trainer
-from tests.support.buffer_crashes.watcher import watch
+from tests.support.buffer_crashes.watcher import watch_run
 
 FINISHED = 0
 FENCED = 3
@@ -29,7 +29,7 @@ LOOK_EVERY_S = 0.002
 
 
 class Crew:
-    """Who works, by name. Call it in the main thread, with no event loop running."""
+    """Workers by name. Call it in the main thread, with no event loop running."""
 
     def __init__(self, plan: Plan, url: str) -> None:
         self._plan = plan
@@ -38,42 +38,44 @@ class Crew:
         self._pids: dict[str, int] = {}
         self._journals: dict[str, Path] = {}
         self.finished: set[str] = set()
-        """Those who found that the run has ended."""
+        """Workers that ended because the run has ended."""
 
     def start(self, name: str) -> None:
-        """A new process of that name, with a journal of its own."""
+        """Start a new process of that name, with its own journal."""
         birth = next(self._births)
         self._journals[name] = self._plan.journals / f"{birth:05}-{name}.jsonl"
         self._journals[name].touch()
         self._pids[name] = self._fork(name, birth)
 
     def start_all(self) -> None:
-        """Everybody."""
+        """Start all workers."""
         self.finished.clear()
         for name in (*PRODUCERS, *TRAINERS, WATCHER):
             self.start(name)
 
     def kill(self, name: str) -> None:
-        """SIGKILL; on return it is gone. One that has ended by itself is no error."""
-        os.kill(self._pids[name], signal.SIGKILL)  # not reaped before, so the id is nobody else's
+        """Kill with SIGKILL and wait for the end. A worker that has already ended is no error."""
+        os.kill(self._pids[name], signal.SIGKILL)  # not reaped yet, so no other process can have this id
         os.waitpid(self._pids.pop(name), 0)
 
     def kill_all(self) -> None:
-        """Everybody who is left, all at once."""
+        """Kill all running workers together."""
         for pid in self._pids.values():
             os.kill(pid, signal.SIGKILL)
         for name in list(self._pids):
             os.waitpid(self._pids.pop(name), 0)
 
-    def is_in_a_call(self, name: str, within_s: float) -> bool:
-        """Whether it awaits an answer now; waits for such a moment."""
-        until_s = time.monotonic() + within_s
-        while not (found := in_a_call(self._journals[name])) and time.monotonic() < until_s:
+    def wait_for_request(self, name: str, within_s: float) -> bool:
+        """Wait until the worker waits for a reply, at most `within_s`. Return True if it does."""
+        deadline_s = time.monotonic() + within_s
+        while not is_waiting_for_reply(self._journals[name]):
+            if time.monotonic() >= deadline_s:
+                return False
             time.sleep(LOOK_EVERY_S)
-        return found
+        return True
 
     def look_after(self) -> None:
-        """Start those again that were fenced. Raises RoleFailed for one that has failed."""
+        """Restart fenced workers. Raises RoleFailed if a worker has failed."""
         for name, pid in list(self._pids.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if not done:
@@ -88,10 +90,10 @@ class Crew:
                 raise RoleFailed(f"{name} ended with exit code {code}: {self._error_file(name).read_text()[-3000:]}")
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Until everybody but the watcher has finished. Raises WaitTimeout, RoleFailed."""
-        until_s = time.monotonic() + timeout_s
+        """Wait until all workers except the watcher have finished. Raises WaitTimeout, RoleFailed."""
+        deadline_s = time.monotonic() + timeout_s
         while left := {*PRODUCERS, *TRAINERS} - self.finished:
-            if time.monotonic() > until_s:
+            if time.monotonic() > deadline_s:
                 raise WaitTimeout(f"{', '.join(sorted(left))} to reach the horizon", timeout_s)
             self.look_after()
             time.sleep(LOOK_EVERY_S)
@@ -117,11 +119,11 @@ class Crew:
             os._exit(code)
 
     async def _work(self, name: str, birth: int) -> int:
-        buffer = await join(self._plan, self._url)
+        buffer = await join_run(self._plan, self._url)
         journal = Journal(self._journals[name])
         rng = random.Random(f"{self._plan.seed} {name} {birth}")
         if name == WATCHER:
-            await watch(buffer, reader(self._url), journal)
+            await watch_run(buffer, connect_reader(self._url), journal)
         elif name in TRAINERS:
             trained = await Trainer(buffer, journal, self._plan.checkpoints, rng).run()
             return FINISHED if trained else FENCED

@@ -1,7 +1,7 @@
-"""What a worker was about to ask, and what was acknowledged: a JSON line each, written before it goes on.
+"""Requests and acknowledgements of a worker, a JSON line each, written before the worker continues.
 
-A line is one write(2), and what a process has written stays when it is killed; no machine dies here, so
-nothing needs to be synced.
+A line is one write(2). Written data survives when the process is killed. No machine fails here, so nothing needs to be
+synced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TAIL_BYTES = 1 << 16
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`what` ends with "?" where an answer is still to come. Times are the machine's monotonic clock."""
+    """A request (`what` ends with "?") or an acknowledgement. Times are those of the machine's monotonic clock."""
 
     what: str
     at_s: float
@@ -38,36 +38,36 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ages: list[int] = []
     active: int = 0
     counters: list[int] = []
-    complaints: list[str] = []
+    inconsistencies: list[str] = []
 
 
 class Journal:
-    """Append-only; one a process."""
+    """An append-only file, one per process."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def note(self, what: str, **facts: Any) -> None:
-        """Write an entry; on return it will survive this process."""
+        """Write an entry. Once this returns, the entry survives the process."""
         line = msgspec.json.encode(Entry(what=what, at_s=time.monotonic(), **facts)) + b"\n"
         if os.write(self._file, line) != len(line):
-            raise OSError("the disk is full: a journal that lacks a line proves nothing")
+            raise OSError("the disk is full: an incomplete journal proves nothing")
 
 
-def entries(folder: Path) -> list[Entry]:
-    """Of all journals, by time. A last line that its process could not finish is no entry."""
+def read_entries(folder: Path) -> list[Entry]:
+    """Return the entries of all journals by time, without incomplete last lines."""
     lines = [line for path in folder.iterdir() for line in path.read_bytes().split(b"\n")[:-1]]
     return sorted((msgspec.json.decode(line, type=Entry) for line in lines), key=lambda entry: entry.at_s)
 
 
-def in_a_call(path: Path) -> bool:
-    """Whether the newest line says that an answer is awaited."""
+def is_waiting_for_reply(path: Path) -> bool:
+    """True if the newest entry is a request."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().split(b"\n")
     return len(lines) > 1 and msgspec.json.decode(lines[-2], type=Entry).what.endswith("?")
 
 
-def digest(group: Group) -> str:
-    """Two groups with the same digest are the same, byte by byte."""
+def digest_group(group: Group) -> str:
+    """Return a digest of all bytes of a group."""
     return blake2b(encode(group), digest_size=12).hexdigest()

@@ -1,4 +1,4 @@
-"""What a crash run is to do, and where its files are."""
+"""Settings of a crash run, and the locations of its files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ WATCHER = "watcher"
 LEASE_S = 0.5
 MAX_ATTEMPTS = 5
 SERVER_TIMEOUT_S = 20.0
-"""How long a call is repeated while the server is away."""
+"""Seconds for which a call is repeated while the server is down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`server_kills`: the last of them is when everybody is killed at once. `pause_s`: shortest and longest
-    time between two kills. `retune`: policies that are set live, in turn, at every tenth kill. `cut_bytes`:
-    the server's file loses this many bytes at each of its deaths, as if the machine had lost power."""
+    """Settings of a crash run.
+
+    `server_kills`: includes the last one, when all workers are killed too. `pause_s`: minimum and maximum time between
+    two kills. `retune`: policies to set live, in turn, at every tenth kill. `cut_bytes`: number of bytes that the
+    server's file loses at each of its deaths, as after a power failure.
+    """
 
     folder: Path
     policy: ReplayPolicy
@@ -40,26 +43,26 @@ class Plan:
 
     @property
     def journals(self) -> Path:
-        """A file a process."""
+        """Folder with one file per process."""
         return self.folder / "journals"
 
     @property
     def checkpoints(self) -> Path:
-        """A file a checkpoint, whose name is the version."""
+        """Folder with one file per checkpoint, named by its version."""
         return self.folder / "checkpoints"
 
     @property
     def server(self) -> Path:
-        """The folder of the embedded server."""
+        """Folder of the embedded server."""
         return self.folder / "server"
 
     @property
     def policies(self) -> list[ReplayPolicy]:
-        """Every policy that may be effective at some moment."""
+        """All policies of the run."""
         return [self.policy, *self.retune]
 
 
-async def join(plan: Plan, url: str) -> RedisBuffer:
-    """The run, as every process of it reaches it."""
+async def join_run(plan: Plan, url: str) -> RedisBuffer:
+    """Connect to the run."""
     redis = RedisConfig(url=url, timeout_s=SERVER_TIMEOUT_S)
     return await connect(redis, RUN, policy=plan.policy, lease_s=LEASE_S, max_attempts=MAX_ATTEMPTS)

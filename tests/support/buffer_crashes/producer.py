@@ -1,7 +1,7 @@
 """A rollout server without an engine: admit -> progress now and then -> insert or discard, with heartbeats.
 
-Lanes wait for tickets; nothing waits for a lane. The heartbeat renews all leases a few times before the
-first could expire. It ends when the run has ended.
+Lanes wait for tickets; nothing waits for a lane. The heartbeat renews all leases a few times per lease. Ends when the
+run ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from async_grpo.errors import LeaseLost, RunEnded, WaitTimeout
 from async_grpo.wire import Group, Partial, ReleaseReason, Sample, Task, Ticket, VersionSpan, tokens_to_bytes
 from buffer import ReplayBuffer
-from tests.support.buffer_crashes.journal import Journal, digest
+from tests.support.buffer_crashes.journal import Journal, digest_group
 from tests.support.buffer_crashes.plan import LEASE_S
 
 LANES = 2
@@ -22,13 +22,13 @@ LONGEST_STEP_S = 0.006
 MOST_STEPS = 4
 TOKENS = 250
 MANY_TOKENS = 30_000
-"""Of a sample: 2 KB, and now and then 240 KB, so that the server is also killed within a long write."""
+"""Tokens of a large sample, 240 KB instead of 2 KB, so that the server is also killed during a long write."""
 ADMIT_TIMEOUT_S = 0.5
 DISCARDED = (ReleaseReason.FILTERED, ReleaseReason.UNVERIFIABLE)
 
 
 class Producer:
-    """Its random numbers decide what it generates, and how long it takes."""
+    """A rollout server that generates random tokens."""
 
     def __init__(self, buffer: ReplayBuffer, journal: Journal, name: str, rng: random.Random) -> None:
         self._buffer = buffer
@@ -39,18 +39,18 @@ class Producer:
         self._version = 0
 
     async def run(self) -> None:
-        """Until the run has ended."""
+        """Generate groups until the run ends."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._beat())
+                group.create_task(self._renew_leases())
                 for _ in range(LANES):
-                    group.create_task(self._lane())
+                    group.create_task(self._run_lane())
         except* RunEnded:
             self._journal.note("ended")
 
-    async def _lane(self) -> None:
+    async def _run_lane(self) -> None:
         while True:
-            await self._feed()
+            await self._put_tasks()
             try:
                 limit = self._rng.randint(1, TICKETS_AT_ONCE)
                 self._journal.note("admit?")
@@ -60,20 +60,21 @@ class Producer:
             for ticket in tickets:
                 self._journal.note("admitted", seq=ticket.seq, attempt=ticket.attempt)
                 self._held[ticket.seq] = ticket
-            await asyncio.gather(*(self._work(ticket) for ticket in tickets))
+            await asyncio.gather(*(self._process_ticket(ticket) for ticket in tickets))
 
-    async def _feed(self) -> None:
+    async def _put_tasks(self) -> None:
         stats = await self._buffer.stats()
         if stats.waiting < TASKS_AHEAD:
-            await self._buffer.put_tasks([task(stats.tasks_put + ahead) for ahead in range(TASKS_AHEAD)])
+            await self._buffer.put_tasks([make_task(stats.tasks_put + ahead) for ahead in range(TASKS_AHEAD)])
 
-    async def _beat(self) -> None:
+    async def _renew_leases(self) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 4)
-            if held := list(self._held.values()):
-                await self._buffer.renew_leases(held)
+            tickets = list(self._held.values())
+            if tickets:
+                await self._buffer.renew_leases(tickets)
 
-    async def _work(self, ticket: Ticket) -> None:
+    async def _process_ticket(self, ticket: Ticket) -> None:
         try:
             await self._generate(ticket)
         except LeaseLost:
@@ -83,35 +84,35 @@ class Producer:
                 del self._held[ticket.seq]
 
     async def _generate(self, ticket: Ticket) -> None:
-        """Goes on with what an earlier holder left."""
+        """Generate the rest of a group, after the samples of an earlier holder."""
         self._version = max(self._version, ticket.version)
         samples = [sample for sample in ticket.partial.samples if sample] if ticket.partial else []
         for _ in range(self._rng.randint(1, MOST_STEPS)):
             await asyncio.sleep(LONGEST_STEP_S * self._rng.random())
-            samples.append(self._sample())
+            samples.append(self._make_sample())
             if self._rng.random() < 0.5:
                 partial = Partial(seq=ticket.seq, attempt=ticket.attempt, samples=[*samples, None])
                 await self._buffer.save_partial(ticket, partial)
-        await self._end(ticket, samples)
+        await self._end_group(ticket, samples)
 
-    async def _end(self, ticket: Ticket, samples: list[Sample]) -> None:
-        named = {"seq": ticket.seq, "attempt": ticket.attempt}
+    async def _end_group(self, ticket: Ticket, samples: list[Sample]) -> None:
+        lease = {"seq": ticket.seq, "attempt": ticket.attempt}
         chance = self._rng.random()
         if chance < 0.03:
             await self._buffer.give_back(ticket)
         elif chance < 0.12:
             reason = self._rng.choice(DISCARDED)
-            self._journal.note("discard?", **named, reason=reason.value)
+            self._journal.note("discard?", **lease, reason=reason.value)
             await self._buffer.discard_group(ticket, reason)
-            self._journal.note("discarded", **named, reason=reason.value)
+            self._journal.note("discarded", **lease, reason=reason.value)
         else:
             group = Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=samples, server=self._name)
-            facts = {**named, "digest": digest(group), "oldest": group.oldest_version}
+            facts = {**lease, "digest": digest_group(group), "oldest": group.oldest_version}
             self._journal.note("insert?", **facts)
             await self._buffer.insert_group(ticket, group)
             self._journal.note("inserted", **facts)
 
-    def _sample(self) -> Sample:
+    def _make_sample(self) -> Sample:
         length = MANY_TOKENS if self._rng.random() < 0.02 else TOKENS
         return Sample(
             tokens=self._rng.randbytes(4 * length),
@@ -121,6 +122,6 @@ class Producer:
         )
 
 
-def task(index: int) -> Task:
-    """The same whoever puts it."""
+def make_task(index: int) -> Task:
+    """Return the task of an index, the same in all processes."""
     return Task(index=index, prompt=f"task {index}", prompt_tokens=tokens_to_bytes([index]), answer=str(index))

@@ -1,8 +1,7 @@
 """A trainer without a model: rollback -> take, publish, release, and a checkpoint every few steps.
 
-Two of them run. The one that holds the lock trains, the other waits for the lock, which the kernel frees
-when its holder dies. Now and then one does not wait: it takes over while the other is alive, which must
-then be fenced, and stop.
+Two of them run. One holds the lock and trains; the other waits for the lock, which the kernel releases when its holder
+dies. Sometimes one does not wait, and takes over while the other is alive. That one must then be fenced, and stop.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from async_grpo.errors import BufferFault, Fenced, WaitTimeout
 from async_grpo.staleness import age
 from async_grpo.wire import Batch
 from buffer import ReplayBuffer
-from tests.support.buffer_crashes.journal import Journal, digest
+from tests.support.buffer_crashes.journal import Journal, digest_group
 
 CHECKPOINT_EVERY = 3
 TAKE_TIMEOUT_S = 0.5
@@ -29,7 +28,7 @@ LOOK_EVERY_S = 0.01
 
 
 class Trainer:
-    """`checkpoints` is a folder that both trainers see."""
+    """A trainer without a model. `checkpoints`: folder that both trainers share."""
 
     def __init__(self, buffer: ReplayBuffer, journal: Journal, checkpoints: Path, rng: random.Random) -> None:
         self._buffer = buffer
@@ -39,7 +38,7 @@ class Trainer:
         self._epoch = self._version = 0
 
     async def run(self) -> bool:
-        """Until the horizon is reached: True; or until another has taken over: False."""
+        """Train until the horizon is reached (True), or until another trainer has taken over (False)."""
         await self._wait_for_turn()
         try:
             if not (await self._buffer.stats()).ended:
@@ -51,11 +50,11 @@ class Trainer:
         return True
 
     async def _wait_for_turn(self) -> None:
-        """For the lock of whoever trains, which is kept until this process ends; or until patience is over."""
+        """Wait for the lock, sometimes only for a limited time. The lock is kept until this process ends."""
         lock = os.open(self._checkpoints / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
         patience_s = LONGEST_PATIENCE_S * self._rng.random() if self._rng.random() < IMPATIENT else float("inf")
-        until_s = time.monotonic() + patience_s
-        while time.monotonic() < until_s:
+        deadline_s = time.monotonic() + patience_s
+        while time.monotonic() < deadline_s:
             try:
                 return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -64,12 +63,12 @@ class Trainer:
     async def _take_over(self) -> None:
         """At the newest checkpoint; one that was committed since we looked is newer."""
         while True:
-            self._version = newest(self._checkpoints)
+            self._version = newest_checkpoint(self._checkpoints)
             self._journal.note("take over?", version=self._version)
             try:
                 resume = await self._buffer.rollback(self._version)
             except BufferFault:
-                if newest(self._checkpoints) == self._version:
+                if newest_checkpoint(self._checkpoints) == self._version:
                     raise
                 continue
             self._epoch = resume.epoch
@@ -98,7 +97,7 @@ class Trainer:
             epoch=self._epoch,
             replayed=batch.replayed,
             seqs=[group.seq for group in batch.groups],
-            digests=[digest(group) for group in batch.groups],
+            digests=[digest_group(group) for group in batch.groups],
             ages=[age(batch.version, group.oldest_version) for group in batch.groups],
         )
 
@@ -122,6 +121,6 @@ class Trainer:
         await self._buffer.end_run()
 
 
-def newest(checkpoints: Path) -> int:
-    """Version of the newest checkpoint; 0 if there is none."""
+def newest_checkpoint(checkpoints: Path) -> int:
+    """Return the version of the newest checkpoint; 0 if there is none."""
     return max((int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal()), default=0)
