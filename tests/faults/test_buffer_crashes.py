@@ -95,7 +95,7 @@ async def test_a_trainer_that_is_overtaken_between_a_take_and_its_payloads_is_fe
     await slow.put_tasks(tasks(0, 10))
     await slow.rollback(0)
     await finish(slow, *await admit(slow, 2))
-    fetch = slow._link.fetch
+    fetch = slow._link.fetch_values
 
     async def fetch_late(keys: list[str]) -> list[bytes | None]:
         monkeypatch.undo()
@@ -104,7 +104,7 @@ async def test_a_trainer_that_is_overtaken_between_a_take_and_its_payloads_is_fe
         await fast.commit_checkpoint(epoch=2, version=1)
         return await fetch(keys)
 
-    monkeypatch.setattr(slow._link, "fetch", fetch_late)
+    monkeypatch.setattr(slow._link, "fetch_values", fetch_late)
     with pytest.raises(Fenced):
         await take(slow, 0)
     for buffer in (slow, fast):

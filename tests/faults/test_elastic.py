@@ -64,7 +64,7 @@ async def beats(config: RunConfig) -> list[ServerBeat]:
 
 
 def servers_of(run: WholeRun) -> list[psutil.Process]:
-    return [process for process in run.family() if "rollout_server.main" in " ".join(process.cmdline())]
+    return [process for process in run.list_processes() if "rollout_server.main" in " ".join(process.cmdline())]
 
 
 def kill_one_amid_its_groups(run: WholeRun, config: RunConfig) -> dict[int, Partial]:
@@ -122,7 +122,7 @@ def test_a_server_joins_and_another_leaves_and_the_run_never_stops(start: Callab
     run = start(*PROGRESS, steps=LONG_RUN, max_tokens=LONG)
     run.wait_for_step(1)
     config = run.roles_config()
-    joined = run.join("extra")
+    joined = run.start_server("extra")
     try:
         wait_until(lambda: "extra" in [beat.name for beat in asyncio.run(beats(config))], "a second server runs", 120.0)
         newest = max(row["step"] for row in run.steps())

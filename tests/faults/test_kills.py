@@ -28,7 +28,7 @@ def run(start: Callable[..., WholeRun]) -> WholeRun:
 @pytest.mark.parametrize(("module", "role"), [("rollout_server.main", "rollout-0"), ("trainer.main", "trainer")])
 def test_a_killed_role_is_named_and_restarted_and_the_run_finishes(run: WholeRun, module: str, role: str) -> None:
     run.wait_for_step(3)
-    run.role(module).kill()
+    run.find_role(module).kill()
     assert run.wait(400) == 0, run.printed[-3000:]
     assert f"{role} " in run.printed
     assert "restart 1 of" in run.printed
@@ -41,7 +41,7 @@ def test_the_groups_of_a_killed_server_go_on_at_once_however_long_their_leases_a
 ) -> None:
     run = start("rollout.lease_s=3600", steps=STEPS, max_tokens=96)
     run.wait_for_step(3)
-    run.role("rollout_server.main").kill()
+    run.find_role("rollout_server.main").kill()
     assert run.wait(400) == 0, run.printed[-3000:]
     assert run.summary()["restarts"]["rollout-0"] == 1
     check_books(run.summary(), steps=STEPS)
@@ -60,9 +60,9 @@ def test_weights_that_travel_another_way_find_a_killed_server_and_come_from_a_ki
 ) -> None:
     run = start(*ways, steps=STEPS, max_tokens=96)
     run.wait_for_step(3)
-    run.role("rollout_server.main").kill()
+    run.find_role("rollout_server.main").kill()
     run.wait_for_step(5)
-    run.role("trainer.main").kill()
+    run.find_role("trainer.main").kill()
     assert run.wait(400) == 0, run.printed[-3000:]
     assert run.summary()["restarts"] == {"trainer": 1, "rollout-0": 1}
     check_books(run.summary(), steps=STEPS)
@@ -80,8 +80,8 @@ def test_weights_through_a_folder_find_a_killed_server_and_come_from_a_killed_tr
 
 def test_a_trainer_killed_after_the_end_costs_a_restart_of_its_own_and_none_of_the_servers(run: WholeRun) -> None:
     run.wait_for_step(STEPS)
-    trainer = run.role("trainer.main")
-    server = run.role("rollout_server.main")
+    trainer = run.find_role("trainer.main")
+    server = run.find_role("rollout_server.main")
     run.wait_for_end(measured=False)
     trainer.suspend()
     run.wait_for_end(measured=True)
@@ -94,7 +94,7 @@ def test_a_trainer_killed_after_the_end_costs_a_restart_of_its_own_and_none_of_t
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_run_killed_after_the_end_is_finished_by_the_same_command(run: WholeRun, measured: bool) -> None:
     run.wait_for_step(STEPS)
-    trainer = run.role("trainer.main")
+    trainer = run.find_role("trainer.main")
     run.wait_for_end(measured=False)
     trainer.suspend()
     if measured:
@@ -118,7 +118,7 @@ def check_end(run: WholeRun, restarts: dict[str, int]) -> None:
 
 def test_a_killed_engine_core_is_started_again_by_its_server(run: WholeRun) -> None:
     run.wait_for_step(3)
-    [core] = [process for process in run.family() if "EngineCore" in process.name()]
+    [core] = [process for process in run.list_processes() if "EngineCore" in process.name()]
     core.kill()
     assert run.wait(400) == 0, run.printed[-3000:]
     assert "the engine died and is started again" in (run.run_dir / "logs" / "rollout-0.log").read_text()
@@ -128,7 +128,7 @@ def test_a_killed_engine_core_is_started_again_by_its_server(run: WholeRun) -> N
 
 def test_a_killed_server_comes_back_on_its_append_only_file(run: WholeRun) -> None:
     run.wait_for_step(3)
-    [server] = [process for process in run.family() if "valkey" in process.name() or "redis" in process.name()]
+    [server] = [process for process in run.list_processes() if "valkey" in process.name() or "redis" in process.name()]
     server.kill()
     assert run.wait(400) == 0, run.printed[-3000:]
     assert "embedded server died" in run.printed
@@ -155,7 +155,7 @@ def test_a_full_disk_below_the_server_stops_the_run_by_name_and_it_resumes(tmp_p
 
 def test_ctrl_c_ends_cleanly_and_the_same_command_resumes(run: WholeRun) -> None:
     run.wait_for_step(3)
-    family = run.family()
+    family = run.list_processes()
     run.interrupt()
     assert run.wait(90) == 130, run.printed[-3000:]
     assert not [process for process in family if still_runs(process)]
@@ -167,7 +167,7 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_resumes(run: WholeRun) -> None
 
 def test_killing_the_supervisor_leaves_no_orphan_and_the_run_resumes(run: WholeRun) -> None:
     run.wait_for_step(3)
-    family = run.family()
+    family = run.list_processes()
     run.close()
     _, left = psutil.wait_procs(family, timeout=15)
     assert not left
@@ -183,7 +183,7 @@ def test_engines_wake_when_the_trainer_is_killed_in_its_step_on_the_device_that_
     cores = f"launch.cores={{rollout: {both}, trainer: {both}}}"
     run = start("launch.share_devices=sleep", cores, steps=STEPS, max_tokens=96)
     run.wait_for_step(3, 400.0)
-    trainer = run.role("trainer.main")
+    trainer = run.find_role("trainer.main")
     stop_in_step(run, trainer)
     slept = len(sleeps(run))
     assert slept >= 3

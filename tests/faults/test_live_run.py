@@ -61,7 +61,7 @@ def test_an_openai_client_talks_to_the_policy_while_it_is_trained(start: Callabl
     run = start("rollout.http.port=0", steps=STEPS, max_tokens=48)
     run.wait_for_step(1)
     versions: list[int] = []
-    server, *_ = asyncio.run(on_board(run.roles_config(), RedisBoard.servers))
+    server, *_ = asyncio.run(on_board(run.roles_config(), RedisBoard.live_servers))
     with openai.OpenAI(base_url=f"{server.http}/v1", api_key="none") as client:
         until_s = time.monotonic() + 240
         while len(set(versions)) < 3 and time.monotonic() < until_s:

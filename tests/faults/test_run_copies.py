@@ -32,7 +32,7 @@ def test_a_run_whose_machine_is_lost_finishes_on_a_bare_one_and_can_be_pulled(tm
         try:
             first.wait_for_step(5)
         finally:
-            for process in [*first.family(), psutil.Process(first.process.pid)]:
+            for process in [*first.list_processes(), psutil.Process(first.process.pid)]:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL)
             first.wait()

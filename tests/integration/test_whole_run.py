@@ -42,8 +42,8 @@ class Asked:
 
     def __init__(self, run: WholeRun) -> None:
         self.run = run
-        self.evaluation = run.command("eval", "--live", "--samples", "2", "--prompts", "8", "--json", "live.json")
-        self.chat = run.command("chat", "--live", "--prompt", "1+2=", "--max-tokens", "8", "--seed", "1")
+        self.evaluation = run.run_command("eval", "--live", "--samples", "2", "--prompts", "8", "--json", "live.json")
+        self.chat = run.run_command("chat", "--live", "--prompt", "1+2=", "--max-tokens", "8", "--seed", "1")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_the_timeline_shows_both_sides(finished: WholeRun) -> None:
 @pytest.fixture(scope="module")
 def evaluated(asked: Asked) -> dict[str, Any]:
     """The final checkpoint, by an engine of its own."""
-    done = asked.run.command("eval", "--json", "final.json", "--save", "final.jsonl")
+    done = asked.run.run_command("eval", "--json", "final.json", "--save", "final.jsonl")
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads((asked.run.folder / "final.json").read_text())
     return {**found, "printed": done.stdout}
@@ -194,14 +194,14 @@ def test_the_live_policy_replies(asked: Asked) -> None:
 def test_a_resumable_checkpoint_is_exported_and_talks(asked: Asked) -> None:
     words = ("--checkpoint", str(asked.run.run_dir / "checkpoints" / f"{STEPS:08d}"))
     sampling = ("--temperature", "0", "--max-tokens", "8")
-    done = asked.run.command("chat", *words, *sampling, "--prompt", "1+2=", "--answer", "3")
+    done = asked.run.run_command("chat", *words, *sampling, "--prompt", "1+2=", "--answer", "3")
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"[policy version {STEPS}" in done.stderr
     assert "[reward " in done.stderr
 
 
 def test_a_run_that_has_ended_is_not_live(asked: Asked) -> None:
-    done = asked.run.command("eval", "--live")
+    done = asked.run.run_command("eval", "--live")
     assert done.returncode == 1
     assert "is not running" in done.stderr and "Traceback" not in done.stderr
 

@@ -1,6 +1,6 @@
-"""Real servers as people run them: alone on a port, as a cluster, under Sentinel.
+"""Real Redis servers: a single server, a cluster, a primary with Sentinel.
 
-Everything listens on the loopback interface only and dies with the test process.
+All of them listen only on the loopback interface and end with the test process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SERVICE = "main"
 
 
 class Server:
-    """One server process on a port of its own, and what can happen to it."""
+    """One server process on its own port, which can be paused and killed."""
 
     password: str | None = None
 
@@ -43,7 +43,7 @@ class Server:
 
     @property
     def admin(self) -> Any:
-        """A client without the help of ours."""
+        """A plain redis-py client."""
         return redis.Redis(port=self.port, password=self.password, socket_timeout=5.0)
 
     def start(self) -> Server:
@@ -52,7 +52,7 @@ class Server:
         return self
 
     def launch(self) -> None:
-        """Start it, and do not wait."""
+        """Start the process without waiting until it answers."""
         with (self.dir / "server.log").open("ab") as log:
             self._process = subprocess.Popen(child_argv(self._arguments()), stdout=log, stderr=log, cwd=self.dir)
 
@@ -61,14 +61,14 @@ class Server:
         self._process.send_signal(number)
 
     def pause(self) -> None:
-        """It lives, and does nothing."""
+        """Stop the process, so that it keeps its connections but does not answer."""
         self.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, paused or not."""
+        """Kill the process with SIGKILL, even if it is paused."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -81,7 +81,7 @@ class Server:
 
 
 class SentinelServer(Server):
-    """A sentinel that watches one primary, and thinks it dead after a second."""
+    """A sentinel for one primary, which it considers dead after a second."""
 
     def __init__(self, dir: Path, primary: Server, password: str | None) -> None:
         super().__init__(dir)
@@ -100,7 +100,7 @@ class SentinelServer(Server):
 
 @contextmanager
 def running(*servers: Server) -> Iterator[None]:
-    """Start them, and end them whatever happens."""
+    """Run the servers during the block."""
     try:
         for server in servers:
             server.start()
@@ -116,17 +116,17 @@ def replica_of(dir: Path, primary: Server) -> Server:
 
 def wait_for_replicas(primary: Server, count: int) -> None:
     def online() -> bool:
-        about = primary.admin.info("replication")
-        return sum(about.get(f"slave{index}", {}).get("state") == "online" for index in range(count)) == count
+        info = primary.admin.info("replication")
+        return sum(info.get(f"slave{index}", {}).get("state") == "online" for index in range(count)) == count
 
     wait_until(online, f"{count} replicas are online")
 
 
 class Sentinels:
-    """A primary, a replica and three sentinels that know them all."""
+    """A primary, a replica and three sentinels."""
 
     def __init__(self, dir: Path, *, password: str | None = None) -> None:
-        """`password`: of the sentinels."""
+        """`password`: password of the sentinels."""
         self.primary = Server(dir / "primary")
         self.replica = replica_of(dir / "replica", self.primary)
         self.sentinels = [SentinelServer(dir / f"sentinel-{index}", self.primary, password) for index in range(3)]
@@ -142,25 +142,25 @@ class Sentinels:
             wait_for_replicas(self.primary, 1)
             with running(*self.sentinels):
                 for sentinel in self.sentinels:
-                    wait_until(lambda each=sentinel: self._knows_all(each), "the sentinels know each other")
+                    wait_until(lambda sentinel=sentinel: self._knows_all(sentinel), "the sentinels know each other")
                 yield self
 
     @staticmethod
     def _knows_all(sentinel: Server) -> bool:
-        seen = sentinel.admin.sentinel_master(SERVICE)
-        return bool(seen["num-other-sentinels"] == 2 and seen["num-slaves"] == 1)
+        info = sentinel.admin.sentinel_master(SERVICE)
+        return bool(info["num-other-sentinels"] == 2 and info["num-slaves"] == 1)
 
 
 class Cluster:
-    """Three primaries with a third of the slots each, and a replica of the first where it is wanted."""
+    """Three primaries with a third of the slots each, and optionally a replica of the first."""
 
     def __init__(self, dir: Path, *, replica: bool = False) -> None:
-        self.primaries = [self._node(dir / f"node-{index}") for index in range(3)]
-        self.replica = self._node(dir / "replica") if replica else None
+        self.primaries = [self._make_node(dir / f"node-{index}") for index in range(3)]
+        self.replica = self._make_node(dir / "replica") if replica else None
         self.all = [*self.primaries, *([self.replica] if self.replica else [])]
 
     @staticmethod
-    def _node(dir: Path) -> Server:
+    def _make_node(dir: Path) -> Server:
         options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1500", "--cluster-port", str(free_port()))
         return Server(dir, *options, "--cluster-replica-validity-factor", "0")
 
@@ -172,39 +172,40 @@ class Cluster:
         with running(*self.all):
             first = self.primaries[0].admin
             for index, node in enumerate(self.primaries):
-                start, end = _share(index)
+                start, end = _slot_range(index)
                 node.admin.execute_command("CLUSTER ADDSLOTSRANGE", start, end)
             for node in self.all[1:]:
                 bus = node.admin.config_get("cluster-port")["cluster-port"]
                 first.execute_command("CLUSTER MEET", "127.0.0.1", node.port, bus)
-            self._settle()
+            self._wait_for_agreement()
             if self.replica:
                 self.replica.admin.execute_command("CLUSTER REPLICATE", self.id_of(self.primaries[0]))
                 wait_for_replicas(self.primaries[0], 1)
-                self._settle()
+                self._wait_for_agreement()
             yield self
 
     def id_of(self, node: Server) -> str:
         return str(node.admin.execute_command("CLUSTER MYID").decode())
 
     def run_on(self, index: int) -> str:
-        """The name of a new run whose keys are on this primary."""
-        start, end = _share(index)
-        while not start <= key_slot(f"{{{(run := uuid.uuid4().hex)}}}".encode()) <= end:
-            pass
-        return run
+        """Return a new run name whose keys are on this primary."""
+        start, end = _slot_range(index)
+        while True:
+            run = uuid.uuid4().hex
+            if start <= key_slot(f"{{{run}}}".encode()) <= end:
+                return run
 
-    def _settle(self) -> None:
+    def _wait_for_agreement(self) -> None:
         def agrees(node: Server) -> bool:
-            about = node.admin.execute_command("CLUSTER INFO")
-            return about["cluster_state"] == "ok" and int(about["cluster_known_nodes"]) == len(self.all)
+            info = node.admin.execute_command("CLUSTER INFO")
+            return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == len(self.all)
 
         for node in self.all:
-            wait_until(lambda each=node: agrees(each), "the nodes know each other")
+            wait_until(lambda node=node: agrees(node), "the nodes know each other")
 
 
 class SlotMove:
-    """The slot of a run moves from one node to another, key by key."""
+    """Moves the slot of a run from one node to another, key by key."""
 
     def __init__(self, cluster: Cluster, run: str, source: Server, target: Server) -> None:
         self._slot = key_slot(f"{{{run}}}".encode())
@@ -218,7 +219,7 @@ class SlotMove:
         self._source.admin.execute_command("CLUSTER SETSLOT", self._slot, "MIGRATING", ids[1])
 
     def move(self, count: int) -> int:
-        """At most `count` keys; returns how many."""
+        """Move at most `count` keys. Returns their number."""
         keys = self._source.admin.execute_command("CLUSTER GETKEYSINSLOT", self._slot, count)
         if keys:
             to = ("127.0.0.1", self._target.port, "", 0, 5000)
@@ -233,5 +234,5 @@ class SlotMove:
             node.admin.execute_command("CLUSTER SETSLOT", self._slot, "NODE", target)
 
 
-def _share(index: int) -> tuple[int, int]:
+def _slot_range(index: int) -> tuple[int, int]:
     return (LAST_SLOT + 1) * index // 3, (LAST_SLOT + 1) * (index + 1) // 3 - 1

@@ -1,15 +1,15 @@
-"""An attack on a whole run: random SIGKILL and SIGSTOP of every kind of its processes, and what is left of it then.
+"""Attacks a whole run with random SIGKILL and SIGSTOP to every kind of its processes, then checks what remains.
 
     python -m tests.support.run_attack --seed 1                    ten attacks over 170 steps, two rollout servers
     python -m tests.support.run_attack --seed 1 --last-seconds     five of them in the last five seconds
-    python -m tests.support.run_attack --seed 1 --wild-workflow    with a workflow of which 2% of the samples misbehave
-    python -m tests.support.run_attack --seed 1 --outside-server   on a Valkey that is not attacked, whose connections
-                                                                   are counted in the end
+    python -m tests.support.run_attack --seed 1 --wild-workflow    with a workflow that misbehaves in 2% of its samples
+    python -m tests.support.run_attack --seed 1 --outside-server   on a Valkey that is not attacked; its connections are
+                                                                   counted at the end
 
-The run must finish by itself or, where it gave up, by the same command; its books must balance, and no process
-and no shared memory of it may be left. Exit code 0 if all of that holds. The run is of
-configs/quickstart.yaml with a random policy, so that it starts in seconds. A listening socket of it ends with its
-process, so that who leaves no orphan leaves none.
+The run must finish by itself or, if it gave up, when the same command is started again. Its counters must balance, and
+no process or shared memory may remain. Exit code 0 if all of that holds. The run is configs/quickstart.yaml with a
+random policy, so that it starts in seconds. Listening sockets end with their process, so a run without orphans leaves
+none.
 """
 
 from __future__ import annotations
@@ -59,72 +59,75 @@ launch: {{ready_timeout_s: 120}}
 telemetry: {{samples_every: 1}}
 """
 STOPPED_S = (1.0, 3.0, 8.0, 20.0)
-"""How long a stopped process stays so."""
-FOUND_OUT = ("server", "engine", "publisher", "reward worker")
-"""Kinds that may be stopped for good: a lease, a deadline or a timeout finds them out, and others go on."""
+"""Seconds for which a process is stopped."""
+DETECTED = ("server", "engine", "publisher", "reward worker")
+"""Kinds that may be stopped for ever: a lease, a deadline or a timeout detects them, and other processes take over."""
 SPACING_S = 1.0
 KIND_TIMEOUT_S = 60.0
-"""For a process of a kind to come up, before the attack on it is given up."""
+"""Seconds to wait for a process of a kind before another kind is attacked."""
 HUNG_S = 240.0
-"""Without a step, an exit or an attack, the run counts as hung."""
+"""Seconds without a step, an exit or an attack, after which the run counts as hung."""
 LEAVING_S = 20.0
 FUTILE = 4
-"""Invocations in a row without one more step, after which the run counts as one that can never finish."""
+"""Consecutive starts without a new step, after which the run counts as unable to finish."""
 
 
 @dataclass
 class Attack:
-    """At `step` (of the last one: `after_s` later, which may be before it): a signal to a process of `kind`."""
+    """A signal to a process of `kind` at `step`. At the last step: `after_s` later, or earlier if negative."""
 
     kind: str
     step: int
     stopped_s: float | None = None
-    """None: SIGKILL. Infinite: it is never continued."""
+    """None: SIGKILL. Infinite: never continued."""
     after_s: float = 0.0
 
 
 @dataclass
 class Findings:
-    """What does not hold, and what came about."""
+    """Problems, exit codes and attacks of a run."""
 
     problems: list[str] = field(default_factory=list)
     exits: list[int] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
 
-    def expect(self, holds: bool, otherwise: str) -> None:
-        """Note a problem, at once on the terminal too."""
-        if not holds:
-            self.problems.append(otherwise)
-            print(f"  PROBLEM: {otherwise}", flush=True)
+    def expect(self, condition: bool, problem: str) -> None:
+        """Record and print the problem unless the condition is true."""
+        if not condition:
+            self.problems.append(problem)
+            print(f"  PROBLEM: {problem}", flush=True)
 
 
 def plan(
     seed: int, *, steps: int, attacks: int, last_seconds: bool, kinds_to_attack: Sequence[str] = KINDS
 ) -> list[Attack]:
-    """Every kind once before any comes again, at random steps; `last_seconds`: five of them at the end, all SIGKILL."""
+    """Plan attacks at random steps, on every kind once before any is repeated.
+
+    With `last_seconds` five of them come at the end, all SIGKILL.
+    """
     chance = random.Random(seed)
-    kinds = list(itertools.islice(_endless(chance, kinds_to_attack), attacks))
+    kinds = list(itertools.islice(_shuffle_endlessly(chance, kinds_to_attack), attacks))
     late = min(5, attacks) if last_seconds else 0
     early = sorted(chance.sample(range(2, steps - 5), attacks - late))
     planned = [
         Attack(
-            kind, step, chance.choice([None, chance.choice((*STOPPED_S, math.inf) if kind in FOUND_OUT else STOPPED_S)])
+            kind, step, chance.choice([None, chance.choice((*STOPPED_S, math.inf) if kind in DETECTED else STOPPED_S)])
         )
         for kind, step in zip(kinds[late:], early, strict=True)
     ]
-    # The first a second before training ends, the others in the seconds after; the trainer, which ends it all, twice.
+    # The first comes a second before training ends, the others in the seconds after; two of them hit the trainer.
     others = chance.sample(kinds_to_attack, 2)
     last = [chance.choice(kinds_to_attack), *chance.sample(["rank", "rank", *others], 4)][:late]
     return planned + [Attack(kind, steps, after_s=second - chance.random()) for second, kind in enumerate(last)]
 
 
-def _endless(chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
+def _shuffle_endlessly(chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
     while True:
         yield from chance.sample(kinds, len(kinds))
 
 
 class AttackedRun:
-    """One run in `folder`, started as often as it takes."""
+    """One run in `folder`, started again until it finishes."""
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class AttackedRun:
     ) -> None:
         self.folder = folder
         self.steps = steps
-        self.found = Findings()
+        self.findings = Findings()
         self.run_dir = folder / "runs" / NAME
         self._attacks = list(attacks)
         self._outside_server = outside_server
@@ -146,41 +149,43 @@ class AttackedRun:
         self._family = RunFamily(not_of_the_run=server_pids)
         self._rows = RowFollower(self.run_dir / "metrics.jsonl")
         self._times: dict[int, float] = {}
-        """When each step was first trained."""
+        """Step -> time at which it was first trained."""
         self._continue_at: list[tuple[float, psutil.Process]] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._moved_s = self._began_s = time.monotonic()
+        self._last_progress_s = self._started_s = time.monotonic()
         self._next_look_s = self._next_attack_s = 0.0
         self._config = folder / "attacked.yaml"
         redis_url = f', url: "{outside_server.url}"' if outside_server is not None else ""
         settings = {"steps": steps, "servers": servers, "workflow": workflow, "redis_url": redis_url}
         self._config.write_text(CONFIG.format(root=ROOT, name=NAME, **settings))
-        self._books = RunBooks(self.run_dir, steps=steps, expect=self.found.expect, server=outside_server)
+        self._books = RunBooks(self.run_dir, steps=steps, expect=self.findings.expect, server=outside_server)
 
     @property
     def step(self) -> int:
-        """The last one trained."""
+        """The last trained step."""
         return max(self._times, default=0)
 
     def go(self, timeout_s: float) -> Findings:
-        """Until it has finished, can never finish, or the time is over."""
+        """Run until it has finished, is unable to finish, or the time is over."""
         futile = 0
         before = -1
-        while futile < FUTILE and time.monotonic() < self._began_s + timeout_s:
-            code = self._invoke(timeout_s)
-            self.found.exits.append(code)
-            self._say(f"exit code {code} at step {self.step}: {self._last_words()}")
+        while futile < FUTILE and time.monotonic() < self._started_s + timeout_s:
+            code = self._run_command(timeout_s)
+            self.findings.exits.append(code)
+            self._print(f"exit code {code} at step {self.step}: {self._last_words()}")
             self._check_gone()
             if code == 0:
                 break
             futile = 0 if self.step > before else futile + 1
             before = self.step
-        self.found.expect(self.found.exits[-1:] == [0], "the run did not finish, by itself or by the same command")
-        self._say(f"attacked {len(self.found.done)} times; {len(self._attacks)} attacks were not reached")
+        self.findings.expect(
+            self.findings.exits[-1:] == [0], "the run did not finish, by itself or by the same command"
+        )
+        self._print(f"attacked {len(self.findings.done)} times; {len(self._attacks)} attacks were not reached")
         self._check_end()
-        return self.found
+        return self.findings
 
-    def _invoke(self, timeout_s: float) -> int:
+    def _run_command(self, timeout_s: float) -> int:
         with (self.folder / "printed.log").open("ab") as printed:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(self._config)],
@@ -191,21 +196,21 @@ class AttackedRun:
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
-        self._say(f"started: pid {self._process.pid}")
-        self._moved_s = time.monotonic()
+        self._print(f"started: pid {self._process.pid}")
+        self._last_progress_s = time.monotonic()
         while (code := self._process.poll()) is None:
-            self._look()
+            self._observe()
             self._continue_due()
             self._attack_due()
-            if time.monotonic() - self._moved_s > HUNG_S or time.monotonic() > self._began_s + timeout_s:
+            if time.monotonic() - self._last_progress_s > HUNG_S or time.monotonic() > self._started_s + timeout_s:
                 return self._interrupt()
             time.sleep(0.05)
         return code
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         for row in self._rows.read_new_rows():
             if row.get("kind") == "step" and (row["step"] not in self._times or row["step"] == self.steps):
-                self._times[row["step"]] = self._moved_s = time.monotonic()
+                self._times[row["step"]] = self._last_progress_s = time.monotonic()
         if time.monotonic() < self._next_look_s:
             return
         self._next_look_s = time.monotonic() + 0.3
@@ -221,18 +226,18 @@ class AttackedRun:
         attack = self._attacks[0]
         chance = random.Random(f"{attack.kind}{attack.step}")
         targets = self._family.processes_of_kind(attack.kind)
-        if not targets and attack.step < self.steps and now_s - self._moved_s < KIND_TIMEOUT_S:
+        if not targets and attack.step < self.steps and now_s - self._last_progress_s < KIND_TIMEOUT_S:
             return
         if not targets:  # the end does not wait: another process in its place
             attack.kind, targets = next(
                 (kind, of) for kind in chance.sample(KINDS, len(KINDS)) if (of := self._family.processes_of_kind(kind))
             )
-        self._strike(attack, chance.choice(targets))
+        self._send_signal(attack, chance.choice(targets))
         self._attacks.pop(0)
         self._next_attack_s = now_s + (0.0 if attack.step == self.steps else SPACING_S)
 
     def _is_due(self, attack: Attack, now_s: float) -> bool:
-        """The one before the end of training by the pace of the last steps."""
+        """True if it is time for the attack. One before the end is timed by the pace of the last steps."""
         if attack.step < self.steps or attack.after_s >= 0:
             return self.step >= attack.step and now_s >= self._times[self.step] + attack.after_s
         if self.step < 12:
@@ -241,15 +246,15 @@ class AttackedRun:
         pace_s = statistics.median(after - before for before, after in itertools.pairwise(times))
         return now_s >= times[-1] + (self.steps - self.step) * pace_s + attack.after_s
 
-    def _strike(self, attack: Attack, target: psutil.Process) -> None:
+    def _send_signal(self, attack: Attack, target: psutil.Process) -> None:
         how = "SIGKILL" if attack.stopped_s is None else f"SIGSTOP for {attack.stopped_s:g} s"
         with contextlib.suppress(psutil.NoSuchProcess):
             target.send_signal(signal.SIGKILL if attack.stopped_s is None else signal.SIGSTOP)
             if attack.stopped_s is not None:
                 self._continue_at.append((time.monotonic() + attack.stopped_s, target))
-        self._moved_s = time.monotonic()
-        self.found.done.append(f"{attack.kind} {how}")
-        self._say(f"attack {len(self.found.done)} at step {self.step}: {how} to {attack.kind} {target.pid}")
+        self._last_progress_s = time.monotonic()
+        self.findings.done.append(f"{attack.kind} {how}")
+        self._print(f"attack {len(self.findings.done)} at step {self.step}: {how} to {attack.kind} {target.pid}")
 
     def _continue_due(self) -> None:
         for due in [due for due in self._continue_at if due[0] <= time.monotonic()]:
@@ -258,9 +263,9 @@ class AttackedRun:
                 due[1].send_signal(signal.SIGCONT)
 
     def _interrupt(self) -> int:
-        """Ctrl-C for a run that hangs."""
+        """Interrupt a hung run with Ctrl-C. Returns its exit code."""
         assert self._process is not None
-        self.found.expect(
+        self.findings.expect(
             False, f"hung at step {self.step}: {HUNG_S:g} s without a step. It shows: {self._last_words()}"
         )
         for process in self._family.alive():
@@ -269,40 +274,43 @@ class AttackedRun:
         try:
             return self._process.wait(90)
         except subprocess.TimeoutExpired:
-            self.found.expect(False, "it did not obey Ctrl-C within 90 s")
+            self.findings.expect(False, "it did not obey Ctrl-C within 90 s")
             self._process.kill()
             return self._process.wait()
 
     def _check_gone(self) -> None:
         assert self._process is not None
         left = self._family.wait_until_gone(self._process.pid, LEAVING_S)
-        self.found.expect(not left, f"orphans {LEAVING_S:g} s after the end: {[describe(each) for each in left]}")
+        self.findings.expect(
+            not left, f"orphans {LEAVING_S:g} s after the end: {[describe(process) for process in left]}"
+        )
         self._family.end(left)
         self._continue_at.clear()
 
     def _check_end(self) -> None:
-        expect = self.found.expect
-        expect(not (files := self._family.left_in_shared_memory(NAME)), f"left in /dev/shm: {files}")
+        expect = self.findings.expect
+        files = self._family.left_in_shared_memory(NAME)
+        expect(not files, f"left in /dev/shm: {files}")
         outside = sorted({host for host, _ in self._family.listened if host not in ("127.0.0.1", "::1")})
         expect(not outside, f"listened beyond the loopback: {outside}")
         if self._outside_server is not None:
             connections = self._books.connections_of_others()
             expect(not connections, f"connections left on the server: {connections}")
-            self._say(f"at most {self._books.most_connections} connections to the server at a time")
+            self._print(f"at most {self._books.most_connections} connections to the server at a time")
         if (self.run_dir / "summary.json").exists():
             asyncio.run(self._books.check())
-        self._say(f"the groups of {len(self._books.batches)} of {self.steps} steps were seen in the buffer's log")
+        self._print(f"the groups of {len(self._books.batches)} of {self.steps} steps were seen in the buffer's log")
 
     def _last_words(self) -> str:
         lines = (self.folder / "printed.log").read_text(errors="replace").splitlines()
         return " / ".join(line.strip()[:300] for line in lines[-2:])
 
-    def _say(self, text: str) -> None:
-        print(f"{time.monotonic() - self._began_s:6.1f} s  {text}", flush=True)
+    def _print(self, text: str) -> None:
+        print(f"{time.monotonic() - self._started_s:6.1f} s  {text}", flush=True)
 
 
 def main() -> int:
-    """See the module."""
+    """Attack one run and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, default=170)
@@ -313,33 +321,33 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=1800.0)
     parser.add_argument("--wild-workflow", action="store_true", help="a workflow that misbehaves in 2%% of its samples")
     parser.add_argument("--outside-server", action="store_true", help="a Valkey that is not attacked")
-    given = parser.parse_args()
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="attack-"))
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="attack-"))
     folder.mkdir(parents=True, exist_ok=True)
-    server = EmbeddedServer(folder / "server", RedisConfig()) if given.outside_server else None
+    server = EmbeddedServer(folder / "server", RedisConfig()) if options.outside_server else None
     if server is not None:
         server.start()
     kinds = [kind for kind in KINDS if kind != "redis" or server is None]
     attacks = plan(
-        given.seed,
-        steps=given.steps,
-        attacks=given.kills,
-        last_seconds=given.last_seconds,
+        options.seed,
+        steps=options.steps,
+        attacks=options.kills,
+        last_seconds=options.last_seconds,
         kinds_to_attack=kinds,
     )
     run = AttackedRun(
         folder,
         attacks,
-        steps=given.steps,
-        servers=given.servers,
-        workflow="tests.support.wild_workflows:WildWorkflow" if given.wild_workflow else "single_turn",
+        steps=options.steps,
+        servers=options.servers,
+        workflow="tests.support.wild_workflows:WildWorkflow" if options.wild_workflow else "single_turn",
         outside_server=server,
     )
-    found = run.go(given.timeout_s)
+    found = run.go(options.timeout_s)
     if server is not None:
         server.stop()
-    print(f"seed {given.seed}: exit codes {found.exits}, {len(found.problems)} problems; {folder}")
-    if not found.problems and given.folder is None:
+    print(f"seed {options.seed}: exit codes {found.exits}, {len(found.problems)} problems; {folder}")
+    if not found.problems and options.folder is None:
         shutil.rmtree(folder)
     return 1 if found.problems else 0
 

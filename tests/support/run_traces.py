@@ -58,64 +58,64 @@ class RunFamily:
         self.shared: set[int] = set()
         """Inodes of the files in shared memory that a process of the run has mapped."""
         self.listened: set[tuple[str, int]] = set()
-        """Addresses on which a process of the run has listened; with the last process nobody does any more."""
+        """Addresses on which a process of the run has listened."""
 
     def alive(self) -> list[psutil.Process]:
-        """All that have not ended; those that have and belong to nobody are reaped."""
-        found = []
+        """Return the processes of the run that have not ended."""
+        processes = []
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE and process.pid not in self._not_of_the_run:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def reap(self, spare: int) -> None:
-        """Take note of the end of adopted children; `spare` is somebody else's to wait for."""
+        """Reap adopted children that have ended, except `spare`, for which the caller waits."""
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
                 if process.pid != spare and process.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(process.pid, os.WNOHANG)
 
     def processes_of_kind(self, kind: str) -> list[psutil.Process]:
-        """The processes of that kind that run now, in the order of their start."""
+        """Return the running processes of that kind in the order of their start."""
         return [process for process in self.alive() if role_of(process) == kind]
 
     def look(self) -> None:
-        """Note what they have mapped in shared memory, and where they listen."""
+        """Record the shared memory that the processes have mapped, and the addresses on which they listen."""
         for process in self.alive():
             with contextlib.suppress(psutil.Error, OSError):
                 self.shared |= _mapped(process.pid)
                 self.listened |= _listening(process.net_connections("tcp"))
 
     def wait_until_gone(self, spare: int, timeout_s: float) -> list[psutil.Process]:
-        """Those that still run after so long."""
-        until_s = time.monotonic() + timeout_s
-        while (left := self.alive()) and time.monotonic() < until_s:
+        """Wait until all processes have ended. Returns those that still run after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while (left := self.alive()) and time.monotonic() < deadline_s:
             self.reap(spare)
             time.sleep(0.1)
         self.reap(spare)
         return left
 
     def end(self, processes: Iterable[psutil.Process]) -> None:
-        """SIGKILL."""
+        """Kill the processes with SIGKILL."""
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
 
     def left_in_shared_memory(self, run: str) -> list[str]:
-        """Files that were not there before and that the run had mapped, or that bear its name."""
+        """Return new files in shared memory that the run had mapped or that have its name."""
         left = []
         for path in _shared_memory() - self._shared_before:
-            with contextlib.suppress(FileNotFoundError):  # somebody else's, gone meanwhile
+            with contextlib.suppress(FileNotFoundError):  # a file of another program, removed meanwhile
                 if path.stat().st_ino in self.shared or path.name.startswith(f"async-grpo-{run}-"):
                     left.append(path.name)
         return sorted(left)
 
 
 class RunBooks:
-    """Of the run in `run_dir`, with its embedded server or with `server`, which runs outside of it.
+    """Counters and records of the run in `run_dir`, with its embedded server or with the external `server`.
 
-    `expect` hears whether something holds, and what does not.
+    `expect(condition, problem)` is called for every check.
     """
 
     def __init__(
@@ -132,34 +132,34 @@ class RunBooks:
         self._is_outside = server is not None
         self._server = server or EmbeddedServer(run_dir / "server", RedisConfig())
         self.most_connections = 0
-        """Largest number of clients of the server that `look` has seen."""
+        """Maximum number of clients of the server."""
         self.batches: dict[int, str] = {}
-        """Sequences of the groups of a step, by its version, as far as they were seen."""
+        """Version -> sequences of the groups of its step, for the observed steps."""
 
     def look(self) -> None:
-        """Note the buffer's own log: the steps that no checkpoint holds yet. Nothing while the server is away."""
+        """Record the buffer's log: the steps that no checkpoint contains yet. Does nothing while the server is down."""
         with contextlib.suppress(redis.RedisError, OSError):
             with self._client() as client:
                 steps = client.hgetall(f"agrpo:{{{self._run_dir.name}}}:log")
                 self.most_connections = max(self.most_connections, client.info("clients")["connected_clients"])
             for version, entry in steps.items():
                 seqs = entry.decode().rpartition("|")[2]
-                known = self.batches.setdefault(int(version), seqs)
-                self._expect(known == seqs, f"step {int(version) + 1} had groups {known}, and now {seqs}")
+                first = self.batches.setdefault(int(version), seqs)
+                self._expect(first == seqs, f"step {int(version) + 1} had groups {first}, and now {seqs}")
 
     def connections_of_others(self) -> list[str]:
-        """Address and name of every other client of the server."""
+        """Return address and name of every other client of the server."""
         with self._client() as client:
             own_id = client.client_id()
             return [f"{other['addr']} {other['name']}" for other in client.client_list() if int(other["id"]) != own_id]
 
     def _client(self) -> redis.Redis:
-        """A client that tries once: the attack must not wait for a server that it has stopped."""
+        """Return a client without retries: the attack must not wait for a server that it has stopped."""
         path = self._server.url.removeprefix("unix://")
         return redis.Redis(unix_socket_path=path, socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
 
     async def check(self) -> None:
-        """After the end: no group was trained or inserted twice, no token too old, and every account balances."""
+        """Check the finished run: no group trained or inserted twice, no token too old, all counters balanced."""
         seqs = [seq for batch in self.batches.values() for seq in batch.split(",") if seq]
         self._expect(len(set(seqs)) == len(seqs), f"in two steps: {sorted({s for s in seqs if seqs.count(s) > 1})}")
         self._check_rows()
@@ -167,23 +167,23 @@ class RunBooks:
         try:
             check_books(summary, steps=self._steps)
         except AssertionError:
-            told = {name: summary[name] for name in ("steps", "groups", "balanced", "max_age")}
-            self._expect(False, f"the summary does not add up: {told}")
+            counters = {name: summary[name] for name in ("steps", "groups", "balanced", "max_age")}
+            self._expect(False, f"the summary does not add up: {counters}")
         await self._check_stored()
 
     def _check_rows(self) -> None:
         contents: dict[int, tuple[Any, ...]] = {}
         for row in [row for row in read_rows(self._run_dir / "metrics.jsonl") if row["kind"] == "step"]:
             content = tuple(row.get(key) for key in ("groups", "completion_tokens_mean", "reward_mean"))
-            known = contents.setdefault(row["step"], content)
-            self._expect(known == content, f"step {row['step']} had {known}, and when trained again {content}")
+            first = contents.setdefault(row["step"], content)
+            self._expect(first == content, f"step {row['step']} had {first}, and when trained again {content}")
         missing = sorted(set(range(1, self._steps + 1)) - set(contents))
         self._expect(not missing, f"{len(missing)} steps have no row, the first of them {missing[:1]}")
-        made = [row["seq"] for path in (self._run_dir / "samples").glob("*.jsonl") for row in read_rows(path)]
-        self._expect(len(set(made)) == len(made), "a group was inserted twice")
+        inserted = [row["seq"] for path in (self._run_dir / "samples").glob("*.jsonl") for row in read_rows(path)]
+        self._expect(len(set(inserted)) == len(inserted), "a group was inserted twice")
 
     async def _check_stored(self) -> None:
-        """What the server's own file holds."""
+        """Check the counters in the server's file."""
         self._server.start()
         try:
             inspector = await Inspector.attach(RedisConfig(url=self._server.url), self._run_dir.name)
@@ -196,7 +196,7 @@ class RunBooks:
 
 
 def role_of(process: psutil.Process) -> str:
-    """One of KINDS; "" for a process of no such kind, and for one that has gone."""
+    """Return the kind of a process, one of KINDS; "" for other processes and for one that has ended."""
     try:
         line = f"{process.name()} {' '.join(process.cmdline())}"
         role = next((role for role, pattern in _ROLES.items() if re.search(pattern, line)), "")
@@ -210,7 +210,7 @@ def role_of(process: psutil.Process) -> str:
 
 
 def describe(process: psutil.Process) -> str:
-    """Number, state and command of a process, for a reader."""
+    """Describe a process: number, state and command."""
     try:
         return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:120]}"
     except psutil.Error:
@@ -218,12 +218,18 @@ def describe(process: psutil.Process) -> str:
 
 
 def _listening(connections: Iterable[Any]) -> set[tuple[str, int]]:
-    return {(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN}
+    return {
+        (connection.laddr.ip, connection.laddr.port)
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def _mapped(pid: int) -> set[int]:
-    """Inodes of the files in shared memory that a process has mapped. Their names say less: a semaphore is made under
-    another name, linked to its own, and mapped under the first."""
+    """Return the inodes of the shared-memory files that a process has mapped.
+
+    Names are no use: a semaphore is created under another name, linked to its own, and stays mapped under the first.
+    """
     lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return {int(fields[4]) for fields in lines if len(fields) == 6 and fields[5].startswith(f"{SHARED_MEMORY}/")}
 

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, with files and ports of their own."""
+"""A real Slurm with two nodes on this machine: munged, slurmctld and two slurmd, with separate files and ports."""
 
 from __future__ import annotations
 
@@ -55,24 +55,26 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF
 
 
 def missing() -> list[str]:
-    """Programs of Slurm that this machine lacks."""
+    """Return the programs of Slurm that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name, path=_SBIN) is None]
 
 
 def own_address() -> str:
-    """An address of this machine that is not the loopback, or "" if it has none."""
-    found = [
+    """Return an address of this machine other than the loopback; "" if there is none."""
+    addresses = [
         card.address for cards in psutil.net_if_addrs().values() for card in cards if card.family == socket.AF_INET
     ]
-    return next((address for address in found if not address.startswith("127.")), "")
+    return next((address for address in addresses if not address.startswith("127.")), "")
 
 
 class SlurmCluster:
-    """Started by `start`; `environment` lets Slurm's commands, and those of this project, find it."""
+    """A cluster. Slurm's commands, and those of this project, find it through `environment`."""
 
     def __init__(self, folder: Path, *addresses: str, prefixes: Sequence[Sequence[str]] = ((), ())) -> None:
-        """`addresses`: of the nodes, or one for both; `prefixes`: words before a command that runs on each of them. The
-        controller and all commands run on the first."""
+        """The controller and all commands run on the first node.
+
+        `addresses`: addresses of the nodes, or one for both. `prefixes`: words before the commands of each node.
+        """
         self.folder = folder
         self.address = addresses[0]
         self._addresses = dict(zip(NODES, [addresses[0], addresses[-1]], strict=True))
@@ -92,8 +94,10 @@ class SlurmCluster:
         )
         values = {"host": host, "address": self.address, "port": free_port(), "user": getpass.getuser()}
         (self.folder / "slurm.conf").write_text(_CONFIG.format(folder=self.folder, nodes=nodes, **values))
-        places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        self.run("munged", "--force", *(f"--{option}={self.folder}/munge.{end}" for option, end in places.items()))
+        suffixes = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        self.run(
+            "munged", "--force", *(f"--{option}={self.folder}/munge.{suffix}" for option, suffix in suffixes.items())
+        )
         self.run("slurmctld", "-c")
         for name in NODES:
             self.run("slurmd", "-N", name, on=name)
@@ -102,28 +106,28 @@ class SlurmCluster:
         )
 
     def run(self, *argv: str, on: str = NODES[0]) -> str:
-        """The output of one of Slurm's commands."""
+        """Run one of Slurm's commands and return its output."""
         argv = (*self._prefixes[on], *argv)
-        ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=self.environment, check=False)
-        assert ended.returncode == 0, f"{argv}: {ended.stderr}"
-        return ended.stdout
+        result = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=self.environment, check=False)
+        assert result.returncode == 0, f"{argv}: {result.stderr}"
+        return result.stdout
 
     def jobs(self, name: str) -> dict[str, str]:
-        """Job -> state, of the jobs of that name in the queue; of an array, each task."""
+        """Return job -> state of the queued jobs of that name, one entry per task of an array."""
         rows = self.run("squeue", "--noheader", "--array", f"--name={name}", "--format=%i %T").splitlines()
         return dict(row.split() for row in rows)
 
     def crash(self, node: str) -> None:
-        """The node loses its power: every process there is killed, and Slurm finds it down."""
+        """Simulate a power failure: kill every process of the node and mark it down."""
         daemon = self._daemon(f"slurmd-{node}")
-        log = str(self.folder / f"slurmd-{node}.log")  # which its daemons hold open, and no task does
+        log = str(self.folder / f"slurmd-{node}.log")  # only the node's daemons have it open
         steps = [process for process in psutil.process_iter() if log in _open_files(process)]
         for process in [daemon, *(child for step in steps for child in [step, *step.children(recursive=True)])]:
             process.kill()
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=crashed")
 
     def boot(self, node: str) -> None:
-        """Its daemon registers, with which the node is back (ReturnToService=2)."""
+        """Start the node's daemon. Slurm accepts it immediately (ReturnToService=2)."""
         self.run("slurmd", "-N", node, on=node)
         self.until(lambda: "down" not in self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T"), what=f"{node} to be up")
 
@@ -134,7 +138,7 @@ class SlurmCluster:
             time.sleep(0.5)
 
     def cancel(self) -> None:
-        """End all jobs."""
+        """Cancel all jobs and wait until the queue is empty."""
         self.run("scancel", "--user", getpass.getuser())
         self.until(lambda: not self.run("squeue", "--noheader"), what="an empty queue")
 

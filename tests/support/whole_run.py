@@ -1,4 +1,4 @@
-"""`async-grpo run` as a user starts it: a process, its printed lines, its folder, its roles."""
+"""Starts `async-grpo run` as users do, with access to its output, its folder and its roles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main"]
 
 
 class CommandInFolder:
-    """`async-grpo` as a user starts it in a folder of its own, with what it prints in a file."""
+    """An `async-grpo` command in its own folder, with its output in a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class CommandInFolder:
         self._process = self.beside(self._printed, *words)
 
     def beside(self, log: Path, *words: str) -> subprocess.Popen[bytes]:
-        """Another command in the same folder."""
+        """Start another command in the same folder."""
         with log.open("ab") as printed:
             return subprocess.Popen(
                 [*COMMAND, *words],
@@ -82,7 +82,7 @@ class CommandInFolder:
 
 
 class WholeRun(CommandInFolder):
-    """One `async-grpo run` in `folder`; start it again to resume."""
+    """One `async-grpo run` in `folder`. Starting it again resumes it."""
 
     def __init__(self, folder: Path, *, steps: int, max_tokens: int = 24, overrides: tuple[str, ...] = ()) -> None:
         super().__init__(folder)
@@ -98,23 +98,23 @@ class WholeRun(CommandInFolder):
         self.begin("run", str(self._config), *self._overrides)
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Send SIGINT, as Ctrl-C does."""
         self.process.send_signal(signal.SIGINT)
 
     def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
         self.until(lambda: max([row["step"] for row in self.steps()], default=0) >= step, f"step {step}", timeout_s)
 
     def wait_for_end(self, *, measured: bool, timeout_s: float = 240.0) -> None:
-        """Until the trainer has said that every step is trained; `measured`: and the final policy is."""
-        books = redis.Redis.from_url(self.roles_config().redis.url or "")
+        """Wait until the trainer has reported the end; with `measured` also for the final evaluation."""
+        client = redis.Redis.from_url(self.roles_config().redis.url or "")
         keys = RunKeys("small")
         steps = self.roles_config().steps
 
-        def is_there() -> bool:
-            ended = books.hget(keys.key("meta"), "ended") == b"1"
-            return ended and (not measured or bool(books.hexists(keys.key("board:evaluations"), str(steps))))
+        def has_ended() -> bool:
+            ended = client.hget(keys.key("meta"), "ended") == b"1"
+            return ended and (not measured or bool(client.hexists(keys.key("board:evaluations"), str(steps))))
 
-        self.until(is_there, "the end", timeout_s)
+        self.until(has_ended, "the end", timeout_s)
 
     def steps(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"
@@ -124,50 +124,51 @@ class WholeRun(CommandInFolder):
         return [row for row in rows if row["kind"] == "step"]
 
     def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
-        return found
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
 
     def roles_config(self) -> RunConfig:
-        """The configuration as the roles have it, with the server's address."""
+        """Return the roles' configuration, with the server's address."""
         return load(self.run_dir / "roles.yaml")
 
-    def join(self, name: str) -> subprocess.Popen[bytes]:
-        """One more rollout server, started by hand."""
+    def start_server(self, name: str) -> subprocess.Popen[bytes]:
+        """Start another rollout server."""
         return self.beside(self.folder / f"{name}.log", "rollout", "--run-dir", str(self.run_dir), "--name", name)
 
-    def command(self, name: str, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command on this run, to its end."""
+    def run_command(self, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command on this run and wait for its end."""
         argv = [*COMMAND, name, "--run-dir", str(self.run_dir), *words]
         return subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=300, env=self.environment)
 
-    def role(self, module: str) -> psutil.Process:
-        """The process that runs `-m module`."""
-        found = [process for process in self.family() if _runs(process, module)]
-        assert found, f"no process runs {module}"
-        return found[-1]
+    def find_role(self, module: str) -> psutil.Process:
+        """Return the newest process that runs `-m module`."""
+        processes = [process for process in self.list_processes() if _runs_module(process, module)]
+        assert processes, f"no process runs {module}"
+        return processes[-1]
 
-    def family(self) -> list[psutil.Process]:
+    def list_processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def until(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
+    def until(self, condition: Callable[[], bool], event: str, timeout_s: float) -> None:
+        """Wait for the condition; fails if the run ends before."""
         deadline = time.monotonic() + timeout_s
-        while not done():
+        while not condition():
             code = self.process.poll()
-            assert code is None, f"the run ended with {code} before {what}:\n{self.printed[-3000:]}"
-            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s:\n{self.printed[-3000:]}"
+            assert code is None, f"the run ended with {code} before {event}:\n{self.printed[-3000:]}"
+            assert time.monotonic() < deadline, f"no {event} within {timeout_s} s:\n{self.printed[-3000:]}"
             time.sleep(0.1)
 
 
-def _runs(process: psutil.Process, module: str) -> bool:
+def _runs_module(process: psutil.Process, module: str) -> bool:
     try:
         arguments = process.cmdline()
     except psutil.NoSuchProcess:
         return False
-    return any(a == "-m" and b == module for a, b in itertools.pairwise(arguments))
+    return any(option == "-m" and value == module for option, value in itertools.pairwise(arguments))
 
 
 def still_runs(process: psutil.Process) -> bool:
-    """Not gone, and not merely waiting for init to take note of its end."""
+    """True if the process has not ended. One that has ended but is not reaped yet does not count."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -175,7 +176,7 @@ def still_runs(process: psutil.Process) -> bool:
 
 
 def check_books(summary: dict[str, Any], *, steps: int, groups_per_step: int = 4) -> None:
-    """Every admitted group is accounted for, and none was trained twice or too late."""
+    """Check that every admitted group is accounted for, and that none was trained twice or too late."""
     groups = dict(summary["groups"])
     admitted = groups.pop("admitted")
     assert admitted == sum(groups.values())
