@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
+from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.lab.view.vendor import UPLOT, is_unpacked
 from tests.support.view_runs import HOSTILE, write_metrics, write_run
 from tests.view.conftest import HOSTILE_RUN, NARROW, serving, view_of
@@ -77,6 +78,86 @@ def test_a_live_run_grows_in_its_chart_without_a_reload(shown: tuple[str, Path],
     for _ in range(5):
         page.keyboard.press("ArrowRight")
     page.locator(".age-strip p").filter(has_text="From step 13").wait_for()
+
+
+@needs_charts
+def test_the_overview_answers_three_questions_with_their_curves(
+    shown: tuple[str, Path], open_page: Callable[..., Any]
+) -> None:
+    page = open_page(view_of(shown[0], "folder~second", "overview"))
+    page.locator(".badge-good").first.wait_for()
+    blocks = page.locator(".answer")
+    titles = [title.split("\n")[0] for title in blocks.locator("h2").all_inner_texts()]
+    assert [title.partition("?")[0] for title in titles] == ["Is it learning", "Is it fast", "Is it sound"]
+    assert "Training reward rose: 0.100 → 1.000" in blocks.first.inner_text()
+    blocks.first.locator("canvas").first.wait_for()
+    blocks.nth(2).locator(".values").filter(has_text="oldest").wait_for()
+    assert "async-grpo why" in page.locator(".next").inner_text()
+    changed = page.get_by_role("region", name="Settings that differ from the defaults")
+    assert "max_staleness" in changed.inner_text() and "name" not in changed.inner_text()
+    assert page.get_by_role("region", name="All settings").is_hidden()
+
+
+def test_a_live_run_shows_its_remaining_time_or_its_silence(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    run = write_run(tmp_path / "runs" / "now")
+    with RunFolder(run).locked(), serving(tmp_path / "runs") as address:
+        page = open_page(view_of(address, "now", "overview"))
+        page.locator(".fact").filter(has_text="unknown: no step for").wait_for()
+        assert page.locator("progress").get_attribute("value") == "10"
+        page.close()
+
+
+def test_another_run_is_chosen_without_leaving_the_view(shown: tuple[str, Path], open_page: Callable[..., Any]) -> None:
+    page = open_page(view_of(shown[0], "first", "staleness"))
+    page.locator("#run-choice option").nth(2).wait_for(state="attached")
+    page.get_by_label("Run", exact=True).select_option("folder~second")
+    page.get_by_role("heading", name="folder/second staleness").wait_for()
+    assert page.url.endswith("/run/folder~second/staleness")
+
+
+@needs_charts
+def test_curves_are_found_enlarged_and_downloaded(shown: tuple[str, Path], open_page: Callable[..., Any]) -> None:
+    page = open_page(view_of(shown[0], "folder~second", "curves"))
+    chart = page.locator(".chart").filter(has_text="reward, mean")
+    chart.locator("canvas").wait_for()
+    page.get_by_label("Find").fill("reward, mean")
+    assert page.locator(".chart:visible").count() == 1 and "find=reward" in page.url
+    small = chart.bounding_box()["width"]
+    chart.get_by_role("button", name="Enlarge").click()
+    assert chart.bounding_box()["width"] > 1.5 * small
+    with page.expect_download() as download:
+        chart.get_by_role("button", name="as CSV").click()
+    assert download.value.path().read_text().splitlines()[:2] == ['"step","reward, mean"', "1,0.1"]
+    with page.expect_download() as download:
+        chart.get_by_role("button", name="as PNG").click()
+    assert download.value.path().read_bytes().startswith(b"\x89PNG")
+
+
+def test_points_of_a_sweep_are_listed_by_what_differs(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    sweep = tmp_path / "runs" / "grid"
+    for staleness in (0, 4):
+        run = write_run(sweep / "runs" / f"max_staleness.{staleness}")
+        (run / "config.yaml").write_text(f"name: {run.name}\nsteps: 10\nmax_staleness: {staleness}\n")
+    (sweep / "points.json").write_text('{"points": [{}, {}]}')
+    with serving(tmp_path / "runs") as address:
+        page = open_page(address)
+        page.locator(".sweep-row").filter(has_text="grid · sweep of 2 runs").wait_for()
+        assert sorted(page.locator(".point a").all_inner_texts()) == ["max_staleness=0", "max_staleness=4"]
+        assert page.locator(".point .sparkline polyline").count() == 2
+        page.locator(".sweep-row a").click()
+        page.get_by_role("heading", name="grid sweep").wait_for()
+        page.close()
+
+
+def test_a_log_is_searched(shown: tuple[str, Path], open_page: Callable[..., Any]) -> None:
+    page = open_page(view_of(shown[0], HOSTILE_RUN, "logs"))
+    page.locator("pre.log").filter(has_text="line one").wait_for()
+    page.get_by_label("Find").fill("LINE")
+    page.wait_for_function("() => !document.querySelector('pre.log').innerText.includes('script')")
+    assert "line one" in page.locator("pre.log").inner_text() and "q=LINE" in page.url
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download").click()
+    assert HOSTILE.partition(" ")[0] in download.value.path().read_text()
 
 
 def test_warnings_and_logs_stay_text(shown: tuple[str, Path], open_page: Callable[..., Any]) -> None:

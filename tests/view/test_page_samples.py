@@ -65,6 +65,18 @@ def test_tokens_without_a_gradient_say_why(tmp_path: Path, open_page: Callable[.
     assert seen[17]["log-probability"] == "log-probability none: the environment wrote it"
 
 
+def test_completions_are_sorted_by_reward_and_fit_the_screen(address: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(view_of(address, "plain", "samples?sort=oldest"))
+    page.locator(".completion").nth(3).wait_for()
+    titles = page.locator(".completion h3")
+    assert titles.all_inner_texts() == [f"Completion {place}" for place in (2, 4, 1, 3)]
+    page.locator(".group-detail select").select_option("as sampled")
+    assert titles.all_inner_texts() == [f"Completion {place}" for place in (1, 2, 3, 4)]
+    assert "order=sampled" in page.url
+    boxes = [card.bounding_box() for card in page.locator(".completion").all()]
+    assert all(box["x"] + box["width"] <= 1280 for box in boxes), "cards wrap into rows"
+
+
 def test_search_filters_and_the_first_time_it_reasoned(address: str, open_page: Callable[..., Any]) -> None:
     page = open_page(view_of(address, "plain", "samples"))
     page.get_by_label("Search", exact=True).fill("17+1=")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.view.conftest import view_of
+from async_grpo.telemetry.jsonl import JsonLines
+from tests.support.view_runs import STARTED_S, write_run
+from tests.view.conftest import serving, view_of
 
 
 @pytest.fixture
@@ -74,3 +77,19 @@ def test_names_of_spans_stay_text(page: Any) -> None:
     page.mouse.move(box["x"] + box["width"] * 0.05, box["y"] + 175)
     assert "<script>alert" in page.locator(".tip").inner_text()
     assert page.locator("script").count() == 1
+
+
+def test_the_time_in_which_a_role_was_away_is_marked(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    run = write_run(tmp_path / "runs" / "killed")
+    with JsonLines(run / "timeline" / "rollout-0.jsonl") as file:
+        for start, track, name in ((0.0, "process", "started"), (20.0, "process", "started")):
+            file.write({"role": "rollout-0", "track": track, "name": name, "start_s": STARTED_S + start})
+        group = {"role": "rollout-0", "track": "generation", "name": "group 99"}
+        file.write({**group, "start_s": STARTED_S + 24.0, "end_s": STARTED_S + 25.0})
+    with serving(tmp_path / "runs") as address:
+        page = open_page(view_of(address, "killed", "timeline"))
+        page.locator(".legend").filter(has_text="away: died and was started again").wait_for()
+        box = page.locator("canvas").bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 120)
+        page.locator(".tip").filter(has_text="its process died").wait_for()
+        page.close()

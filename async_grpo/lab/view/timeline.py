@@ -338,14 +338,15 @@ def _find_outages(tracks: dict[str, Track]) -> list[Span]:
     else:
         return []
 
+    if len(starts) < 2:
+        return []  # nearly every role: sorting the ends of all its events would be for nothing
+
     ends = np.sort(np.concatenate([track.end for track in tracks.values()]))
     intervals = []
     for started in starts[1:]:
-        last = int(np.searchsorted(ends, started, side="right")) - 1
+        # The start is an event too, so the last end must be strictly before it.
+        last = int(np.searchsorted(ends, started)) - 1
         first = int(np.searchsorted(back, started))
-        # The instant `started` is an event too, so look at the one before it.
-        while last >= 0 and ends[last] >= started:
-            last -= 1
         if last >= 0 and first < len(back):
             intervals.append((float(ends[last]), float(back[first])))
     return merged(intervals)

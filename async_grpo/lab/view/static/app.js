@@ -5,8 +5,9 @@
 //   #/sweeps                the sweeps; #/sweep/ID its report
 //   #/run/ID/VIEW?...       a view of a run; what follows "?" belongs to the view
 //
-// A view is a function (root, name, parameters, changed) -> { refresh, close }. `refresh(names)` is called with the files
-// that the run has written (views of several runs: with the ids of the changed runs), `close` before another view opens.
+// A view is a function (root, name, parameters, changed) -> { refresh, close }. `refresh(names)` is called with the
+// files that the run has written (views of several runs: with the ids of the changed runs), `close` before another view
+// opens.
 
 import { compareView, curvesView } from "./curves.js";
 import { el, fetchJson, nameOf } from "./dom.js";
@@ -126,8 +127,8 @@ function showNavigation({ kind, name, view }) {
 
   page["run-bar"].hidden = kind !== "run";
   if (kind !== "run") return;
-  const links = Object.entries(VIEWS).map(([id, { title }]) => link(formatAddress({ kind, name, view: id }), title, id === view));
-  page.views.replaceChildren(...links);
+  const viewLink = ([id, { title }]) => link(formatAddress({ kind, name, view: id }), title, id === view);
+  page.views.replaceChildren(...Object.entries(VIEWS).map(viewLink));
   showRunChoice(name, view);
 }
 

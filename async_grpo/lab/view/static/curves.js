@@ -23,7 +23,8 @@ export function curvesView(root, run, parameters, changed) {
 export function compareView(root, _, parameters, changed) {
   const runs = parameters.getAll("run");
   if (runs.length === 0) {
-    root.replaceChildren(el("p", {}, "No runs are chosen. ", el("a", { href: "#/" }, "Choose some in the list of runs"), "."));
+    const link = el("a", { href: "#/" }, "Choose some in the list of runs");
+    root.replaceChildren(el("p", {}, "No runs are chosen. ", link, "."));
     return {};
   }
 
@@ -139,7 +140,8 @@ function groupedCurves(root, runs, parameters, changed) {
 
   /** One chart per name of the family that any run has. */
   function drawFamily({ family, group, title, unit, doc, series }) {
-    const keys = new Set(answers.flatMap((run) => Object.keys(run.curves).filter((key) => key.startsWith(`${family}.`))));
+    const isMember = (key) => key.startsWith(`${family}.`);
+    const keys = new Set(answers.flatMap((run) => Object.keys(run.curves).filter(isMember)));
     // The score of a single reward function is the mean reward again.
     if (family === "reward_by_function" && keys.size === 1) return;
 
@@ -188,7 +190,8 @@ function groupedCurves(root, runs, parameters, changed) {
     if (!sections.has(group)) {
       const grid = el("div", { class: "charts" });
       const title = GROUP_TITLES[group] ?? group.replaceAll("_", " ");
-      const details = el("details", { class: "group", open: OPEN_GROUPS.includes(group) }, el("summary", {}, title), grid);
+      const isOpen = OPEN_GROUPS.includes(group);
+      const details = el("details", { class: "group", open: isOpen }, el("summary", {}, title), grid);
       body.append(details);
       sections.set(group, { details, grid });
     }

@@ -62,15 +62,19 @@ export function logsView(root, run, parameters, changed) {
 
   function showRoles(logs, name) {
     const shown = [...role.options].map((option) => option.value);
-    if (String(logs) !== String(shown)) role.replaceChildren(...logs.map((each) => el("option", { value: each }, each)));
+    if (String(logs) !== String(shown)) {
+      role.replaceChildren(...logs.map((each) => el("option", { value: each }, each)));
+    }
     role.value = name ?? "";
     file.hidden = !name;
   }
 
   function showText(found) {
     const isSearch = text.value !== "" || level.value !== "any";
-    const cut = isSearch ? "The last matching lines; narrow the search to see earlier ones." : "The end of the log. Search or download to see the rest.";
-    status.textContent = found.cut ? cut : isSearch && !found.text ? "No line matches." : "";
+    let note = isSearch && !found.text ? "No line matches." : "";
+    if (found.cut && isSearch) note = "The last matching lines; narrow the search to see earlier ones.";
+    else if (found.cut) note = "The end of the log. Search or download to see the rest.";
+    status.textContent = note;
 
     // Stay at the end of a growing log, but do not move a reader who has scrolled up.
     const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 40;

@@ -18,7 +18,8 @@ const ADVICE_EVERY_MS = 30_000;
 /** The view of one run. */
 export function overviewView(root, id) {
   const head = el("div", { class: "run-head" });
-  const blocks = Object.fromEntries(Object.entries(QUESTIONS).map(([question, title]) => [question, answerBlock(title)]));
+  const entries = Object.entries(QUESTIONS).map(([question, title]) => [question, answerBlock(title)]);
+  const blocks = Object.fromEntries(entries);
   const answers = el("div", { class: "answers" }, Object.values(blocks).map((block) => block.root));
   const next = el("section", { class: "next" });
   const details = el("div");
@@ -132,7 +133,9 @@ function runHead(run) {
     run.read < 1 ? el("p", { class: "status" }, stillReading(run.read)) : null,
     el("dl", { class: "facts" }, list),
     run.progress ? bar : null,
-    run.progress?.waits ? el("p", { class: "waits" }, el("b", {}, "Recent steps: "), withCode(run.progress.waits)) : null,
+    run.progress?.waits
+      ? el("p", { class: "waits" }, el("b", {}, "Recent steps: "), withCode(run.progress.waits))
+      : null,
   ].filter(Boolean);
 }
 

@@ -68,7 +68,8 @@ export function runsView(root, _, parameters, changed) {
   const comparison = el("span");
   const status = el("p", { class: "status", role: "status" });
   const table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" });
-  const toolbar = el("div", { class: "toolbar" }, el("label", {}, "Filter ", filter), el("label", {}, "State ", state), comparison);
+  const labels = [el("label", {}, "Filter ", filter), el("label", {}, "State ", state)];
+  const toolbar = el("div", { class: "toolbar" }, labels, comparison);
   root.replaceChildren(toolbar, status, table);
 
   function set(name, value) {
@@ -94,7 +95,8 @@ export function runsView(root, _, parameters, changed) {
     const text = filter.value.toLowerCase();
     const matches = (run) => `${run.name} ${settingsText(run)}`.toLowerCase().includes(text);
     const shown = runs.filter((run) => matches(run) && (!state.value || run.status === state.value));
-    const count = runs.length ? `${shown.length} of ${runs.length} runs` : "No runs yet: async-grpo run CONFIG starts one.";
+    const nothing = "No runs yet: async-grpo run CONFIG starts one.";
+    const count = runs.length ? `${shown.length} of ${runs.length} runs` : nothing;
     status.textContent = stillReading(Math.min(...runs.map((run) => run.read))) + count;
 
     // The rows are new elements, so the focus must be put back to where the reader was.
@@ -177,7 +179,9 @@ export function runsView(root, _, parameters, changed) {
       "data-focus": `choose ${run.id}`,
       onchange: toggle,
     });
-    const cells = COLUMNS.map(({ key, number, show }) => el("td", { class: number ? "number" : `cell-${key}` }, show(run)));
+    const cells = COLUMNS.map(({ key, number, show }) => {
+      return el("td", { class: number ? "number" : `cell-${key}` }, show(run));
+    });
     return el("tr", { class: kind }, el("td", {}, box), cells);
   }
 

@@ -188,7 +188,9 @@ function filterForm(parameters, apply) {
     else input.value = parameters.get(name) ?? input.value;
     return el("label", {}, el("span", {}, label), input);
   };
-  const select = (options) => el("select", {}, Object.entries(options).map(([value, text]) => el("option", { value }, text)));
+  const select = (options) => {
+    return el("select", {}, Object.entries(options).map(([value, text]) => el("option", { value }, text)));
+  };
   const range = ([name, label]) => {
     const number = () => el("input", { type: "number", step: "any", placeholder: "" });
     const from = field(`${name}_min`, "from", number());
@@ -235,7 +237,8 @@ function filterForm(parameters, apply) {
       el("button", { type: "reset", onclick: () => setTimeout(clear) }, "Clear"),
     ),
   );
-  const pattern = el("input", { type: "text", value: REASONING, "aria-label": "Pattern of reasoning", spellcheck: "false" });
+  const label = "Pattern of reasoning";
+  const pattern = el("input", { type: "text", value: REASONING, "aria-label": label, spellcheck: "false" });
   const findFirst = () => search({ q: pattern.value, regex: true, within: "completion", sort: "oldest" });
   const firstReasoning = el(
     "details",
@@ -297,7 +300,8 @@ function groupItem(item, open) {
     `age ${item.age}`,
     item.server,
   ];
-  const snippet = item.snippet && [visible(item.snippet[0]), el("mark", {}, visible(item.snippet[1])), visible(item.snippet[2])];
+  const [before, match, after] = item.snippet ?? [];
+  const snippet = item.snippet && [visible(before), el("mark", {}, visible(match)), visible(after)];
   const button = el(
     "button",
     { type: "button", "data-id": item.id, onclick: open },
@@ -340,7 +344,9 @@ function groupDetail({ row, trained }, { findPrompt, order, setOrder }) {
   });
 
   const orderChoice = el("select", { onchange: (event) => setOrder(event.target.value) });
-  orderChoice.append(...Object.entries(ORDERS).map(([value, title]) => el("option", { value, selected: value === order }, title)));
+  for (const [value, title] of Object.entries(ORDERS)) {
+    orderChoice.append(el("option", { value, selected: value === order }, title));
+  }
   return [
     el("h2", {}, `Group ${row.seq}`),
     el("p", { class: "group-facts" }, groupFacts(row, trained)),

@@ -176,7 +176,9 @@ export function timelineView(root, run) {
       for (const { kind } of row.spans ?? []) kinds.set(kind.text, kind.look);
     }
     if (picture.outages.length) kinds.set("away: died and was started again", "stripes-away");
-    const items = [...kinds].map(([text, look]) => el("li", {}, el("span", { class: `swatch ${look}` }), " ", visible(text)));
+    const items = [...kinds].map(([text, look]) => {
+      return el("li", {}, el("span", { class: `swatch ${look}` }), " ", visible(text));
+    });
     legend.replaceChildren(...items);
   }
 
@@ -202,10 +204,13 @@ export function timelineView(root, run) {
   function showShares({ shares }, [start, end]) {
     const isAll = start <= 0 && end >= picture.whole - 1e-9;
     const length = `${figure(end - start, lengthDigits(end - start))} s`;
-    const title = isAll ? `Whole run: ${length}` : `From ${formatSeconds(start, end)} s to ${formatSeconds(end, end - start)} s (${length})`;
-    const items = shares.map((share) => el("li", {}, el("b", {}, visible(share.role)), visible(describeShares(share))));
-    const note = el("p", { class: "note" }, "Shares of this time. Activities of a role overlap, so they may add up to more than 100%.");
-    readout.replaceChildren(el("h3", {}, title), el("ul", {}, items), note);
+    const moments = [start, end].map((seconds) => `${formatSeconds(seconds, end - start)} s`);
+    const title = isAll ? `Whole run: ${length}` : `From ${moments.join(" to ")} (${length})`;
+    const items = shares.map((share) => {
+      return el("li", {}, el("b", {}, visible(share.role)), visible(describeShares(share)));
+    });
+    const note = "Shares of this time. Activities of a role overlap, so they may add up to more than 100%.";
+    readout.replaceChildren(el("h3", {}, title), el("ul", {}, items), el("p", { class: "note" }, note));
   }
 
   function draw() {

@@ -4,6 +4,7 @@ import { el, figure, percent, visible } from "./dom.js";
 
 const SHOWN_TOKENS = 2000;
 const TONES = 8;
+const STEPS = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity };
 const UNLIKELY = Math.log(0.1);
 
 /** Version of each token: spans are [version, start, end). */
@@ -24,10 +25,12 @@ export function tone(versions, version) {
   return `tone-${versions.indexOf(version) % TONES}`;
 }
 
-/** Data of a token as [name, value] pairs. `facts`: versions, the version at which it is trained, and its row of trained.jsonl. */
+/** Data of a token as [name, value] pairs. `facts`: versions, the version at which it is trained, and its row of
+ * trained.jsonl. */
 export function tokenFacts(completion, index, facts) {
   const version = facts.versionOf[index];
   const tool = isToolToken(completion, index);
+  const age = `${facts.atVersion - version} ${facts.trained ? "when trained" : "when finished"}`;
   const masked = !tool && version !== null && version < (facts.maskBelow ?? 0);
   return [
     ["token", `${index + 1} of ${completion.pieces.length}`],
@@ -35,7 +38,7 @@ export function tokenFacts(completion, index, facts) {
     ["log-probability", tool ? "none: the environment wrote it" : figure(completion.logprobs?.[index], 4)],
     ["probability", tool ? "–" : percent(Math.exp(completion.logprobs?.[index] ?? NaN), 1)],
     ["policy version", version === null ? "–" : `v${version}`],
-    ["age", version === null ? "–" : `${facts.atVersion - version} ${facts.trained ? "when trained" : "when finished"}`],
+    ["age", version === null ? "–" : age],
     ["advantage", facts.advantage === null ? facts.whyNoAdvantage : figure(facts.advantage, 4)],
     ["gradient", tool ? "no: written by the environment" : masked ? "no: older than the bound, context only" : null],
   ].filter((pair) => pair[1] !== null);
@@ -60,8 +63,11 @@ export function tokenText(completion, label, versions, facts, show) {
     for (let index = spans.length; index < Math.min(until, pieces.length); index += 1) {
       const version = facts.versionOf[index];
       const startsVersion = version !== null && version !== facts.versionOf[index - 1];
-      if (startsVersion && versions.length > 1) more.before(el("sup", { class: `mark ${tone(versions, version)}` }, `v${version}`));
-      const span = el("span", { class: classesOf(completion, index, version, versions) }, visible(pieces[index] || "·"));
+      if (startsVersion && versions.length > 1) {
+        more.before(el("sup", { class: `mark ${tone(versions, version)}` }, `v${version}`));
+      }
+      const classes = classesOf(completion, index, version, versions);
+      const span = el("span", { class: classes }, visible(pieces[index] || "·"));
       span.dataset.place = index;
       more.before(span);
       spans.push(span);
@@ -83,7 +89,7 @@ export function tokenText(completion, label, versions, facts, show) {
 
   box.addEventListener("focus", () => box.matches(":focus-visible") && moveTo(Math.max(0, cursor)));
   box.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
+    const step = STEPS[event.key];
     if (step === undefined || event.target !== box || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     moveTo(cursor + step);
