@@ -210,6 +210,10 @@ class ModelConfig(StrictModel):
     """Create a tiny policy with random weights. The result is cached."""
     precision: Precision = "float32"
     """Data type of the weights, in the trainer and in the engine."""
+    fp32_head: bool = False
+    """Compute the logits of a bfloat16 model in float32, in the trainer and in the engine. This reduces the difference
+    between their log-probabilities. The weights stay bfloat16, and so do all gradients. Needs vLLM 0.26 or newer, so it
+    is not available on Ascend yet."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and keep the first policy's weights frozen. None: train all weights."""
 
@@ -225,6 +229,11 @@ class ModelConfig(StrictModel):
             yield (
                 f"architecture {self.architecture!r} describes the model at model.path, but model.path is not set. Set "
                 "it, or leave model.architecture out"
+            )
+        if self.fp32_head and self.precision == "float32":
+            yield (
+                "fp32_head would have no effect: precision is float32, so logits are in float32 anyway. "
+                "Remove model.fp32_head, or set model.precision to bfloat16"
             )
 
     def find_conflicts(self, data_kind: str, arithmetic: ArithmeticTaskConfig) -> Iterator[str]:

@@ -267,7 +267,8 @@ class VllmConfig(StrictModel):
             )
 
     def find_conflicts(self, model: ModelConfig) -> Iterator[str]:
-        """Find conflicts between the quantization and the model."""
+        """Find conflicts with the model."""
+        yield from self._find_fp32_head_conflicts(model)
         if self.quantization == "none":
             return
         if self.platform != "cpu" and model.precision == "float32":
@@ -279,6 +280,20 @@ class VllmConfig(StrictModel):
             yield (
                 f"rollout.vllm.quantization is {self.quantization}, but vLLM's own LoRA adapters are not supported "
                 "with 8-bit matrices. Set model.lora.engine to merged, or rollout.vllm.quantization to none"
+            )
+
+    def _find_fp32_head_conflicts(self, model: ModelConfig) -> Iterator[str]:
+        if not model.fp32_head:
+            return
+        if self.platform == "ascend":
+            yield (
+                "model.fp32_head is true, but vLLM computes logits in float32 only from 0.26 on, and vllm-ascend "
+                "extends 0.23: trainer and engine would differ more than without it. Set model.fp32_head to false"
+            )
+        if "hf_overrides" in self.extra:
+            yield (
+                "model.fp32_head is true, which sets hf_overrides itself. Remove hf_overrides from rollout.vllm.extra, "
+                "or set model.fp32_head to false"
             )
 
 

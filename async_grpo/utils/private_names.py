@@ -89,6 +89,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             *_of("vllm.v1.engine.output_processor:RequestState.", "external_req_id", "weight_version_starts"),
             *_of("vllm.config.cache:CacheConfig.", "num_gpu_blocks", "block_size"),
             "vllm.lora.request:LoRARequest",
+            "vllm.model_executor.layers.logits_processor:LogitsProcessor.head_dtype",
         ),
     ),
     "engine worker": PrivateNames(
@@ -182,7 +183,7 @@ def check_private_names(*users: str) -> None:
                 f"{len(private.names)} names of it that any release may move. {fix}"
             )
         for name in private.names:
-            if why := _missing(name):
+            if why := explain_missing(name):
                 raise DependencyError(
                     f"{distribution} {version} has no {name} ({why}), which the {user} uses although it is not "
                     f"documented: it was removed or has moved. Tested with {private.range}. {fix}"
@@ -201,7 +202,7 @@ def survey() -> Iterator[tuple[str, str]]:
                 yield " ".join(found), ""
 
 
-def _missing(name: str) -> str:
+def explain_missing(name: str) -> str:
     """Why the name cannot be used; "" if it can."""
     module, _, attributes = name.partition(":")
     try:

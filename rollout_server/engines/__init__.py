@@ -43,6 +43,7 @@ def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
                 name=name,
                 sleep_mode=config.launch.share_devices == "sleep",
                 lora=config.model.lora,
+                fp32_head=config.model.fp32_head,
             )
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
+from async_grpo.config.model import Precision
 from async_grpo.config.rollout import RolloutConfig, VllmConfig
 from async_grpo.weights import chunks
 from async_grpo.weights.base import HeldWeights
@@ -146,11 +147,11 @@ async def started_lab(
         remove_stores(run)
 
 
-def engine_of(model_dir: Path, **vllm: Any) -> VllmEngine:
+def engine_of(model_dir: Path, *, precision: Precision = "float32", fp32_head: bool = False, **vllm: Any) -> VllmEngine:
     """A small engine that starts quickly; `vllm`: fields of VllmConfig."""
     defaults = {"max_model_len": 1024, "kv_cache_bytes": 128 << 20, "multiprocessing": False}
     config = RolloutConfig(vllm=VllmConfig(**defaults | vllm))
-    return VllmEngine(model_dir, config, precision="float32", seed=1, name=model_dir.name)
+    return VllmEngine(model_dir, config, precision=precision, seed=1, name=model_dir.name, fp32_head=fp32_head)
 
 
 def random_model(tied: bool, stop_tokens: list[int] | None) -> Qwen2ForCausalLM:

@@ -30,15 +30,17 @@ import numpy as np
 import torch
 
 from async_grpo.config.rollout import Quantization, RolloutConfig
-from async_grpo.errors import LogprobsWrong
+from async_grpo.errors import ConfigError, LogprobsWrong
 from async_grpo.utils import private_names
 from async_grpo.utils.private_names import PRIVATE_NAMES
 from async_grpo.weights.base import HeldWeights
-from rollout_server.engines.base import Generation, GenerationRequest
-from rollout_server.engines.proof import prove_logprobs
-from rollout_server.engines.vllm.compat import LOGPROBS_MODE, report_sampled_logprobs
+from rollout_server.engines.base import Generation, GenerationRequest, Truncation
+from rollout_server.engines.proof import kept_tokens, prove_logprobs
+from rollout_server.engines.vllm.compat import LOGPROBS_MODE, check_float32_head, report_sampled_logprobs
 from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.engines.vllm.platform import set_environment
+from rollout_server.engines.vllm.requests import make_sampling_params
+from rollout_server.engines.vllm.sampling_masks import read_sampling_mask, reported_logprobs
 from tests.support.vllm_reload import wrong_reloads
 
 GIB = 1 << 30
@@ -169,6 +171,8 @@ def examine(kind: str, model_dir: str, rollout: str) -> None:
         "update": lambda: unfinished_update(kind),
         "logprobs": lambda: sampled_logprobs(kind),
         "proof": lambda: asyncio.run(proven(kind)),
+        "truncation": lambda: truncated_logprobs(kind),
+        "head": lambda: float32_head(engine),
         "reload": lambda: reloads("none"),
         "reload int8": lambda: reloads("int8"),
         "reload fp8": lambda: reloads("fp8"),
@@ -188,7 +192,7 @@ def examine(kind: str, model_dir: str, rollout: str) -> None:
 def missing_names() -> list[str]:
     """Names of async_grpo/utils/private_names.py that this release lacks."""
     users = ("engine", "engine worker")
-    found = {name: private_names._missing(name) for user in users for name in PRIVATE_NAMES[user].names}
+    found = {name: private_names.explain_missing(name) for user in users for name in PRIVATE_NAMES[user].names}
     return [f"{name}: {why}" for name, why in found.items() if why]
 
 
@@ -312,7 +316,7 @@ def worker_conflicts(kind: str) -> list[str]:
     workers, runners = _PARTS[kind]
     theirs = attribute(workers)
     found += [f"{workers} has {name} too" for name in vars(worker.WorkerExtension) if _hides(theirs, name)]
-    found += [why for runner in runners if (why := private_names._missing(f"{runner}.sampler"))]
+    found += [why for runner in runners if (why := private_names.explain_missing(f"{runner}.sampler"))]
     for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
         found += [] if hasattr(theirs, name) else [f"{workers} has no {name}"]
     return found
@@ -418,6 +422,81 @@ def sampled_logprobs(kind: str) -> list[str]:
     if (found - expected).abs().max() < 1e-5:
         return []
     return [f"{type(sampler).__name__}: reports {found.tolist()}, and samples from {expected.tolist()}"]
+
+
+def truncated_logprobs(kind: str) -> list[str]:
+    """Check that this release reports the kept tokens of truncated sampling as `read_sampling_mask` reads them.
+
+    Per position: the sampled token, then as many tokens as were requested in descending order, with log-probabilities
+    over the kept tokens, and -inf for all others.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.logprobs import create_sample_logprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    truncation, temperature, rows, prompt, written = Truncation(8, top_p=0.9, repetition_penalty=1.3), 0.8, 6, [1, 2], 5
+    count = reported_logprobs(truncation, VOCABULARY)
+    request = GenerationRequest("kept", prompt, rows, temperature, truncation=truncation)
+    params = make_sampling_params(request, (2,), is_stream=False, vocabulary=VOCABULARY)
+
+    sampler = sampler_of(kind)
+    report_sampled_logprobs(sampler)
+    if kind == "ascend":
+        # torch_npu's operator is a mock here. The plugin has the same in PyTorch for other devices.
+        module = importlib.import_module("vllm_ascend.sample.sampler")
+        sampler.topk_topp_sampler.apply_top_k_top_p = module._apply_top_k_top_p_pytorch
+    logits_NV = 2 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    metadata = dataclasses.replace(
+        sampling_metadata(temperature, rows, params.num_logprobs),
+        top_k=torch.full((rows,), params.top_k),
+        top_p=torch.full((rows,), params.top_p),
+        no_penalties=False,
+        prompt_token_ids=torch.tensor([prompt] * rows),
+        output_token_ids=[[written]] * rows,
+        repetition_penalties=torch.full((rows,), params.repetition_penalty),
+        frequency_penalties=torch.zeros(rows),
+        presence_penalties=torch.zeros(rows),
+    )
+    output = sampler(logits_NV.clone(), metadata)
+    tensors = output.logprobs_tensors
+    front_end = LogprobsProcessor(None, create_sample_logprobs(params.flat_logprobs), None, 0.0, count, None)
+    front_end._update_sample_logprobs(tensors.tolists())
+    mask, logprobs_N = read_sampling_mask(front_end.logprobs)  # type: ignore[arg-type]
+
+    findings = []
+    if getattr(AsyncEngineArgs, "return_sampling_mask", False):
+        findings.append("return_sampling_mask is on by default, and then requests without top_k are refused")
+    if tensors.logprobs.shape != (rows, count + 1):
+        findings.append(f"{list(tensors.logprobs.shape)} log-probabilities for {rows} positions, {count} requested")
+    if (tensors.logprobs[:, 1:].diff() > 0).any():
+        findings.append("the most likely tokens are not in descending order")
+    for row in range(rows):
+        scaled = _penalised(logits_NV[row].double(), [*prompt, written], truncation.repetition_penalty) / temperature
+        scaled = scaled.log_softmax(-1).numpy()
+        kept, token = kept_tokens(scaled, truncation, slack=0.0), int(output.sampled_token_ids[row, 0])
+        found = set(mask.slice_rows(row, row + 1).token_ids.tolist())
+        expected = scaled[token] - np.log(np.exp(scaled[sorted(kept)]).sum())
+        if found != kept or abs(float(logprobs_N[row]) - expected) > 1e-5:
+            findings.append(f"keeps {sorted(found)}, not {sorted(kept)}; reports {logprobs_N[row]}, not {expected}")
+    return findings
+
+
+def _penalised(logits_V: torch.Tensor, repeated: list[int], penalty: float) -> torch.Tensor:
+    found = logits_V.clone()
+    found[repeated] = torch.where(found[repeated] > 0, found[repeated] / penalty, found[repeated] * penalty)
+    return found
+
+
+def float32_head(engine: VllmEngine) -> list[str]:
+    """Check that `check_float32_head` accepts exactly the releases that compute logits in float32 on request."""
+    engine._fp32_head = True
+    dtype = engine_config(engine).model_config.head_dtype
+    engine._fp32_head = False
+    try:
+        check_float32_head()
+    except ConfigError:
+        return [] if dtype != torch.float32 else ["computes logits in float32, and is refused"]
+    return [] if dtype == torch.float32 else [f"computes logits in {dtype}, and is accepted"]
 
 
 def sampler_of(kind: str) -> Any:

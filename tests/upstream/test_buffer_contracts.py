@@ -16,8 +16,8 @@ def test_redis_has_every_name_that_the_buffer_uses(version: str) -> None:
     release = find_release("redis", version)
     program = (
         "import json\n"
-        "from async_grpo.utils.private_names import PRIVATE_NAMES, _missing\n"
+        "from async_grpo.utils.private_names import PRIVATE_NAMES, explain_missing\n"
         "names = PRIVATE_NAMES['buffer'].names\n"
-        "print(json.dumps([f'{name}: {why}' for name in names if (why := _missing(name))]))\n"
+        "print(json.dumps([f'{name}: {why}' for name in names if (why := explain_missing(name))]))\n"
     )
     fail_with_findings([release], run_python(program, release))

@@ -28,7 +28,7 @@ RELEASES = {
 """Kind of device, and the packages that its engine imports."""
 PARTS = (
     *("names", "calls", "outputs", "worker", "update", "reload", "reload int8", "reload fp8", "logprobs", "proof"),
-    "device",
+    *("device", "truncation", "head"),
 )
 
 

@@ -47,14 +47,21 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_engine_keeps_its_contract_on_model_runner_v2(interpreter: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "tests"),
+    [
+        ("tests/contract/test_engines.py", "vllm"),
+        ("tests/integration/rollout_server/test_vllm_truncation.py", "reported_tokens"),
+    ],
+)
+def test_the_engine_keeps_its_contract_on_model_runner_v2(interpreter: Path, file: str, tests: str) -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(interpreter), str(ROOT)]),
         "TRITON_BACKENDS_IN_TREE": "1",
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",  # vLLM refuses to start if it cannot
     }
-    words = ["-q", "-p", "no:cacheprovider", "-k", "vllm", "tests/contract/test_engines.py"]
+    words = ["-q", "-p", "no:cacheprovider", "-k", tests, file]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=ROOT,

@@ -156,10 +156,10 @@ def test_megatron_has_every_private_name_that_the_trainer_uses() -> None:
     release = find_release("megatron-core")
     program = (
         "import json\n"
-        "from async_grpo.utils.private_names import PRIVATE_NAMES, _missing\n"
+        "from async_grpo.utils.private_names import PRIVATE_NAMES, explain_missing\n"
         "users = [user for user, each in PRIVATE_NAMES.items() if each.package == 'megatron-core']\n"
         "names = [name for user in users for name in PRIVATE_NAMES[user].names]\n"
-        "print(json.dumps([f'{name}: {why}' for name in names if (why := _missing(name))]))\n"
+        "print(json.dumps([f'{name}: {why}' for name in names if (why := explain_missing(name))]))\n"
     )
     fail_with_findings([release], run_python(program, release))
 

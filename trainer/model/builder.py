@@ -15,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -25,6 +28,7 @@ from async_grpo.config.trainer import TrainerConfig
 from async_grpo.models.shapes import shape_of
 from trainer.batch.layout import PackedSequences, Rotation
 from trainer.model.families import read_rope
+from trainer.model.float32_head import float32_logits
 from trainer.model.layers import build_block_spec
 from trainer.platform import Platform
 from trainer.platform.base import LayerRole
@@ -48,6 +52,8 @@ class TrainedPositionsModel(GPTModel):
     """
 
     rotation: type[Rotation] | None = None
+    fp32_head: bool = False
+    """Compute the logits of a bfloat16 model in float32."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +78,19 @@ class TrainedPositionsModel(GPTModel):
             if self.config.sequence_parallel:
                 hidden_states = gather_from_sequence_parallel_region(hidden_states)
             hidden_states = hidden_states.index_select(0, packed_seq_params.trained)
+            if self.fp32_head:
+                return self._float32_logits(hidden_states)
         return super()._postprocess(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _float32_logits(self, hidden_M1H: Tensor) -> Tensor:
+        """This rank's slice of the logits, float32 [1, M, V / tensor-parallel ranks]."""
+        if not self.config.sequence_parallel:
+            # Every rank computes the gradient for its own slice; the backward pass of this copy sums them. Under
+            # sequence parallelism the gather above does.
+            hidden_M1H = copy_to_tensor_model_parallel_region(hidden_M1H)
+        tied = self.share_embeddings_and_output_weights
+        weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return float32_logits(hidden_M1H.transpose(0, 1), weight_VH)
 
 
 def transformer_config(
@@ -142,7 +160,9 @@ def _expert_options(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, layout: TrainerConfig) -> GPTModel:
+def build_model(
+    hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, layout: TrainerConfig, *, fp32_head: bool = False
+) -> GPTModel:
     """Build this rank's part of the model on its device, without loading weights."""
     _name_missing_kernel()
     config = transformer_config(hf, dtype, layout, platform.model_options(experts=shape_of(hf).experts > 0))
@@ -167,6 +187,7 @@ def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, la
     if not config.apply_rope_fusion:
         model.rotation = layers.get(LayerRole.rotation, Rotation)
         model.position_embedding_type = "none"  # our attention applies the rotation instead of Megatron's layers
+    model.fp32_head = fp32_head
     _mark_expert_parameters(model)
     return model.to(platform.device)
 

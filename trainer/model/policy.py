@@ -305,8 +305,9 @@ class Policy:
 
     def _full_logprobs(self, logits_1MV: Tensor, labels_M: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the labels and, if wanted, entropies, over the whole vocabulary; [M]."""
-        # float32 [M, V / tensor-parallel ranks]. Float16Module has already made a float32 copy of bfloat16 logits, so
-        # the division may overwrite that. float32 logits are the output layer's own and must be copied first.
+        # float32 [M, V / tensor-parallel ranks]. Float16Module has already made a float32 copy of bfloat16 logits, and
+        # `float32_logits` does not need its own again, so the division may overwrite them. Those of a float32 model are
+        # Megatron's output layer's own and must be copied first.
         # (`flatten` is a view in both directions; the gradient of an index would be a copy.)
         writable = logits_1MV if self.dtype == torch.bfloat16 else logits_1MV.clone()
         logits_MV = divide_in_place(writable, self.temperature).flatten(0, 1)
@@ -324,12 +325,14 @@ def build_policy(
     adapters: Adapters | None = None,
     seed: int = 0,
     repetition_penalty: float = 1.0,
+    *,
+    fp32_head: bool = False,
 ) -> Policy:
     """Build the model and optimizer of this rank. Load the weights before the first use of the optimizer.
 
     `temperature` and `repetition_penalty` are those of the sampler. `seed` initialises the adapters.
     """
-    model = build_model(hf, platform, dtype, config)
+    model = build_model(hf, platform, dtype, config, fp32_head=fp32_head)
     if adapters is not None:
         attach_adapters(model, hf, adapters.config, seed)
     inner = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
@@ -381,6 +384,7 @@ def load_policy(config: RunConfig, folder: Path, platform: Platform) -> Policy:
         adapters=adapters,
         seed=config.seed,
         repetition_penalty=config.sampling.repetition_penalty,
+        fp32_head=config.model.fp32_head,
     )
     load_hf_tensors(policy.model, hf, SafetensorsFolder(folder))
     # The distributed optimizer copied its fp32 masters from the random weights when it was built, so copy them again.

@@ -104,7 +104,7 @@ def load_reference(config: RunConfig, policy: Policy, first: Path, platform: Pla
 
     weights: Placement
     if settings.placement == "model":
-        model = build_model(hf, platform, policy.dtype, config.trainer)
+        model = build_model(hf, platform, policy.dtype, config.trainer, fp32_head=config.model.fp32_head)
         model.requires_grad_(False)
         inner = Float16Module(model.config, model) if policy.dtype == torch.bfloat16 else model
         weights = SecondModel(

@@ -13,7 +13,9 @@ layers, TP, PP, CP, EP sizes. t = TP if sequence_parallel divides the activation
     activations  T * L/PP * in flight * a  a bytes per token and layer, after arXiv 2205.05198 (which assumes plain
                                            MLPs, dropout and stored attention scores; we have none of them)
     work space   the larger of two: the logits, T * (V/TP * (4 + b) + 2hb), with an entropy bonus T * (V/TP * 12 + 2hb)
-                 (in float32 16); and the gradients in the backward pass of one layer, T * (4h + 3f/TP) * b
+                 (in float32 16); and the gradients in the backward pass of one layer, T * (4h + 3f/TP) * b.
+                 With fp32_head on NPUs also the float32 copies of the output layer's weights and input, next to the
+                 logits: 4 * hV/TP + T * (4 * V/TP + (4 + 2b)h)
 
 a without recomputation: 4hb/t (inputs of two norms and two matrices) + attention + 3fb/TP (gate, up, their product).
 
@@ -155,6 +157,9 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
     work_space = backward_bytes(shape, layout, element)
     if stage != "first":
         work_space = max(work_space, logit_bytes(shape, layout, element))
+    work_space *= tokens
+    if stage != "first" and config.model.fp32_head and layout.platform == "npu":
+        work_space = max(work_space, float32_head_bytes(shape, layout, tokens))
 
     return TrainerMemory(
         stage=stage,
@@ -163,7 +168,7 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
         gradients=GRADIENT_BYTES * (dense + experts),
         optimizer=optimizer,
         activations=tokens * activation_bytes(shape, layout, element, in_flight),
-        work_space=tokens * work_space,
+        work_space=work_space,
         reference=reference,
         fetched=fetched,
     )
@@ -283,6 +288,13 @@ def logit_bytes(shape: ModelShape, layout: TrainerConfig, element: int) -> int:
     if layout.objective.entropy_coef > 0:
         per_logit = 12 if element == 2 else 16
     return per_logit * shape.vocab // layout.tensor_parallel + 2 * element * shape.hidden
+
+
+def float32_head_bytes(shape: ModelShape, layout: TrainerConfig, tokens: int) -> int:
+    """Bytes of the forward pass of a float32 output layer where no kernel sums bfloat16 products in float32, so that
+    weights and input are copied: the copies, the logits, and the input with its gradient."""
+    slice_size = shape.vocab // layout.tensor_parallel
+    return 4 * shape.hidden * slice_size + tokens * (4 * slice_size + (4 + 2 * 2) * shape.hidden)
 
 
 def backward_bytes(shape: ModelShape, layout: TrainerConfig, element: int) -> int:

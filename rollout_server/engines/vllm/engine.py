@@ -56,7 +56,7 @@ from rollout_server.engines.base import (
 )
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes, vocabulary_size
 from rollout_server.engines.vllm.adapters import EngineAdapters
-from rollout_server.engines.vllm.compat import LOGPROBS_MODE
+from rollout_server.engines.vllm.compat import LOGPROBS_MODE, check_float32_head
 from rollout_server.engines.vllm.platform import (
     check_limits,
     check_platform,
@@ -104,11 +104,12 @@ class VllmEngine:
         name: str = "rollout",
         sleep_mode: bool = False,
         lora: LoraConfig | None = None,
+        fp32_head: bool = False,
     ) -> None:
         """Create an engine that is not loaded yet; `start` loads it.
 
         model_dir: a Hugging Face checkpoint folder with safetensors. sleep_mode: `sleep` must free the memory of an
-        accelerator. lora: updates are adapters for that checkpoint.
+        accelerator. lora: updates are adapters for that checkpoint. fp32_head: compute logits in float32.
         """
         self._model_dir = model_dir
         self._config = config.vllm
@@ -117,6 +118,7 @@ class VllmEngine:
         self._seed = seed
         self._name = name
         self._sleep_mode = sleep_mode
+        self._fp32_head = fp32_head
         self._adapters = EngineAdapters(lora, model_dir, precision)
         self._transfer = WeightTransfer(self._config, precision, self._adapters)
         self._source = SourceReader()
@@ -233,6 +235,8 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         check_platform(self._config, current_platform.device_type)
+        if self._fp32_head:
+            check_float32_head()
         self._shapes = tensor_shapes(self._model_dir)
         self._stop_tokens = stop_tokens(self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)
@@ -596,7 +600,7 @@ class VllmEngine:
             arguments["use_tqdm_on_load"] = False  # a progress bar would break up the log's JSON lines
 
         # In this order, so that the user's `extra` wins.
-        arguments |= platform_arguments(self._config, sleep_mode=self._sleep_mode)
+        arguments |= platform_arguments(self._config, sleep_mode=self._sleep_mode, fp32_head=self._fp32_head)
         arguments |= self._adapters.engine_arguments()
         arguments |= limit_arguments(self._limits, self._config.extra)
         return arguments | self._config.extra

@@ -95,12 +95,15 @@ def quantization_arguments(kind: Quantization) -> dict[str, Any]:
     }
 
 
-def platform_arguments(config: VllmConfig, *, sleep_mode: bool = False) -> dict[str, Any]:
-    """Arguments for AsyncEngineArgs that depend on platform and quantization.
+def platform_arguments(config: VllmConfig, *, sleep_mode: bool = False, fp32_head: bool = False) -> dict[str, Any]:
+    """Arguments for AsyncEngineArgs that depend on platform and number formats.
 
-    sleep_mode: the engine must be able to free its memory. A CPU engine has no such mode and only pauses.
+    sleep_mode: the engine must be able to free its memory. A CPU engine has no such mode and only pauses. fp32_head:
+    compute logits in float32.
     """
     arguments = quantization_arguments(config.quantization)
+    if fp32_head:
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {"head_dtype": "float32"}
     if config.platform == "cpu":
         # With chunked prefill vLLM 0.32 rewinds the request's random generator. A CPU generator cannot do that ("CPU
         # Generator does not use offset"), and the engine dies. So prompts are read in one piece.

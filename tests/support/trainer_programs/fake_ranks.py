@@ -310,7 +310,14 @@ def run(config: RunConfig, hf: Any, rank: int, recorder: Recorder, mode: FakeTen
     samples = trainer.micro_batch_tokens * 2 * trainer.pipeline_parallel // (PROMPT + COMPLETION - 1)
     batch = make_batch(samples * parallel_state.get_data_parallel_world_size(), group_size=2)
     with mode, meter:
-        policy = build_policy(hf, FakePlatform(trainer.platform), trainer, DTYPES[config.model.precision], 1.0)
+        policy = build_policy(
+            hf,
+            FakePlatform(trainer.platform),
+            trainer,
+            DTYPES[config.model.precision],
+            1.0,
+            fp32_head=config.model.fp32_head,
+        )
         prepare_for_checkpoint(policy.optimizer)
         if policy.offload is not None:
             policy.offload.move_to_host()  # what the host keeps is there before the step, and not counted in it

@@ -88,6 +88,7 @@ class Run:
     checkpoints_of: str = ""
     """The run that it resumes from; default itself."""
     precision: str = "float32"
+    fp32_head: bool = False
     lora: dict[str, Any] | None = None
     """Keys of model.lora; the tensors of the outcome are then those of the adapters."""
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -99,7 +100,12 @@ class Run:
             "name": _plain(self.checkpoints_of or name),
             "runs_dir": str(folder / "runs"),
             "groups_per_step": 4,
-            "model": {"path": str(self.model), "precision": self.precision, "lora": self.lora},
+            "model": {
+                "path": str(self.model),
+                "precision": self.precision,
+                "fp32_head": self.fp32_head,
+                "lora": self.lora,
+            },
             "sampling": {"temperature": TEMPERATURE, "max_tokens": LONGEST, **self.sampling},
             "rollout": {"vllm": {"max_model_len": 40}},
             "telemetry": {"trackers": []},

@@ -95,6 +95,24 @@ def test_invalid_adapters_are_rejected(lora: dict[str, Any], reference: dict[str
         validate(raw, "test")
 
 
+@pytest.mark.parametrize(
+    ("precision", "vllm", "message"),
+    [
+        ("float32", {}, r"precision is float32.*model\.fp32_head"),
+        ("bfloat16", {"platform": "ascend"}, r"model\.fp32_head.*0\.26"),
+        ("bfloat16", {"extra": {"hf_overrides": {}}}, r"hf_overrides.*rollout\.vllm\.extra"),
+    ],
+)
+def test_a_float32_head_without_effect_is_rejected(precision: str, vllm: dict[str, Any], message: str) -> None:
+    raw = {
+        "name": "a",
+        "model": {"random": {}, "precision": precision, "fp32_head": True},
+        "rollout": {"vllm": vllm},
+    }
+    with pytest.raises(ConfigError, match=message):
+        validate(raw, "test")
+
+
 def test_an_engine_with_its_own_adapters_cannot_sleep() -> None:
     model = {"random": {}, "lora": {"engine": "adapters"}}
     with pytest.raises(ConfigError, match=r"launch\.share_devices is sleep.*model\.lora\.engine"):

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from async_grpo.config.http import HttpConfig
 from async_grpo.config.rollout import EngineLimits, RolloutConfig, VllmConfig
-from async_grpo.errors import EngineError
+from async_grpo.errors import ConfigError, EngineError
+from rollout_server.engines.vllm import compat
 from rollout_server.engines.vllm.platform import (
     check_limits,
     check_platform,
@@ -133,6 +134,19 @@ def test_ascend_sleep_mode_refuses_expandable_segments(monkeypatch: pytest.Monke
 def test_conflicting_settings_are_refused_by_the_configuration(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         VllmConfig(**changes)
+
+
+def test_a_float32_head_is_an_override_next_to_those_of_quantization() -> None:
+    assert platform_arguments(VllmConfig(), fp32_head=True)["hf_overrides"] == {"head_dtype": "float32"}
+    overrides = platform_arguments(VllmConfig(quantization="int8"), fp32_head=True)["hf_overrides"]
+    assert set(overrides) == {"head_dtype", "quantization_config"}
+    assert "hf_overrides" not in platform_arguments(VllmConfig())
+
+
+def test_a_vllm_without_float32_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "explain_missing", lambda name: f"no attribute {name}")
+    with pytest.raises(ConfigError, match=r"model\.fp32_head.*0\.26"):
+        compat.check_float32_head()
 
 
 def test_a_vllm_build_for_another_device_is_refused() -> None:

@@ -53,11 +53,13 @@ class RowsOfLogits(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("_two_tensor_ranks")
+@pytest.mark.parametrize("fp32_head", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_output_layer_multiplies_trained_positions_alone(sequence_parallel: bool) -> None:
+def test_the_output_layer_multiplies_trained_positions_alone(sequence_parallel: bool, fp32_head: bool) -> None:
     hf = Qwen3Config(**SIZES, intermediate_size=96, vocab_size=VOCABULARY)
     layout = TrainerConfig(processes=2, tensor_parallel=2, sequence_parallel=sequence_parallel)
-    model = build_model(hf, OnMeta(), torch.float32, layout)
+    dtype = torch.bfloat16 if fp32_head else torch.float32
+    model = build_model(hf, OnMeta(), dtype, layout, fp32_head=fp32_head)
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to("meta")
     packed = replace(lay_out_sequences([TOKENS]), trained=torch.arange(TRAINED))
     placed, tokens = to_device((packed, torch.zeros(1, TOKENS, dtype=torch.int64)), "meta")
@@ -65,6 +67,7 @@ def test_the_output_layer_multiplies_trained_positions_alone(sequence_parallel: 
         logits = model(tokens, tokens, None, packed_seq_params=placed)
         logits.sum().backward()
     assert logits.shape == (1, TRAINED, VOCABULARY // 2)
+    assert logits.dtype == torch.float32
     assert noted.rows == TRAINED
     assert all(parameter.grad is not None for parameter in model.parameters())
 

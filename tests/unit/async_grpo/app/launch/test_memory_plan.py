@@ -200,6 +200,16 @@ def test_the_largest_stage_has_activations_in_flight_and_logits(
     assert (memory.stage, memory.activations, memory.work_space) == (stage, activations, work_space)
 
 
+def test_a_float32_head_on_an_npu_copies_its_weights_and_input() -> None:
+    def work_space(platform: str, fp32_head: bool) -> int:
+        model = {"path": "models/any", "precision": "bfloat16", "fp32_head": fp32_head}
+        config = run_config({"platform": platform, "micro_batch_tokens": 1000}, model=model)
+        return trainer_memory(config, replace(TINY, hidden=1024)).work_space
+
+    assert work_space("cuda", True) == work_space("cuda", False)
+    assert work_space("npu", True) == 4 * 1024 * 100 + 1000 * (4 * 100 + 8 * 1024)
+
+
 def test_an_offloaded_optimizer_is_fetched_by_parameter() -> None:
     memory = trainer_memory(run_config({"optimizer": {"offload": True}}), QWEN_7B)
     assert (memory.optimizer, memory.fetched) == (0, 20 * 152_064 * 3584)  # the embedding
