@@ -14,4 +14,5 @@ arguments.add_argument(
     default="everysec",
     help="appendfsync of the server that the bench starts; a real run uses always",
 )
+arguments.add_argument("--truncated", action="store_true", help="also measure groups with sampling masks")
 main("python -m benchmarks.buffer", arguments, measure)

@@ -1,6 +1,8 @@
 """Benchmark of the replay buffer on a real server, compared with a plain list on the same server.
 
 - throughput  groups per second, with one or eight producer processes and one consumer
+- masks       groups per second and bytes per token with sampling masks, compared with samples without; only with
+              `truncated`
 - latency     from insert to take, at a paced load that leaves the server idle most of the time
 - scaling     cost of each transition in a run with many groups, compared with a run with few. Both are on one server,
               with tiny payloads. A cycle makes every call once and leaves the run's size unchanged; the cycles of the
@@ -19,7 +21,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import TypeVar, get_args
@@ -30,6 +32,7 @@ from rich.progress import Progress
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.lab.bench.measure import Measurement, Step, add_progress_bar, measure_pairs
 from async_grpo.lab.bench.rig import Fsync, bench_server, check_trained
+from async_grpo.lab.bench.sampling_masks import KEPT_TOKENS, measure_bytes_per_token
 from async_grpo.staleness import StalenessWindow
 from async_grpo.wire import Partial, ReleaseReason, Ticket
 from benchmarks.buffer.systems import (
@@ -39,6 +42,7 @@ from benchmarks.buffer.systems import (
     WorkerReport,
     attach,
     make_task,
+    sample_groups,
     tiny_group,
     tiny_task,
 )
@@ -67,6 +71,8 @@ class Shape:
     producers: int
     window: StalenessWindow
     interval_s: float = 0.0
+    truncated: bool = False
+    """True if samples have sampling masks."""
 
     @property
     def groups(self) -> int:
@@ -107,9 +113,9 @@ QUICK = BufferBenchSize(128, 1, 10, 1, Size(400, 200), 10)
 
 
 async def measure(
-    progress: Progress, *, quick: bool, url: str | None = None, fsync: Fsync = "everysec"
+    progress: Progress, *, quick: bool, url: str | None = None, fsync: Fsync = "everysec", truncated: bool = False
 ) -> list[Measurement]:
-    """Run all benchmarks. `quick` only shows that they work."""
+    """Run all benchmarks. `quick` only shows that they work. `truncated`: also measure sampling masks."""
     size = QUICK if quick else FULL
     measurements: list[Measurement] = []
     with bench_server(url, fsync) as redis:
@@ -118,6 +124,9 @@ async def measure(
                 step = add_progress_bar(progress, f"throughput, producers: {producers}", size.pairs)
                 shape = Shape(producers, StalenessWindow(max_staleness=2, groups_per_step=16, horizon=size.groups))
                 measurements.append(await measure_throughput(redis, workers, shape, size.pairs, step))
+            if truncated:
+                step = add_progress_bar(progress, "sampling masks", size.pairs)
+                measurements += await measure_sampling_masks(redis, workers, shape, size.pairs, step)
             step = add_progress_bar(progress, "latency", size.paced_pairs)
             measurements += await measure_latency(redis, workers, size.paced_groups, size.paced_pairs, step)
         step = add_progress_bar(progress, "cost of a transition", WARM_UP_CYCLES + size.cycles + 2)
@@ -133,6 +142,24 @@ async def measure_throughput(redis: RedisConfig, workers: Workers, shape: Shape,
     producers = "1 producer" if shape.producers == 1 else f"{shape.producers} producers"
     rates = [(shape.groups / buffer.seconds, shape.groups / plain.seconds) for buffer, plain in pairs]
     return Measurement.paired(f"throughput, {producers}, 1 consumer", "groups/s", rates, PLAIN_LIST)
+
+
+async def measure_sampling_masks(
+    redis: RedisConfig, workers: Workers, shape: Shape, count: int, step: Step
+) -> list[Measurement]:
+    """Measure groups per second of the buffer and bytes per token with sampling masks, compared with none."""
+    truncated = partial(run_round, redis, workers, replace(shape, truncated=True), "buffer")
+    whole = partial(run_round, redis, workers, shape, "buffer")
+    await truncated()  # warm up: the workers make their groups
+    pairs = await measure_pairs(truncated, whole, count, step)
+
+    rates = [(shape.groups / masked.seconds, shape.groups / plain.seconds) for masked, plain in pairs]
+    sizes = [measure_bytes_per_token(sample_groups(truncated=is_truncated)) for is_truncated in (True, False)]
+    name, baseline = f"with sampling masks of {KEPT_TOKENS} tokens", "without sampling masks"
+    return [
+        Measurement.paired(f"throughput {name}, {shape.producers} producers", "groups/s", rates, baseline),
+        Measurement(f"groups {name}", sizes[0], "bytes/token", sizes[1], baseline, sizes[0] / sizes[1]),
+    ]
 
 
 async def measure_latency(
@@ -203,7 +230,7 @@ def _make_jobs(redis: RedisConfig, run: str, shape: Shape, system: System) -> li
     url = redis.url
 
     def make_job(role: Role, worker: int, groups: int) -> BenchJob:
-        return BenchJob(url, run, system, role, worker, groups, shape.window, shape.interval_s)
+        return BenchJob(url, run, system, role, worker, groups, shape.window, shape.interval_s, shape.truncated)
 
     producers = [make_job("producer", number, shape.groups // shape.producers) for number in range(shape.producers)]
     return [*producers, make_job("consumer", shape.producers, shape.groups)]

@@ -71,10 +71,12 @@ def _decode_report(line: bytes, job: BenchJob) -> WorkerReport:
 
 async def serve() -> None:
     """Run one job after the other, until the pipe closes."""
-    makers: dict[int, GroupMaker] = {}
+    makers: dict[tuple[int, bool], GroupMaker] = {}
     while line := await _read_line():
         job = msgspec.json.decode(line, type=BenchJob)
-        maker = makers.setdefault(job.worker, GroupMaker(job.worker))
+        maker = makers.get((job.worker, job.truncated))
+        if maker is None:
+            maker = makers[job.worker, job.truncated] = GroupMaker(job.worker, truncated=job.truncated)
         try:
             report = await _run_job(job, maker)
         except* AsyncGrpoError as errors:

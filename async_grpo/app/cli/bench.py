@@ -29,16 +29,20 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="Only check that the bench works; the results are not meaningful.")
 ]
 
+Truncated = Annotated[
+    bool, typer.Option("--truncated", help="Also compare truncated sampling with the whole distribution.")
+]
+
 
 @app.command()
 @exit_with_code()
-def rollout(json_file: JsonFile = None, quick: Quick = False) -> None:
+def rollout(json_file: JsonFile = None, quick: Quick = False, truncated: Truncated = False) -> None:
     """Measure how many tokens per second a rollout server generates.
 
     The baselines are bare vLLM on the same engine, and dispatch in waves.
     Uses random models of 56 and of 0.4 million parameters. Takes about seven minutes.
     """
-    _measure("rollout", json_file, quick=quick)
+    _measure("rollout", json_file, quick=quick, truncated=truncated)
 
 
 @app.command()
@@ -46,6 +50,7 @@ def rollout(json_file: JsonFile = None, quick: Quick = False) -> None:
 def trainer(
     json_file: JsonFile = None,
     quick: Quick = False,
+    truncated: Truncated = False,
     data: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="JSON lines with the fields of GSM8K (default: random prompts)."),
@@ -57,7 +62,7 @@ def trainer(
     batch.
     Uses a random model of 8 million parameters and the lengths of GSM8K. Takes about ten minutes.
     """
-    _measure("trainer", json_file, quick=quick, data=data)
+    _measure("trainer", json_file, quick=quick, data=data, truncated=truncated)
 
 
 @app.command()

@@ -6,6 +6,8 @@
 - overhead   of the whole server: tokens per second compared with bare vLLM, for a model that keeps the engine busy and
              for one of the quickstart's size, whose tokens cost Python more than the engine
 - dispatch   for lengths that vary widely: completions that start when slots become free, compared with waves
+- truncation of the whole server: tokens per second and bytes per token, compared with the whole distribution; only with
+             `truncated`. A random model keeps nearly top_k tokens, a trained one fewer
 
 The weights do not change and nothing is evaluated. Results of one invocation are comparable; results of two machines,
 or of a busy one, are not.
@@ -34,9 +36,12 @@ from async_grpo.lab.bench.rig import bench_server
 from async_grpo.lab.bench.rollout.server_round import open_setup
 from async_grpo.lab.bench.rollout.workload import LogNormal, RolloutRound, RolloutWork, Uniform
 from async_grpo.telemetry.logging import configure_logging
+from rollout_server.engines.base import Truncation
 
 BARE = "bare AsyncLLM, same requests"
 WAVES = "bare AsyncLLM in waves, same requests"
+WHOLE = "whole distribution, same requests"
+TRUNCATION = Truncation(top_k=20, top_p=0.8, repetition_penalty=1.05)
 PAIRS = 3
 
 LARGE = TinyQwen2Config(hidden_size=640, layers=12, heads=10, kv_heads=2, intermediate_size=1792)
@@ -79,17 +84,19 @@ QUICK = (
 )
 
 
-async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
-    """Run the bench. `quick` only checks that it works, on the tiny model."""
+async def measure(progress: Progress, *, quick: bool, truncated: bool = False) -> list[Measurement]:
+    """Run the bench. `quick` only checks that it works, on the tiny model. `truncated`: also measure TRUNCATION."""
     configure_logging("bench")
     measurements: list[Measurement] = []
     with bench_server(None) as redis:
         for size in QUICK if quick else FULL:
-            measurements += await _run_size(size, redis, 1 if quick else PAIRS, progress)
+            measurements += await _run_size(size, redis, 1 if quick else PAIRS, progress, truncated=truncated)
     return [*measurements, measure_load_average()]
 
 
-async def _run_size(size: RolloutBenchSize, redis: RedisConfig, count: int, progress: Progress) -> list[Measurement]:
+async def _run_size(
+    size: RolloutBenchSize, redis: RedisConfig, count: int, progress: Progress, *, truncated: bool
+) -> list[Measurement]:
     longest = max(work.longest for work in (size.even, size.uneven) if work is not None)
     async with open_setup(size.model, size.vocabulary, redis, longest=longest) as setup:
         step = add_progress_bar(progress, f"whole server, {setup.policy}", count)
@@ -99,6 +106,14 @@ async def _run_size(size: RolloutBenchSize, redis: RedisConfig, count: int, prog
             step = add_progress_bar(progress, f"dispatch, {setup.policy}", count)
             pairs = await run_pairs(setup.run_server_round, setup.run_wave_round, size.uneven, count, step)
             measurements += measure_dispatch(setup.policy, size.uneven, pairs)
+        if truncated:
+
+            async def run_truncated_round(work: RolloutWork) -> RolloutRound:
+                return await setup.run_server_round(replace(work, truncation=TRUNCATION))
+
+            step = add_progress_bar(progress, f"truncated sampling, {setup.policy}", count)
+            pairs = await run_pairs(run_truncated_round, setup.run_server_round, size.even, count, step)
+            measurements += measure_truncation(setup.policy, size.even, pairs)
     return measurements
 
 
@@ -130,6 +145,18 @@ def measure_overhead(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measu
 def measure_dispatch(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
     """Measure the gain from starting a completion whenever a slot is free."""
     return _compare_speed(f"continuous dispatch, {policy}", work, WAVES, pairs)
+
+
+def measure_truncation(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
+    """Compare speed and bytes of truncated sampling with the whole distribution."""
+    name = f"truncated sampling, {policy}"
+    truncated, whole = pairs[0]
+    sizes = (truncated.bytes_per_token, whole.bytes_per_token)
+    return [
+        *_compare_speed(name, work, WHOLE, pairs),
+        Measurement.paired(f"{name}: group records", "bytes/token", [sizes], WHOLE),
+        Measurement(f"{name}: kept tokens, {TRUNCATION}", truncated.kept_per_token, "per position"),
+    ]
 
 
 def _compare_speed(name: str, work: RolloutWork, baseline: str, pairs: Pairs) -> list[Measurement]:

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ from async_grpo.lab.bench.measure import Stopwatch
 from async_grpo.lab.bench.rig import check_trained
 from async_grpo.lab.bench.rollout.bare_vllm import Loop, generate_continuously, generate_in_waves
 from async_grpo.lab.bench.rollout.workload import RolloutRound, RolloutWork, number_model
+from async_grpo.lab.bench.sampling_masks import measure_bytes_per_token
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, make_layout
@@ -119,8 +120,16 @@ class RolloutSetup:
             await board.aclose()
             await buffer.wipe_run(config.redis, config.name)
         groups.sort(key=lambda group: group.task.index)
-        lengths = [sample.length for group in groups for sample in group.samples]
-        return RolloutRound(lengths, spent.seconds, cpu.seconds)
+        samples = [sample for group in groups for sample in group.samples]
+        masks = [mask for sample in samples if (mask := sample.sampling_mask()) is not None]
+        lengths = [sample.length for sample in samples]
+        return RolloutRound(
+            lengths,
+            spent.seconds,
+            cpu.seconds,
+            bytes_per_token=measure_bytes_per_token(groups),
+            kept_per_token=sum(len(mask.token_ids) for mask in masks) / sum(lengths),
+        )
 
     async def run_bare_round(self, work: RolloutWork) -> RolloutRound:
         """Run a round of bare vLLM with all slots always in use."""
@@ -139,6 +148,7 @@ class RolloutSetup:
     def _build_config(self, work: RolloutWork) -> RunConfig:
         """Return the configuration of a run with this work only."""
         steps = work.groups // work.groups_per_step
+        truncation = {} if work.truncation is None else asdict(work.truncation)
         return RunConfig.model_validate(
             {
                 "name": f"bench-{uuid.uuid4().hex}",
@@ -149,7 +159,7 @@ class RolloutSetup:
                 "group_size": work.group_size,
                 "groups_per_step": work.groups_per_step,
                 "model": {"path": self.model},
-                "sampling": {"max_tokens": work.lengths.longest},
+                "sampling": {"max_tokens": work.lengths.longest, **truncation},
                 "rollout": {"max_concurrency": work.concurrency, "vllm": {"max_model_len": work.longest}},
                 "redis": self.redis,
             }

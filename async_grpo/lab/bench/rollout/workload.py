@@ -23,7 +23,7 @@ from async_grpo.errors import EngineError
 from async_grpo.models.tiny.qwen2 import build_tiny_qwen2
 from async_grpo.utils.files import whole_folder
 from async_grpo.wire import Task
-from rollout_server.engines.base import GenerationRequest, sample_seed
+from rollout_server.engines.base import GenerationRequest, Truncation, sample_seed
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -84,6 +84,8 @@ class RolloutWork:
     lengths: Lengths
     prompt_tokens: int = 32
     seed: int = 1
+    truncation: Truncation | None = None
+    """Truncated sampling of the server's rounds. None: from the whole distribution."""
 
     @property
     def longest(self) -> int:
@@ -141,6 +143,10 @@ class RolloutRound:
     seconds: float
     cpu_s: float
     """CPU seconds of this process."""
+    bytes_per_token: float = 0.0
+    """Bytes of the groups' records per token; 0 for bare vLLM."""
+    kept_per_token: float = 0.0
+    """Mean number of tokens that truncated sampling kept."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -25,11 +25,13 @@ _ROUND_TIMEOUT_S = 600.0
 _SHOWN_CHARACTERS = 2000
 
 
-async def measure(progress: Progress, *, quick: bool, data: Path | None = None) -> list[Measurement]:
+async def measure(
+    progress: Progress, *, quick: bool, data: Path | None = None, truncated: bool = False
+) -> list[Measurement]:
     """Run the bench; `quick` only checks that it works, on a tiny model.
 
-    `data` is a JSON-lines file with GSM8K's fields whose prompts are trained on. Raises TrainingError if the compared
-    steps differ in loss, WaitTimeout if a round takes too long.
+    `data` is a JSON-lines file with GSM8K's fields whose prompts are trained on. `truncated`: also measure a step with
+    sampling masks. Raises TrainingError if the compared steps differ in loss, WaitTimeout if a round takes too long.
     """
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
         out = Path(folder) / "figures.json"
@@ -37,6 +39,8 @@ async def measure(progress: Progress, *, quick: bool, data: Path | None = None) 
         arguments = ["--out", str(out)]
         if quick:
             arguments.append("--quick")
+        if truncated:
+            arguments.append("--truncated")
         if data is not None:
             arguments += ["--data", str(data)]
         environment = {**select_platform("cpu").rank_environment(TrainerConfig()), **os.environ}  # as in a trainer

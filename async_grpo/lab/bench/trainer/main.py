@@ -1,6 +1,6 @@
 """The process of the trainer's bench.
 
-    python -m async_grpo.lab.bench.trainer.main --out FIGURES.json [--quick] [--data FILE]
+    python -m async_grpo.lab.bench.trainer.main --out FIGURES.json [--quick] [--truncated] [--data FILE]
 
 It is a separate process because the CPU platform patches torch. On standard output it writes a line `total N`, then a
 line per finished round. The file of `--out` gets a list of measurements.
@@ -40,7 +40,7 @@ def main() -> None:
         setup = open_setup(
             platform, Path(folder), plan.model, plan.mix, room=plan.room, threads=threads, data=arguments.data
         )
-        measurements = measure(setup, plan, partial(print, flush=True))
+        measurements = measure(setup, plan, partial(print, flush=True), truncated=arguments.truncated)
     arguments.out.write_text(json.dumps([asdict(measurement) for measurement in measurements]))
     stop_ranks()
 
@@ -49,6 +49,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("async_grpo.lab.bench.trainer.main", description="The bench of one training step.")
     parser.add_argument("--out", type=Path, required=True, help="file for the measurements")
     parser.add_argument("--quick", action="store_true", help="only check that the bench works")
+    parser.add_argument("--truncated", action="store_true", help="also measure a step with sampling masks")
     parser.add_argument("--data", type=Path, help="JSON-lines file with prompts in the field `question`")
     return parser.parse_args()
 

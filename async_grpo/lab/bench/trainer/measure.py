@@ -3,6 +3,7 @@
 1. heats    every setting of the padded baseline once
 2. final    the trainer's step, the fastest padded settings and the ceilings, alternating over several rounds
 3. stream   the trainer's step with a slow producer, streamed and waiting for the whole batch, alternating
+4. masks    the trainer's step with sampling masks and without, alternating; only with `truncated`
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from statistics import median
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.errors import TrainingError
 from async_grpo.lab.bench.measure import Measurement, Stopwatch, alternate_order
+from async_grpo.lab.bench.sampling_masks import KEPT_TOKENS
 from async_grpo.lab.bench.trainer.baselines import (
     USUAL_ROWS,
     Attention,
@@ -25,7 +27,16 @@ from async_grpo.lab.bench.trainer.baselines import (
     padded_step,
     usual_step,
 )
-from async_grpo.lab.bench.trainer.setup import STREAMED, WAITED, BatchShape, Contestant, TrainerSetup, lengths_of
+from async_grpo.lab.bench.trainer.setup import (
+    STREAMED,
+    TRUNCATED,
+    WAITED,
+    WHOLE,
+    BatchShape,
+    Contestant,
+    TrainerSetup,
+    lengths_of,
+)
 from trainer.batch.packing import assign_sequences
 
 ReportProgress = Callable[[str], None]
@@ -89,13 +100,16 @@ QUICK = TrainerBenchPlan(
 )
 
 
-def measure(setup: TrainerSetup, plan: TrainerBenchPlan, report_progress: ReportProgress) -> list[Measurement]:
+def measure(
+    setup: TrainerSetup, plan: TrainerBenchPlan, report_progress: ReportProgress, *, truncated: bool = False
+) -> list[Measurement]:
     """Run the bench. `report_progress` is called with `total N`, then after every round.
 
     Raises TrainingError if two steps differ in loss or gradient norm.
     """
     counts = plan.row_counts
-    report_progress(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + plan.rounds * (7 + 2)}")
+    contestants = 7 + 2 + (2 if truncated else 0)
+    report_progress(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + plan.rounds * contestants}")
     finalists = _run_heats(setup, plan, report_progress)
     setup.phases.reset()  # without the heats
     final = take_turns(
@@ -111,11 +125,15 @@ def measure(setup: TrainerSetup, plan: TrainerBenchPlan, report_progress: Report
     )
     compute_s = median(final[TRAINER].seconds)
     stream = take_turns(setup.streaming_contestants(compute_s), plan.rounds, report_progress)
+    masks = []
+    if truncated:
+        masks.append(_mask_measurement(setup, plan.rounds, report_progress))
     return [
         *_speed_measurements(setup, final, finalists),
         *_packing_measurements(plan, final),
         *_phase_measurements(setup, final[TRAINER]),
         _streaming_measurement(stream, compute_s),
+        *masks,
     ]
 
 
@@ -131,10 +149,12 @@ class Timed:
     """CPU seconds of all threads per round. More reliable than the clock on a busy machine."""
 
 
-def take_turns(contestants: Mapping[str, Contestant], rounds: int, report_progress: ReportProgress) -> dict[str, Timed]:
+def take_turns(
+    contestants: Mapping[str, Contestant], rounds: int, report_progress: ReportProgress, *, same_step: bool = True
+) -> dict[str, Timed]:
     """Run all contestants `rounds` times, in alternating order.
 
-    Raises TrainingError if their losses or gradient norms differ.
+    Raises TrainingError if their losses or gradient norms differ, unless they are not the `same_step`.
     """
     results: dict[str, Timed] = {}
     for names in alternate_order(contestants, rounds):
@@ -146,7 +166,8 @@ def take_turns(contestants: Mapping[str, Contestant], rounds: int, report_progre
             timed.cpu_s.append(cpu.seconds)
             timed.step = step
             report_progress(name)
-    _check_same_step(results)
+    if same_step:
+        _check_same_step(results)
     return results
 
 
@@ -257,3 +278,14 @@ def _streaming_measurement(stream: Mapping[str, Timed], compute_s: float) -> Mea
     pairs = zip(stream[STREAMED].seconds, stream[WAITED].seconds, strict=True)
     name = f"step with a producer that takes {compute_s:.2g} s: streamed"
     return Measurement.paired(name, "s", pairs, "waits for the whole batch")
+
+
+def _mask_measurement(setup: TrainerSetup, rounds: int, report_progress: ReportProgress) -> Measurement:
+    """Return the speed of a step that normalises over kept tokens, compared with the whole vocabulary."""
+    contestants = setup.truncated_contestants()
+    contestants[TRUNCATED]()  # warm up: its operators have not run yet
+    timed = take_turns(contestants, rounds, report_progress, same_step=False)
+    tokens = sum(sequence.length for sequence in setup.split_batch())
+    pairs = zip(timed[TRUNCATED].seconds, timed[WHOLE].seconds, strict=True)
+    speeds = [(tokens / truncated, tokens / whole) for truncated, whole in pairs]
+    return Measurement.paired(f"training step with sampling masks of {KEPT_TOKENS} tokens", "tokens/s", speeds, WHOLE)

@@ -35,6 +35,7 @@ from async_grpo.config.model import RandomModelConfig
 from async_grpo.data.jsonl import usable_rows
 from async_grpo.data.prepare.formats import Rejections
 from async_grpo.data.tokenizer import load_tokenizer
+from async_grpo.lab.bench.sampling_masks import add_sampling_mask
 from async_grpo.lab.bench.trainer.baselines import BenchStep, PlainModel, packed_by_hand
 from async_grpo.models.tiny.random_qwen2 import make_random_model
 from async_grpo.telemetry.timeline import PhaseTimer
@@ -48,6 +49,8 @@ from trainer.step.step import train_step, train_step_streamed
 
 STREAMED = "streamed"
 WAITED = "waited"
+TRUNCATED = "with sampling masks"
+WHOLE = "without sampling masks"
 Contestant = Callable[[], BenchStep]
 """Runs one step over the batch, from the same weights as all contestants."""
 _SPECIAL_TOKENS = 3
@@ -140,6 +143,19 @@ class TrainerSetup:
     batch: Batch
     phases: PhaseTimer
     """The time of all steps of the trainer so far."""
+
+    def truncated_contestants(self) -> dict[str, Contestant]:
+        """Return steps over the batch with sampling masks and without."""
+        vocabulary = self.policy.shape.vocab
+        groups = [
+            structs.replace(group, samples=[add_sampling_mask(sample, vocabulary) for sample in group.samples])
+            for group in self.batch.groups
+        ]
+        truncated = structs.replace(self.batch, groups=groups)
+        return {
+            TRUNCATED: lambda: self._step(truncated, PhaseTimer()),
+            WHOLE: lambda: self._step(self.batch, PhaseTimer()),
+        }
 
     def run_trainer_step(self) -> BenchStep:
         """Run the step that is measured."""
