@@ -34,11 +34,25 @@ class SamplingConfig(StrictModel):
     far. 1: no penalty."""
     max_tokens: PositiveInt = 64
     """Maximum length of a completion, in tokens."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """Minimum length of a completion, in tokens: before it, tokens that end a completion are not sampled. Needs top_k,
+    because the trainer must know which tokens could be sampled. 0: no minimum."""
 
     @property
     def truncates(self) -> bool:
         """True if tokens are sampled from a part of the vocabulary."""
         return self.top_k > 0
+
+    @property
+    def summary(self) -> str:
+        """The values that have an effect, in one line."""
+        settings = [f"temperature {self.temperature:g}"]
+        neutral_values = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0}
+        for name, neutral in neutral_values.items():
+            value = getattr(self, name)
+            if value != neutral:
+                settings.append(f"{name} {value:g}")
+        return f"{', '.join(settings)}, at most {self.max_tokens} tokens"
 
     def find_problems(self) -> Iterator[str]:
         needing = []
@@ -48,6 +62,13 @@ class SamplingConfig(StrictModel):
             needing.append(f"min_p {self.min_p:g}")
         if self.repetition_penalty != 1:
             needing.append(f"repetition_penalty {self.repetition_penalty:g}")
+        if self.min_tokens > 0:
+            needing.append(f"min_tokens {self.min_tokens}")
+        if self.min_tokens > self.max_tokens:
+            yield (
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): no completion could end. "
+                "Lower sampling.min_tokens"
+            )
         if needing and self.top_k == 0:
             yield (
                 f"{' and '.join(needing)} without top_k: the engine reports the tokens that it sampled from to the "

@@ -41,20 +41,22 @@ SEED_LIMIT = 2**63
 class Truncation:
     """The part of the distribution to sample from.
 
-    Engines apply it in this order: repetition penalty on the raw logits, temperature, min_p, top_k, top_p.
+    Engines apply it in this order: repetition penalty on the raw logits, min_tokens, temperature, min_p, top_k, top_p.
     """
 
     top_k: int
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    """Tokens of the completion, prefix included, before which no stop token is sampled."""
 
     @classmethod
     def from_config(cls, sampling: SamplingConfig) -> Truncation | None:
         """The truncation of training samples; None if they are sampled from the whole distribution."""
         if not sampling.truncates:
             return None
-        return cls(sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
+        return cls(sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)

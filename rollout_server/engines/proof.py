@@ -17,7 +17,8 @@ e^-a.
 Under truncated sampling the reported tokens must be those that the settings keep, and the reported log-probability that
 of the distribution restricted to them. Rounding may move a token across the edge of the set, so the set must contain
 the one of slightly stricter settings, and be contained in the one of slightly looser settings. The proof runs without
-the repetition penalty, which depends on raw logits that no engine reports; the trainer's `logprob_gap` covers it.
+the repetition penalty, which depends on raw logits that no engine reports, and without min_tokens; the trainer's
+`logprob_gap` covers both.
 
 A server runs the proof before it joins its run. The sampler's treatment of temperature does not depend on the weights,
 so the proof is not repeated after updates; the trainer compares log-probabilities in every step (`logprob_gap`).
@@ -169,7 +170,7 @@ async def _prove_truncation(
     engine: Engine, vocabulary: int, temperature: float, precision: Precision, truncation: Truncation
 ) -> None:
     """Compare the kept tokens, and the log-probabilities over them, of completions at the run's settings."""
-    truncation = replace(truncation, repetition_penalty=1.0)
+    truncation = replace(truncation, repetition_penalty=1.0, min_tokens=0)
     prompts = _random_prompts(vocabulary)
     requests = [
         GenerationRequest(f"truncation-{index}", prompt, NEW_TOKENS, temperature, seed=index, truncation=truncation)

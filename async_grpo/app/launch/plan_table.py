@@ -30,6 +30,7 @@ def plan_table(plan: RunPlan) -> Table:
     )
     table.add_row("trainer", f"{_ranks(config)} on {config.trainer.platform}, {config.steps} steps")
     table.add_row("objective", config.trainer.objective.summary)
+    table.add_row("sampling", config.sampling.summary)
     table.add_row("one step", f"P = {p} groups of G = {g} samples: {p * g} samples")
     auto = config.auto_staleness
     bounds = f"; auto keeps the effective S between {auto.min} and {auto.max}, at first {auto.start}" if auto else ""

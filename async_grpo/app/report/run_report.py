@@ -274,6 +274,7 @@ def _headline_table(summary: Facts) -> str:
         "wall time": _format_wall_time(summary),
         "idle: trainer, and rollout servers": f"{trainer_idle}, {servers_idle}",
         "age of trained tokens": f"max {max_age}, bound {age_bound}",
+        "sampling": summary.get("sampling") or "not recorded",
         "log-probability gap, mean": _figure(summary, "logprob_gap_mean", ".2e"),
         "completions that could not be judged": _format_counts(summary, "reward_failures"),
         "restarts": _format_counts(summary, "restarts"),

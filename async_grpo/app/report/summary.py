@@ -106,6 +106,7 @@ def _settings(config: RunConfig) -> Facts:
         "group_size": config.group_size,
         "capacity_groups": config.capacity_groups,
         "max_tokens": config.sampling.max_tokens,
+        "sampling": config.sampling.summary,
     }
 
 

@@ -18,6 +18,8 @@ _LARGEST_VOCABULARY = 1_000_000
 """A top_k of at least this keeps all tokens: AReaL's default is 1e8."""
 _UNTRUNCATED = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings of the sampled distribution that need top_k -> value without effect."""
+_MIN_TOKENS = ("min_tokens", "min_new_tokens")
+"""Names of the minimum length of a completion."""
 _KL_ESTIMATORS = {
     "kl": "k1",
     "k1": "k1",
@@ -150,9 +152,10 @@ CONVERSIONS: Mapping[str, Callable[[Translation, KeyRow], None]] = {
 
 
 def set_sampling(t: Translation, prefix: str) -> None:
-    """Set top_k, top_p, min_p and repetition_penalty from the keys of these names below `prefix`.
+    """Set top_k, top_p, min_p, repetition_penalty and min_tokens from the keys of these names below `prefix`.
 
-    Here top_k is at most MAX_TOP_K, and the others need it. If the file has none, MAX_TOP_K is set.
+    Here top_k is at most MAX_TOP_K, and the others need it. If the file has none, MAX_TOP_K is set. For
+    min_tokens alone it is not: it would change the distribution of all tokens for the sake of the first ones.
     """
     top_k = t.read_integer(f"{prefix}top_k")
     if not 0 < top_k < _LARGEST_VOCABULARY:
@@ -182,6 +185,14 @@ def set_sampling(t: Translation, prefix: str) -> None:
         t.set("sampling.top_k", top_k, comment)
     for name, value in changed.items():
         t.set(f"sampling.{name}", value)
+    for name in _MIN_TOKENS:
+        row = t.source.find_row(f"{prefix}{name}")
+        if row is None or not row.ours or t.read_integer(row.theirs) <= 0:
+            continue
+        if top_k:
+            t.set("sampling.min_tokens", t.read_integer(row.theirs))
+        else:
+            t.mark_unsupported(row.theirs, "needs top_k, which the file lacks", "sampling.min_tokens, sampling.top_k")
 
 
 def set_precision(t: Translation, key: str, kind: str) -> None:

@@ -68,6 +68,8 @@ def make_sampling_params(
             "top_p": truncation.top_p,
             "min_p": truncation.min_p,
             "repetition_penalty": truncation.repetition_penalty,
+            # vLLM counts from its own first token, which follows the prefix.
+            "min_tokens": min(max(0, truncation.min_tokens - len(request.prefix)), request.max_tokens),
         }
     return SamplingParams(
         max_tokens=request.max_tokens,

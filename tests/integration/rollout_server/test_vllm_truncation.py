@@ -14,7 +14,7 @@ from async_grpo.wire import Sample
 from rollout_server.engines.base import Generation, GenerationRequest, Truncation
 from rollout_server.engines.proof import kept_tokens, prove_logprobs
 from rollout_server.workflows.session import SampleSession
-from tests.support.vllm_lab import EXACT, VOCABULARY, Lab, prompt_of
+from tests.support.vllm_lab import EXACT, STOP_TOKENS, VOCABULARY, Lab, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -152,6 +152,32 @@ async def test_a_request_in_flight_shows_its_kept_tokens(tied_lab: Lab) -> None:
     head = final.sampling_mask.slice_rows(0, count)
     assert head.token_ids.tolist() == partial.sampling_mask.token_ids.tolist()
     assert final.logprobs[:count].tolist() == partial.logprobs.tolist()
+
+
+async def test_no_stop_token_can_be_sampled_before_min_tokens(tied_lab: Lab) -> None:
+    """The prefix counts, and the log-probabilities are over the tokens that are left."""
+    truncation = Truncation(64, min_tokens=6)
+    prompt, prefix = prompt_of(5, 3), prompt_of(2, 8)
+    requests = [
+        GenerationRequest(f"least{index}", prompt, 8, TEMPERATURE, index, prefix=prefix, truncation=truncation)
+        for index in range(12)
+    ]
+    generations = await asyncio.gather(*(tied_lab.engine.generate(request) for request in requests))
+    stop_tokens, later = set(STOP_TOKENS), set()
+    for generation in generations:
+        assert len(generation.tokens) >= 4 and generation.sampling_mask is not None
+        for position in range(len(generation.tokens)):
+            kept = set(generation.sampling_mask.slice_rows(position, position + 1).token_ids.tolist())
+            if position < 4:
+                assert not kept & stop_tokens
+            else:
+                later |= kept & stop_tokens
+            context = [*prompt, *prefix, *generation.tokens[:position].tolist()]
+            scaled = scaled_logits(tied_lab, context, truncation)
+            token = int(generation.tokens[position])
+            expected = scaled[token] - np.log(np.exp(scaled[sorted(kept)]).sum())
+            assert abs(float(generation.logprobs[position]) - expected) < EXACT
+    assert later
 
 
 async def test_truncated_and_whole_requests_share_an_engine(tied_lab: Lab) -> None:

@@ -100,6 +100,8 @@ def test_every_problem_names_its_key_and_rule(
         (("data.kind=jsonl",), "data.path"),
         (("redis.url=redis://:secret@host:6379",), "ASYNC_GRPO_REDIS_PASSWORD"),
         (("sampling.top_p=0.9",), "sampling.top_k"),
+        (("sampling.min_tokens=3",), "sampling.top_k"),
+        (("sampling.top_k=5", "sampling.min_tokens=99", "sampling.max_tokens=64"), "sampling.min_tokens"),
         (("trainer.processes=3", "trainer.tensor_parallel=2"), "trainer.processes"),
         (("sampling.max_tokens=4096",), "sampling.max_tokens (4096)"),
         (("trainer.micro_batch_tokens=100",), "trainer.micro_batch_tokens (100)"),

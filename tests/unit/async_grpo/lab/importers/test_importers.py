@@ -497,9 +497,26 @@ def test_sampling_arrives_as_it_is() -> None:
     result = imported("mindrlhf_qwen2.5_7b.yaml")
     sampling = result.config.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.8, 20, 0.8)
-    assert (sampling.min_p, sampling.repetition_penalty) == (0.0, 1.05)
-    names = ("temperature", "top_k", "top_p", "repetition_penalty")
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.min_tokens) == (0.0, 1.05, 2)
+    names = ("temperature", "top_k", "top_p", "repetition_penalty", "max_tokens", "min_tokens")
     assert {outcomes(result)[name] for name in names} == {"same"}
+    assert not [item.key for item in result.left_out if ".sampling_config." in item.key]
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "min_tokens", "outcome"),
+    [
+        ("mindrlhf", "top_k: 20, min_tokens: 3", 3, "same"),
+        ("areal", "top_k: 20, min_new_tokens: 3", 3, "same"),
+        ("areal", "top_p: 1.0, min_new_tokens: 3", 0, "not supported"),
+    ],
+)
+def test_a_minimum_length_needs_top_k(tmp_path: Path, source: str, given: str, min_tokens: int, outcome: str) -> None:
+    section, other = SAMPLING[source]
+    result = import_file(SOURCES[source], write(tmp_path, "run.yaml", f"{section % given}\n{other}\n"), {})
+    assert result.config.sampling.min_tokens == min_tokens
+    key = "min_tokens" if source == "mindrlhf" else "min_new_tokens"
+    assert outcomes(result)[key] == outcome
 
 
 SAMPLING: dict[str, tuple[str, str]] = {
