@@ -109,6 +109,7 @@ def use_device(kind: str) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     sys.meta_path.insert(0, MockFinder())
     torch.accelerator.synchronize = lambda *_: None
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
     if kind == "ascend":
         import torch_npu
 
@@ -442,9 +443,9 @@ def truncated_logprobs(kind: str) -> list[str]:
     sampler = sampler_of(kind)
     report_sampled_logprobs(sampler)
     if kind == "ascend":
-        # torch_npu's operator is a mock here. The plugin has the same in PyTorch for other devices.
-        module = importlib.import_module("vllm_ascend.sample.sampler")
-        sampler.topk_topp_sampler.apply_top_k_top_p = module._apply_top_k_top_p_pytorch
+        # torch_npu's operator is a mock here, so vLLM's function is in its place.
+        module = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+        sampler.topk_topp_sampler.apply_top_k_top_p = module.apply_top_k_top_p
     logits_NV = 2 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(2))
     metadata = dataclasses.replace(
         sampling_metadata(temperature, rows, params.num_logprobs),
