@@ -47,6 +47,6 @@ def test_logits_may_be_divided_where_they_lie() -> None:
     logits = float32_logits(hidden, weight)
     divided = divide_in_place(logits, 0.5)
     assert divided.data_ptr() == logits.data_ptr()
-    (gradient,) = torch.autograd.grad(divided.sum(), hidden)
-    (expected,) = torch.autograd.grad((float32_logits(hidden, weight) * 2).sum(), hidden)
+    (gradient,) = torch.autograd.grad((divided**2).sum(), hidden)
+    (expected,) = torch.autograd.grad(((float32_logits(hidden, weight) * 2) ** 2).sum(), hidden)
     torch.testing.assert_close(gradient, expected)

@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_it_starts(
     result = CliRunner().invoke(app, ["bench", "rollout", "--json", str(tmp_path / "file" / "figures.json")], env=WIDE)
     assert (result.exit_code, measured) == (1, []) and "cannot be created" in result.output
     result = CliRunner().invoke(app, ["bench", "rollout", "--json", str(tmp_path / "new" / "figures.json")])
-    assert (result.exit_code, measured) == (0, [{"quick": False}])
+    assert (result.exit_code, measured) == (0, [{"quick": False, "truncated": False}])
 
 
 def test_the_plot_is_drawn_after_the_measurements_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
