@@ -20,6 +20,7 @@ from trainer.platform import Platform
 
 def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     import torch
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from torch.nn.functional import one_hot
 
     from trainer.batch.packing import own_micro_batches
@@ -29,7 +30,14 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     policy = load_policy(config, Path(case["model"]), platform)
     weights = dict(policy.export_trained())
     hidden: list[torch.Tensor] = []
-    policy.model.decoder.register_forward_hook(lambda _module, _inputs, output: hidden.append(output.detach()))
+
+    def keep_hidden_states(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        states = output.detach()
+        if config.trainer.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states)
+        hidden.append(states)
+
+    policy.model.decoder.register_forward_hook(keep_hidden_states)
     batches = own_micro_batches(make_batch(0), config)
     policy.zero_grad()
     found = policy.run_micro_batches(
