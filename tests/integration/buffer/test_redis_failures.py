@@ -311,7 +311,7 @@ async def test_a_server_that_reads_its_file_is_waited_for_or_named(tmp_path: Pat
     slow = Server(tmp_path, "--appendonly", "yes", "--key-load-delay", "50")
     slow.launch()
     try:
-        with pytest.raises(ServerLost, match=r"reading .* 1 s"):
+        with pytest.raises(ServerLost, match=r"loading its file .* 1 s"):
             while True:
                 with contextlib.suppress(ConnectionRefusedError):
                     socket.create_connection(("127.0.0.1", slow.port)).close()
