@@ -33,7 +33,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 STEPS = 1000
 GROUPS_PER_STEP = 8
 MAX_STALENESS = 2
-"""Small steps, and so many that the run outlasts what happens to it: engines that start, one after another."""
+"""Small steps, and enough of them that the run outlasts the start of several engines."""
 CONFIG = {
     "base": ["/app/deploy/configs/cpu.yaml"],
     "name": "deploy-test",
@@ -66,7 +66,7 @@ def compose_command() -> list[str] | None:
 
 
 def why_not() -> str:
-    """ "" if everything is there."""
+    """Return why the test cannot run; "" if it can."""
     if not os.environ.get("ASYNC_GRPO_TEST_DEPLOY"):
         return "builds images and takes half an hour: make test-deploy"
     if not shutil.which("docker"):
@@ -109,7 +109,7 @@ class Stack:
         return ended.stdout
 
     def containers(self, service: str) -> list[str]:
-        """Of those that are there, whatever they do."""
+        """Return the containers of a service, in any state."""
         found = docker("ps", "-aq", *self._labelled(service)).stdout
         return found.split()
 
@@ -122,13 +122,15 @@ class Stack:
         return int(self.inspect(container)["RestartCount"])
 
     def kill(self, service: str) -> None:
-        """SIGKILL to everything in its container but the init process, which then ends too; the engine takes that for a
-        death. (`docker kill` would be taken for a wish: nothing would be started again.)"""
+        """Kill all processes of a container but its init process, which then ends too.
+
+        Docker restarts such a container. It does not restart one that `docker kill` has ended.
+        """
         (container,) = self.containers(service)
         docker("exec", container, "sh", "-c", "kill -s KILL -- -1")
 
     def query(self, expression: str) -> float | None:
-        """The one value of a PromQL expression; None if there is none, or Prometheus does not answer yet."""
+        """Return the value of a PromQL expression; None without a value, or while Prometheus does not answer."""
         arguments = urllib.parse.urlencode({"query": expression})
         try:
             with urllib.request.urlopen(
@@ -140,11 +142,11 @@ class Stack:
         return float(result[0]["value"][1]) if result else None
 
     def version(self) -> float:
-        """The newest that an engine generates with."""
+        """Return the newest version that an engine generates with."""
         return self.query("max(async_grpo_policy_version)") or 0.0
 
     def trained(self) -> float:
-        """The newest that the trainer has made."""
+        """Return the newest version that the trainer has made."""
         return self.query("max(async_grpo_trainer_version)") or 0.0
 
     def logs(self) -> str:
@@ -181,7 +183,7 @@ def until(holds: Callable[[], bool], what: str, timeout_s: float) -> None:
 
 
 def goes_on(stack: Stack, after: str) -> None:
-    """More steps are trained than there were when this was asked, servers generate with them, and the bound holds."""
+    """Wait until three more steps are trained and servers generate with them; check the staleness bound."""
     before = max(stack.version(), stack.trained())
     what = f"three more steps after {after} (version {before:g})"
     until(lambda: min(stack.version(), stack.trained()) >= before + 3, what, EVENT_S)
@@ -191,7 +193,7 @@ def goes_on(stack: Stack, after: str) -> None:
 
 
 def is_within(stack: Stack) -> None:
-    """What a person who looks into the containers finds."""
+    """Check users, published addresses and environments of the containers."""
     for service in ("trainer", "rollout", "report", "view", "redis", "prometheus"):
         (container,) = stack.containers(service)
         facts = stack.inspect(container)
