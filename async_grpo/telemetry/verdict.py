@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+
+import numpy as np
 
 from async_grpo.telemetry.bottleneck import WAITS, Bottleneck, find_bottleneck
 from async_grpo.telemetry.rows import Facts, Row, mean, number
@@ -57,8 +58,7 @@ def training_reward(rewards: Sequence[float]) -> Facts:
     error = None
     if len(rewards) > 1:
         # Differences between successive steps measure the noise without the trend.
-        squares = [(after - before) ** 2 for before, after in pairwise(rewards)]
-        error = (sum(squares) / len(squares) / tenth) ** 0.5
+        error = float(np.sqrt(np.mean(np.diff(rewards) ** 2) / tenth))
     return {
         "reward_first": mean(rewards[:tenth]),
         "reward_last": mean(rewards[-tenth:]),

@@ -120,7 +120,7 @@ class ViewedRun:
         folder = self.run.path
         return {
             **entry,
-            **make_overview(self.run, self.columns, entry),
+            **make_overview(self.run, self.columns, entry, self.settings()),
             "read": read,
             "path": str(folder),
             "evaluations": self.run.evaluations(),

@@ -36,9 +36,8 @@ MAX_EXPLAINED_BYTES = 64 << 20
 """Largest timeline that is read for the advice of `why`. Larger ones would keep a request for minutes."""
 
 
-def make_overview(run: Run, columns: StepColumns, entry: Facts) -> Facts:
+def make_overview(run: Run, columns: StepColumns, entry: Facts, settings: Facts) -> Facts:
     """Return verdict, suggestion, progress and settings. `entry`: the run's entry in the list."""
-    settings = run.settings()
     is_live = entry["status"] == RunStatus.LIVE
     facts = run.written_summary()
     # A resumed run that was killed has the summary of its earlier invocation.

@@ -2,7 +2,7 @@
 // warnings; and the settings that differ from their defaults.
 //
 //   /api/runs/ID          verdict, progress, settings    first, and again while the run is live
-//   /api/curves           the curves of the blocks       in parallel
+//   /api/curves           the curves of the blocks       after the answers are shown
 //   /api/runs/ID/advice   the advice of `why`            last: it takes seconds for a long run
 
 import { loadCharts, makeChart, missingCharts } from "./charts.js";
@@ -36,10 +36,12 @@ export function overviewView(root, id) {
   async function refresh() {
     const mine = ++request;
     try {
-      const [found] = await Promise.all([fetchJson(runPath(id)), refreshCurves(mine)]);
+      const found = await fetchJson(runPath(id));
       if (mine !== request) return;
       run = found;
       show();
+      await refreshCurves(mine);
+      if (mine !== request) return;
       clearTimeout(timer);
       timer = readAgain(run.read, refresh);
       if (run.read < 1) return;
