@@ -213,7 +213,7 @@ def _any_fits(prompts: list[str], encoder: BatchTokenizer) -> bool:
 def _parse_row(path: Path, raw: RawRow, field_map: FieldMap, data: DataConfig) -> JsonlRow:
     """Raise RejectedRow for an unusable row."""
     if raw.problem:
-        raise RejectedRow("not a row", raw.problem)
+        raise RejectedRow("unreadable row", raw.problem)
     example = parse_example(raw.fields, field_map)
     if len(example.chat) > 1:
         raise RejectedRow(

@@ -265,7 +265,7 @@ def _check_run_ports(config: RunConfig) -> Finding:
 
 def _check_first_row(config: RunConfig) -> Finding:
     """Pass the first row of the data through the template and the reward functions, with its answer as completion."""
-    name = "First row"
+    name = "First row of the data"
     data = config.data
     try:
         if data.kind == "arithmetic":

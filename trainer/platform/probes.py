@@ -71,7 +71,7 @@ def check_torch_sees(device: str, module: str, collective: str, fix: str, run: R
 
 def check_private_names(run: RunTool = partial(run_tool, timeout_s=IMPORT_TIMEOUT_S)) -> Finding:
     """Check in a child process that other packages still have all undocumented names that we use."""
-    name = "Private names"
+    name = "Undocumented names"
     if not any(private.found() for private in PRIVATE_NAMES.values()):
         return Finding(name, None, "none of the packages is installed")
 
@@ -85,7 +85,7 @@ def check_private_names(run: RunTool = partial(run_tool, timeout_s=IMPORT_TIMEOU
     if problems:
         state, _, fix = "; ".join(problems).partition(" Run: ")
         return Finding(name, False, state, fix or " ".join(command))
-    return Finding(name, True, f"all there: {', '.join(package for package, _ in results)}")
+    return Finding(name, True, f"found: {', '.join(package for package, _ in results)}")
 
 
 check_megatron = partial(exactly, "Megatron-core", "megatron-core", MEGATRON_CORE)

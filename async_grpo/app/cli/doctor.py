@@ -48,7 +48,7 @@ def doctor(
         run_config, findings = _read_config(config, override or [])
     chosen: PlatformName = platform or (run_config.trainer.platform if run_config is not None else "cpu")
 
-    with Console(stderr=True).status("checking; private names of packages take ten seconds"):
+    with Console(stderr=True).status("checking; undocumented names of packages take ten seconds"):
         findings += [check() for check in machine_checks(chosen)]
         if run_config is not None:
             findings += [check() for check in run_checks(run_config)]

@@ -73,7 +73,7 @@ def _show(explanation: Explanation, console: Console) -> None:
     )
     for name, seconds in explanation.outages.items():
         console.print(f"{name} was down and restarting for {seconds:.0f} s.", highlight=False)
-    table = Table("the trainer's time", "seconds", "share", "faster without, at most", box=SIMPLE)
+    table = Table("the trainer's time", "seconds", "share", "gain without it, at most", box=SIMPLE)
     for name, seconds, share in explanation.list_shares():
         table.add_row(name, f"{seconds:.1f}", f"{share:.1%}", f"{share / (1 - share):+.0%}" if share < 1 else "")
     console.print(table)

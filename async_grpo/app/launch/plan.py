@@ -95,7 +95,7 @@ class RunPlan:
 
         rejected = find_rejected_rows(self.inputs)
         if rejected:
-            rows.append(("rows not taken", str(rejected)))
+            rows.append(("rejected rows", str(rejected)))
         policy = find_local_policy(self.inputs)
         if policy is not None:
             lengths = count_prompt_lengths(self.inputs, policy)

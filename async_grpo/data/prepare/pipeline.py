@@ -131,7 +131,7 @@ class RowFilter:
                 self._report_progress(self._read_bytes + row.position)
                 try:
                     if row.problem:
-                        raise RejectedRow("not a row", row.problem)
+                        raise RejectedRow("unreadable row", row.problem)
                     if field_map is None:  # --format auto: the first readable row of each file decides
                         field_map = _detect_fields(file, row)
                     yield self._make_candidate(file, row, field_map, held_out)

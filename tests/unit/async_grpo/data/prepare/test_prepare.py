@@ -62,7 +62,7 @@ def test_rejected_rows_are_listed_with_line_and_reason(tmp_path: Path) -> None:
         {"question": " q1 ", "answer": "1"},
     ]
     manifest, rejections = prepared(tmp_path, [*questions(5), *bad], max_prompt_tokens=50)
-    reasons = ["not a row"] * 2 + ["empty prompt", "empty answer", "field missing", "prompt too long", "duplicate"]
+    reasons = ["unreadable row"] * 2 + ["empty prompt", "empty answer", "field missing", "prompt too long", "duplicate"]
     assert sorted(rejected(tmp_path / "out")) == list(zip(range(6, 13), reasons, strict=True))
     assert manifest.rejected == Counter(reasons)
     assert rejections.first["duplicate"] == "rows.jsonl, line 12: the question is already in line 2"
