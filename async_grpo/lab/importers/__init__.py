@@ -44,7 +44,7 @@ def insert_tables(page: str, source: SourceSystem) -> str:
 
 def _format_tables(source: SourceSystem) -> Iterator[str]:
     yield f"## Every key\n\nThe keys of [{source.title}]({source.link}) with a counterpart here:\n"
-    yield f"| {source.title} | here | on the way |\n|---|---|---|"
+    yield f"| {source.title} | here | note |\n|---|---|---|"
     for row in source.rows:
         if row.ours:
             ours = ", ".join(f"`{key}`" for key in row.ours)

@@ -33,7 +33,7 @@ _KL_ESTIMATORS = {
     "k3+": "k3+",
 }
 """Name in verl and MindSpeed-RL -> name here. With `+` the gradient is that of k2."""
-ON_POLICY = "on policy, as there; 1 or 2 lets both sides work at once"
+ON_POLICY = "on policy, as there; 1 or 2 lets both sides work in parallel"
 
 
 def convert_keys(t: Translation) -> None:
