@@ -99,7 +99,7 @@ def test_the_report_has_versions_and_advice_but_no_secrets_or_folders(
 
 
 def test_a_missing_device_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(select_platform("npu")), "devices", lambda self: [])
+    monkeypatch.setattr(type(select_platform("npu")), "list_devices", lambda self: [])
     result = CliRunner().invoke(app, ["accept", "--platform", "npu"])
     assert result.exit_code == 78
     assert "no usable npu device" in result.output and "async-grpo doctor --platform npu" in result.output
@@ -107,7 +107,7 @@ def test_a_missing_device_is_a_configuration_error(monkeypatch: pytest.MonkeyPat
 
 def test_devices_are_the_visible_ones_or_the_requested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = select_platform("cuda")
-    monkeypatch.setattr(type(platform), "devices", lambda self: [Device(i, "GPU", 24.0, "550") for i in range(4)])
+    monkeypatch.setattr(type(platform), "list_devices", lambda self: [Device(i, "GPU", 24.0, "550") for i in range(4)])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     assert select_devices(platform, None) == ["1", "3"]
     assert select_devices(platform, "3") == ["3"]
