@@ -199,10 +199,7 @@ class TrainerSetup:
     def split_batch(self) -> list[ours.TrainingSequence]:
         """Return the batch as sequences with advantages and weights, which is part of every step."""
         objective = self.config.trainer.objective
-        sequences = ours.split_into_sequences(
-            self.batch, objective, max_completion_tokens=self.config.sampling.max_tokens
-        )
-        return ours.normalise_advantages(sequences) if objective.advantage_norm == "batch" else sequences
+        return ours.split_into_sequences(self.batch, objective, max_completion_tokens=self.config.sampling.max_tokens)
 
 
 def _to_bench_step(result: Mapping[str, Any]) -> BenchStep:
@@ -247,7 +244,12 @@ def _config(model: Path, mix: BatchShape, room: int, threads: int) -> RunConfig:
             "groups_per_step": mix.groups,
             "sampling": {"max_tokens": mix.longest},
             "rollout": {"vllm": {"max_model_len": room}},
-            "trainer": {"threads": threads, "micro_batch_tokens": room},
+            "trainer": {
+                "threads": threads,
+                "micro_batch_tokens": room,
+                # Parts of a batch cannot be normalised over the whole batch, and all contestants must do the same step.
+                "objective": {"advantage_norm": "none"},
+            },
         },
         "bench",
     )
