@@ -107,7 +107,7 @@ class RewardResult:
     """Combined result of all reward functions for one completion.
 
     `reward` is the weighted sum of `scores`, or None: then the sample is masked, never scored 0. `failures` contains
-    every failed reward function by name, required or not. `failure` ("" if there is a reward) and `reason` describe the
+    every failed reward function by name, required or not. `failure` ("" if there is none) and `reason` describe the
     first failure that made the sample unverifiable.
     """
 

@@ -57,13 +57,15 @@ from rollout_server.dispatch.group_rollout import GroupRollout
 from rollout_server.dispatch.groups_in_progress import Discard, Drop, GiveBack, GroupsInProgress, Insert
 from rollout_server.dispatch.outcomes import (
     GroupCounters,
-    apply_end_rule,
     apply_length_rule,
     attach_rewards,
     describe_problem,
     discard_reason,
     failure_kind,
+    find_first_failure,
     replace_failed_sample,
+    score_failed_sample,
+    score_unverifiable,
 )
 from rollout_server.engines.base import Truncation, sample_seed
 from rollout_server.weight_watcher import WeightWatcher
@@ -78,7 +80,7 @@ SUSPECT_EXPIRED_LEASES = 2
 """Number of expired leases that make a group a suspect. Not 1: when a machine fails, all of its groups have one, and
 generating those one at a time would starve the trainer."""
 MIN_GROUPS_BEFORE_GIVING_UP = 32
-"""Minimum number of groups in a row without a reward before the server gives up, for small windows."""
+"""Minimum number of groups in a row of which every sample failed before the server gives up, for small windows."""
 MIN_OVERDUE_GROUPS_BEFORE_GIVING_UP = 4
 """The same for samples that miss their deadline: 32 groups could take longer than the trainer waits."""
 
@@ -116,8 +118,8 @@ class Dispatcher:
         self._samples_are_seeded = rollout.seeds_samples  # cached: the property is slow, and every sample reads it
         # The engine loads no weights during an evaluation, so a group may also have to wait for the end of one.
         self._weights_timeout_s = config.weights.update_timeout_s + config.eval.timeout_s
-        self._samples_without_reward = 0
-        """Samples in a row that failed or could not be judged."""
+        self._failures_in_a_row = 0
+        """Number of samples in a row that failed or could not be judged."""
         self._suspect_lock = asyncio.Lock()
         # If max_attempts is small, a group becomes a suspect earlier, so that its last attempt has no other suspect.
         self._suspect_expired_leases = max(1, min(SUSPECT_EXPIRED_LEASES, rollout.max_attempts - 1))
@@ -332,19 +334,15 @@ class Dispatcher:
         samples = [self._check_sample(sample) for sample in group.ended_samples()]
         samples = await self._judge_samples(group, samples)
         reason = discard_reason(samples, dynamic_sampling=self._context.config.rollout.dynamic_sampling)
-        if reason is not None:
-            unverifiable = [sample.unverifiable for sample in samples if sample.unverifiable]
-            await self._discard_group(group, reason, samples, unverifiable[0] if unverifiable else "")
-            return
-
-        finished = group.build_group(self._context.name, samples)
-        if await self.groups.end_group(group, Insert(finished)):
-            self._samples_without_reward = 0
-            self.counters.count_inserted(samples)
-            self._context.logger.record_group(finished, version=self._context.engine.version)
+        if reason is None:
+            has_ended = await self._insert_group(group, samples)
+        else:
+            has_ended = await self._discard_group(group, samples, reason)
+        if has_ended:  # otherwise the lease was lost, and the group is another server's by now
+            self._check_failures(samples)
 
     def _check_sample(self, sample: Sample) -> Sample:
-        """Return the sample; if it cannot be trained, an empty one with the reason."""
+        """Return the sample, or a failed one without tokens if it cannot be trained."""
         problem = describe_problem(sample)
         if problem is None:
             return sample
@@ -354,53 +352,68 @@ class Dispatcher:
     async def _judge_samples(self, group: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with their rewards, and count those without by the kind of failure."""
         config = self._context.config
+        ends = config.rollout.ends
+        reward_names = [function.name for function in config.rewards.functions]
         task = group.ticket.task
-        finished = [sample for sample in samples if not sample.unverifiable]
-        failed = [sample for sample in samples if sample.unverifiable]
-        if failed:
-            log.warning("samples failed", seq=group.ticket.seq, samples=len(failed), why=failed[0].unverifiable)
-        failures: Counter[str] = Counter(sample.finish_reason for sample in failed)
+        finished = [RewardInput.from_sample(sample, task) for sample in samples if not sample.unverifiable]
+        results = iter(await self._context.pool.judge(finished))
 
         judged: list[Sample] = []
-        results = await self._context.pool.judge([RewardInput.from_sample(sample, task) for sample in finished])
-        for sample, result in zip(finished, results, strict=True):
-            result = apply_length_rule(sample, result, config)
-            failures.update(failure.kind for failure in result.failures.values())
-            judged.append(attach_rewards(sample, result))
+        failures: Counter[str] = Counter()
+        for sample in samples:
+            if sample.unverifiable:  # its workflow failed, so there is nothing to judge
+                failures[sample.finish_reason] += 1
+                judged.append(score_failed_sample(sample, ends, reward_names))
+            else:
+                # The length rule comes last: it may mask a sample that has got reward 0 for its verifier's failure.
+                result = score_unverifiable(next(results), ends, reward_names)
+                result = apply_length_rule(sample, result, config)
+                failures.update(failure.kind for failure in result.failures.values())
+                judged.append(attach_rewards(sample, result))
 
         for kind, count in failures.items():
             self.counters.reward_failures[kind] += count
             await self._context.board.add_to_counter(f"{REWARD_FAILURES_PREFIX}{kind}", count)
+        failed = [sample.unverifiable for sample in samples if sample.unverifiable]
+        if failed:
+            log.warning("samples failed", seq=group.ticket.seq, samples=len(failed), why=failed[0])
+        return judged
 
-        in_order = iter(judged)
-        all_samples = [sample if sample.unverifiable else next(in_order) for sample in samples]
-        reward_names = [function.name for function in config.rewards.functions]
-        return [apply_end_rule(sample, config.rollout.ends, reward_names) for sample in all_samples]
+    async def _insert_group(self, group: GroupRollout, samples: list[Sample]) -> bool:
+        """Insert the group. Returns False if its lease was lost."""
+        finished = group.build_group(self._context.name, samples)
+        if not await self.groups.end_group(group, Insert(finished)):
+            return False
+        self.counters.count_inserted(samples)
+        self._context.logger.record_group(finished, version=self._context.engine.version)
+        return True
 
-    async def _discard_group(
-        self, group: GroupRollout, reason: ReleaseReason, samples: Sequence[Sample], detail: str
-    ) -> None:
-        """Discard the group. Raises RoleFailed or ConfigError after too many samples in a row without a reward."""
+    async def _discard_group(self, group: GroupRollout, samples: Sequence[Sample], reason: ReleaseReason) -> bool:
+        """Discard the group. Returns False if its lease was lost."""
         if not await self.groups.end_group(group, Discard(reason)):
-            return  # the lease was lost: the group is another server's by now
+            return False
         self.counters.groups[reason.value] += 1
-        if reason is ReleaseReason.FILTERED:
-            self._samples_without_reward = 0
+        if reason is not ReleaseReason.FILTERED:
+            log.warning("group discarded", seq=group.ticket.seq, reason=reason.value, why=find_first_failure(samples))
+        return True
+
+    def _check_failures(self, samples: Sequence[Sample]) -> None:
+        """Count samples in a row that failed or could not be judged. Raises RoleFailed or ConfigError if too many.
+
+        Samples that get reward 0 by `rollout.ends` count too: a workflow that always fails must not go unnoticed.
+        """
+        if not all(sample.unverifiable for sample in samples):
+            self._failures_in_a_row = 0
             return
 
-        log.warning("group discarded", seq=group.ticket.seq, reason=reason.value, why=detail)
-        if any(sample.reward is not None for sample in samples):
-            self._samples_without_reward = 0
-            return
-
-        self._samples_without_reward += len(samples)
+        self._failures_in_a_row += len(samples)
         missed_deadline = any(sample.finish_reason == "deadline" for sample in samples)
-        if self._samples_without_reward < self._max_samples_without_reward(missed_deadline):
+        if self._failures_in_a_row < self._max_failures_in_a_row(missed_deadline):
             return
 
         message = (
-            f"{self._samples_without_reward} samples in a row ended without a reward, the last because: {detail}. "
-            "Training cannot continue. Fix the workflow or the verifier"
+            f"{self._failures_in_a_row} samples in a row failed or could not be judged, the last because: "
+            f"{find_first_failure(samples)}. Training cannot continue. Fix the workflow or the verifier"
         )
         # ConfigError, so that the supervisor does not restart us: a workflow or verifier with which no group has ever
         # succeeded would fail again. A missed deadline may be due to a slow tool or machine, so a restart may help.
@@ -408,8 +421,8 @@ class Dispatcher:
             raise ConfigError(message)
         raise RoleFailed(message)
 
-    def _max_samples_without_reward(self, missed_deadline: bool) -> int:
-        """Number of samples in a row without a reward after which the server gives up: those of a whole window.
+    def _max_failures_in_a_row(self, missed_deadline: bool) -> int:
+        """Number of failed samples in a row after which the server gives up: those of a whole staleness window.
 
         If samples miss their deadline, those that run at once: another round could take longer than the trainer waits.
         """

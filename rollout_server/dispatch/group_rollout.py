@@ -94,10 +94,10 @@ class GroupRollout:
 
         If fewer have finished, failed samples take the remaining places: a group has a fixed size.
         """
-        chosen = self.finish_order[: self.group_size]
-        for index, sample in enumerate(self.samples):
-            if len(chosen) < self.group_size and _is_finished(sample) and index not in self.finish_order:
-                chosen = [*chosen, index]
+        failed = [
+            index for index, sample in enumerate(self.samples) if _is_finished(sample) and not _can_be_judged(sample)
+        ]
+        chosen = [*self.finish_order, *failed][: self.group_size]
         return [sample for index in sorted(chosen) if (sample := self.samples[index]) is not None]
 
     def partial(self) -> Partial:

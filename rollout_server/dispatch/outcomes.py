@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,12 @@ from async_grpo.wire import ReleaseReason, Sample
 MIN_REWARDS = 2
 """Minimum rewards per group, because an advantage compares the samples of a group."""
 
-
 SampleFailureKind = Literal["workflow_error", "deadline", "refused"]
-"""Ways in which a workflow fails. Each is a key of `rollout.ends` and the finish reason of the sample."""
+"""Ways in which a workflow fails. Each is a key of `rollout.ends`, and the finish reason of the failed sample."""
 
 
 def failure_kind(error: BaseException) -> SampleFailureKind:
-    """Return the way in which a workflow failed that raised this error."""
+    """Return the way in which a workflow failed, from its error."""
     if isinstance(error, SampleOverdue):
         return "deadline"
     if isinstance(error, RequestRefused):
@@ -42,7 +42,7 @@ def describe_problem(sample: Sample) -> str | None:
 
 
 def replace_failed_sample(sample: Sample, kind: SampleFailureKind, reason: str) -> Sample:
-    """Return a sample without tokens that failed in this way, in place of one that cannot be trained."""
+    """Return a failed sample without tokens, to replace one that cannot be trained."""
     return Sample(
         tokens=b"",
         logprobs=b"",
@@ -55,18 +55,24 @@ def replace_failed_sample(sample: Sample, kind: SampleFailureKind, reason: str) 
     )
 
 
-def apply_end_rule(sample: Sample, ends: EndsConfig, reward_names: Iterable[str]) -> Sample:
-    """Return a sample without a reward with reward 0, if `rollout.ends` says so for the way in which it ended.
+def score_failed_sample(sample: Sample, ends: EndsConfig, reward_names: Sequence[str]) -> Sample:
+    """Return a sample whose workflow failed, with reward 0 if `rollout.ends` has `zero` for its kind of failure.
 
     `reward_names`: the reward functions, each of which then has score 0.
     """
-    if sample.reward is not None:
-        return sample
-    kind, _, _ = sample.unverifiable.partition(":")
-    rule = getattr(ends, kind, ends.unverifiable)
-    if rule == "mask":
+    if getattr(ends, sample.finish_reason) == "mask":
         return sample
     return msgspec.structs.replace(sample, reward=0.0, rewards=dict.fromkeys(reward_names, 0.0))
+
+
+def score_unverifiable(result: RewardResult, ends: EndsConfig, reward_names: Sequence[str]) -> RewardResult:
+    """Return the result with reward 0 if there is none and `rollout.ends.unverifiable` is `zero`.
+
+    It keeps the failure, so that the sample still counts as one that could not be judged.
+    """
+    if result.reward is not None or ends.unverifiable == "mask":
+        return result
+    return dataclasses.replace(result, scores=dict.fromkeys(reward_names, 0.0), reward=0.0)
 
 
 def apply_length_rule(sample: Sample, result: RewardResult, config: RunConfig) -> RewardResult:
@@ -81,9 +87,14 @@ def apply_length_rule(sample: Sample, result: RewardResult, config: RunConfig) -
 
 
 def attach_rewards(sample: Sample, result: RewardResult) -> Sample:
-    """Return the sample with its rewards, or with the kind of failure and its reason."""
+    """Return the sample with its rewards, and with the failure of a required reward function if there is one."""
     unverifiable = f"{result.failure}: {result.reason}" if result.failure else ""
     return msgspec.structs.replace(sample, rewards=result.scores, reward=result.reward, unverifiable=unverifiable)
+
+
+def find_first_failure(samples: Sequence[Sample]) -> str:
+    """Return why the first of the samples without a judgement failed; "" if all were judged."""
+    return next((sample.unverifiable for sample in samples if sample.unverifiable), "")
 
 
 def discard_reason(samples: Sequence[Sample], *, dynamic_sampling: bool) -> ReleaseReason | None:

@@ -138,16 +138,11 @@ class SampleSession:
         """The sample with this text, without rewards; unfinished (finish reason "") if the engine interrupted it."""
         if self.is_cut_short:
             return self._build_sample(self._completion, self._turns)
-        # A single turn is the whole completion, which the record of a sample without turns already says.
-        turns = self._turns if len(self._turns) > 1 else []
-        sample = self._build_sample(self._completion, turns)
-        return msgspec.structs.replace(sample, text=text, finish_reason=self._finish_reason)
+        return msgspec.structs.replace(self._build_ended_sample(), text=text, finish_reason=self._finish_reason)
 
     def end_early(self, kind: str, reason: str) -> Sample:
         """The sample up to its last complete turn, after its workflow has failed. `kind` becomes the finish reason."""
-        turns = self._turns if len(self._turns) > 1 else []
-        sample = self._build_sample(self._completion, turns)
-        return msgspec.structs.replace(sample, finish_reason=kind, unverifiable=f"{kind}: {reason}")
+        return msgspec.structs.replace(self._build_ended_sample(), finish_reason=kind, unverifiable=f"{kind}: {reason}")
 
     def snapshot(self) -> Sample | None:
         """Copy of the unfinished sample, including tokens that the engine has generated but not yet returned.
@@ -224,6 +219,11 @@ class SampleSession:
         finish_reason = "" if generation.finish_reason == ABORTED else generation.finish_reason
         self._turns += _record_turn(self._completion, generation, by_policy=by_policy, finish_reason=finish_reason)
         self._completion = join_generations(self._completion, generation)
+
+    def _build_ended_sample(self) -> Sample:
+        # Without turns, a sample is one turn of the policy. So a single turn need not be recorded.
+        turns = self._turns if len(self._turns) > 1 else []
+        return self._build_sample(self._completion, turns)
 
     def _build_sample(self, completion: Generation, turns: list[Turn]) -> Sample:
         mask = completion.sampling_mask

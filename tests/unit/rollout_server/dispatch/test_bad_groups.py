@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import structlog
 
-from async_grpo.errors import EngineError, RequestRefused
+from async_grpo.errors import EngineError, RequestRefused, RoleFailed
 from async_grpo.rewards.base import RewardInput, RewardResult
 from async_grpo.utils.aio import root_cause
 from async_grpo.wire import Partial, Sample, Task, Ticket, VersionSpan
@@ -136,6 +136,22 @@ async def test_a_failed_sample_gets_reward_zero_if_its_rule_says_so(tmp_path: Pa
     samples = await insert_with_failed_sample(tmp_path, {"refused": "zero"})
     assert samples[1].reward == 0.0
     assert samples[1].rewards == dict.fromkeys(samples[0].rewards, 0.0)
+
+
+async def test_a_server_gives_up_if_all_samples_fail_even_if_they_score_zero(tmp_path: Path) -> None:
+    config = config_of(steps=100, max_staleness=20, rollout={"ends": {"workflow_error": "zero"}})
+    context = replace(context_of(tmp_path, config, FakeEngine()), workflow=FailsAfterATurn(Bytes()))
+    async with dispatching(context) as (dispatcher, running), asyncio.timeout(20):
+        (raised,) = await asyncio.gather(running, return_exceptions=True)
+        assert dispatcher.counters.groups["inserted"] > 0
+    assert isinstance(raised, BaseException)
+    assert isinstance(root_cause(raised), RoleFailed)
+
+
+class FailsAfterATurn(SingleTurn):
+    async def run(self, task: Task, session: SampleSession) -> Sample:
+        await session.turn()
+        raise OSError("the tool is away")
 
 
 async def test_an_oversampled_group_takes_a_finished_sample_instead_of_a_failed_one(tmp_path: Path) -> None:
