@@ -238,7 +238,7 @@ def _describe_waiting_servers(servers: Sequence[ServerBeat], window_is_full: boo
     idle = [server for server in servers if server.waiting_for and server.evaluation is None]
     evaluating = [server for server in servers if server.evaluation is not None]
     if len(evaluating) == len(servers):
-        return f"training goes on; {evaluating[0].name} {describe_evaluation(evaluating[0])}"
+        return f"the trainer is training; {evaluating[0].name} {describe_evaluation(evaluating[0])}"
     if not idle:
         return "nobody: training and generation overlap"
     if window_is_full:

@@ -35,7 +35,7 @@ class StepTotals:
     """Gradient norm of each update."""
     lengths: list[int] = field(default_factory=list)
     """Tokens of each sequence, including the prompt, once per forward pass of the training."""
-    slots: int = 0
+    token_capacity: int = 0
     """Token capacity of all micro-batches."""
     micro_batches: int = 0
     balances: list[float] = field(default_factory=list)
@@ -495,7 +495,7 @@ METRICS: tuple[Metric, ...] = (
         unit="share",
         label="packing efficiency",
         doc="read_tokens / (micro-batches * micro_batch_tokens).",
-        reduce=lambda totals: sum(totals.lengths) / totals.slots,
+        reduce=lambda totals: sum(totals.lengths) / totals.token_capacity,
     ),
     Metric(
         key="rank_balance",

@@ -146,7 +146,8 @@ def judge_speed(facts: Facts) -> VerdictAnswer:
 def judge_soundness(facts: Facts, *, warnings: int = 0) -> VerdictAnswer:
     """Judge by the age bound, the log-probability gap and the accounting of groups; restarts and warnings are
     remarks."""
-    errors, remarks, confirmed = [], [], []
+    errors: list[str] = []
+    confirmed: list[str] = []
     max_age, bound = number(facts, "max_age"), number(facts, "age_bound")
     if max_age is not None and bound is not None:
         ages = f"oldest trained token {max_age:.0f} of at most {bound:.0f} steps"
@@ -168,11 +169,15 @@ def judge_soundness(facts: Facts, *, warnings: int = 0) -> VerdictAnswer:
     elif facts.get("balanced"):
         confirmed.append("every group is accounted for")
 
-    remarks += _list_remarks(facts, warnings)
+    remarks = _list_remarks(facts, warnings)
     clauses = [*errors, *remarks, *confirmed]
     if not clauses:
         return VerdictAnswer("soundness", VerdictState.UNKNOWN, "too early to tell", "Nothing has been checked yet.")
-    state = VerdictState.NO if errors else VerdictState.CHECK if remarks else VerdictState.YES
+    state = VerdictState.YES
+    if remarks:
+        state = VerdictState.CHECK
+    if errors:
+        state = VerdictState.NO
     text = "; ".join(clauses)
     return VerdictAnswer("soundness", state, clauses[0], f"{text[0].upper()}{text[1:]}.")
 

@@ -13,7 +13,7 @@ the buffer. Its consumer takes a batch of keys with one BLMPOP, the payloads wit
 UNLINK. It has no admission, no bound, no leases, no fencing, no order by ticket and no replay after a crash. A consumer
 that dies between BLMPOP and UNLINK loses its groups.
 
-The bench and its worker processes send_commands one JSON line per message:
+The bench and its worker processes send one JSON line per message:
 
     bench --BenchJob--> worker: connects, prepares --READY--> bench --GO--> worker: runs --WorkerReport--> bench
 

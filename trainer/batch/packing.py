@@ -134,7 +134,7 @@ def cost(length: int, quadratic: float) -> float:
 def split_groups(groups: int, parts: int, *, seed: int, version: int, iteration: int) -> Bins:
     """Return the indices of the groups of each mini-batch, ascending; sizes differ by one at most.
 
-    Groups are shuffled anew for every pass over a batch, reproducibly from the arguments.
+    Every pass over a batch has another order. The same arguments give the same order.
     """
     order = list(range(groups))
     random.Random(f"{seed}/{version}/{iteration}").shuffle(order)

@@ -175,7 +175,7 @@ def forward_backward(
         packed.micro_batches, loss, train=True, entropy=totals.with_entropy, sum_over_ranks=sum_over_ranks
     )
     totals.lengths += packed.lengths
-    totals.slots += packed.token_capacity
+    totals.token_capacity += packed.token_capacity
     totals.micro_batches += len(packed.micro_batches)
     totals.balances.append(packed.balance)
     passes = TRAINING_PASSES if policy.adapters is None else ADAPTER_TRAINING_PASSES

@@ -22,7 +22,7 @@ _REPR.maxstring = _REPR.maxother = 70
 
 Outcome = Literal["same", "approximated", "not supported"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-"""From best to worst."""
+"""Outcomes of a key, from the best to the worst."""
 
 
 @dataclass(frozen=True, slots=True)

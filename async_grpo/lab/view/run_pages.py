@@ -121,16 +121,16 @@ def search_log(file: Path, text: str, level: LogLevel) -> dict[str, Any]:
     wanted = text.lower()
     rank = 0
     lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
-    found = 0
+    matches = 0
     with file.open(encoding="utf-8", errors="replace") as log:
         for line in log:
             match = _LOG_LEVEL.search(line[:200])
             if match is not None:
                 rank = LOG_RANKS.get(match[1].lower(), 0)
             if rank >= LOG_RANKS.get(level, 0) and wanted in line.lower():
-                found += 1
+                matches += 1
                 lines.append(line)
-    return {"text": "".join(lines), "cut": found > len(lines)}
+    return {"text": "".join(lines), "cut": matches > len(lines)}
 
 
 def curve_routes(root: RunsRoot) -> APIRouter:

@@ -23,7 +23,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[tuple[str, bool], dict[str, Any]]:
-    """What the program found, by layout and fp32_head."""
+    """Results of the program, by layout and fp32_head."""
     model = make_model(folder, "qwen2-untied")
     found = {}
     for ranks, layouts in LAYOUTS.items():

@@ -1,4 +1,4 @@
-"""What a process can still read after `hide_folder`."""
+"""Files that a process can and cannot read after `hide_folder`."""
 
 from __future__ import annotations
 

@@ -76,12 +76,12 @@ def test_a_failed_sample_without_tokens_changes_nothing_for_the_others(aggregati
     failed = Sample(tokens=b"", logprobs=b"", spans=[], finish_reason="deadline", unverifiable="deadline: late")
     failed.validate()
     samples = [replace(OLD_AND_NEW, reward=1.0), replace(NEW, reward=0.0)]
-    alone, beside = (
+    expected, padded = (
         make_micro_batch(split_into_sequences(batch_of(*group), objective, 64))
         for group in (samples, [samples[0], failed, samples[1]])
     )
-    assert beside.advantages_N.tolist() == alone.advantages_N.tolist()
-    assert beside.weights_N.tolist() == alone.weights_N.tolist()
+    assert padded.advantages_N.tolist() == expected.advantages_N.tolist()
+    assert padded.weights_N.tolist() == expected.weights_N.tolist()
     row = step_row(
         batch_of(*samples, failed),
         {metric.key: 0 for metric in METRICS if metric.reduce is not None},

@@ -81,7 +81,7 @@ FULL_WINDOW = {"taken": 16, "active": 48}
         ({"taken": 16}, "nobody: training and generation overlap"),
         (
             {"taken": 16, "servers": [server(waiting_for="weights", **EVALUATING)]},
-            "training goes on; rollout-0 evaluates version 0: 512 of 1,280 completions, 3 s left",
+            "the trainer is training; rollout-0 evaluates version 0: 512 of 1,280 completions, 3 s left",
         ),
         ({"ready": 20}, "the trainer waits for the groups that are next in line; 20 others are ready"),
         ({"ready": 20, "inflight": 0}, "the rollout servers wait for the trainer: 20 groups are ready, none is taken"),
